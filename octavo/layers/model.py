@@ -1,26 +1,72 @@
-"""DecoderModel: what all families have in common, which is how weights get in."""
+"""The models that families build on: DecoderModel is what a worker uses, CausalModel adds the output head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from octavo.batch import Batch
-from octavo.layers.norm import Norm
+from octavo.layers.context import BuildContext
+from octavo.layers.embedding import Embedding, Head
+from octavo.layers.norm import Norm, norm_slots
+from octavo.layers.rope import Rope
 from octavo.layers.sharding import Slots, fill
 from octavo.quants import Weight
+from octavo.spec import ModelSpec
 from octavo.weights.methods.base import Held
 
 
+class DecoderLayer(nn.Module):
+    """One layer of a family, called as layer(x, batch, rotation): x [T, D], which may be changed, → [T, D]."""
+
+    def slots(self, name: str) -> Slots:
+        """The layer's tensors; `name`: the layer's own name in the checkpoint."""
+        raise NotImplementedError
+
+
 class DecoderModel(nn.Module):
+    """Embedding and layers, and how weights get in. `layers` may be a generator: it is read after the embedding is made."""
+
     weights_bytes: int = 0
     """What this rank's parameters take, known once they are loaded."""
     vector_size: int = 0
     """Numbers in what final() gives for a token, where that is not the hidden size."""
+    rope: Rope | None = None
+    """Set by families with rotary positions."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        context: BuildContext,
+        layers: Iterable[DecoderLayer],
+        *,
+        embedding_size: int = 0,  # 0: the hidden size
+        embedding_factor: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.attention_backend = context.attention
+        self.embedding = Embedding(spec.vocab_size, embedding_size or spec.hidden_size, context, embedding_factor)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """→ hidden states [T, D]."""
-        raise NotImplementedError
+        self.attention_backend.plan(batch)
+        rotations = self.rotations(batch.positions)
+        x = self.embed(batch)
+        for layer, rotation in zip(self.layers, rotations, strict=True):
+            x = layer(x, batch, rotation)
+        return x
+
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """→ the first layer's input [T, D]."""
+        embedded: torch.Tensor = self.embedding(batch.input_ids)
+        return embedded
+
+    def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """The rotation that each layer is called with: by default the same for all, None without rotary positions."""
+        rotation = None if self.rope is None else self.rope.rotation(positions)
+        return [rotation] * len(self.layers)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, D] → [S, V] in the model's type, the whole vocabulary on every rank."""
@@ -28,13 +74,23 @@ class DecoderModel(nn.Module):
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, D] → [N, D], a new tensor: what the head would multiply, which is also what embeddings are made of."""
-        norm = self.norm
-        assert norm is None or isinstance(norm, Norm)
-        return hidden.clone() if norm is None else norm(hidden)  # type: ignore[no-any-return]
+        raise NotImplementedError
 
     def slots(self) -> Slots:
         """Every tensor the model takes from a checkpoint, by its HF name, with its whole shape."""
         raise NotImplementedError
+
+    def layer_slots(self, name: str) -> Slots:
+        """Those of all layers; `name`: the list's, which a layer's index follows."""
+        slots: Slots = {}
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            slots |= layer.slots(f"{name}.{index}")
+        return slots
+
+    def hf_name(self, name: str) -> str:
+        """The slot's name of a checkpoint's tensor, for checkpoints that call it otherwise."""
+        return name
 
     def is_ignored(self, name: str) -> bool:
         """Tensors that some checkpoints bring and the model does not need."""
@@ -43,7 +99,7 @@ class DecoderModel(nn.Module):
     def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
         """Take this rank's shares. Missing, unexpected or mis-shaped tensors are a ConfigError that names them."""
         with torch.no_grad():
-            fill(self.slots(), tensors, self.is_ignored)
+            fill(self.slots(), ((self.hf_name(name), tensor) for name, tensor in tensors), self.is_ignored)
             self.finish_loading()
         self.weights_bytes = self._count_bytes()
 
@@ -59,3 +115,53 @@ class DecoderModel(nn.Module):
         values = (value for module in self.modules() for value in vars(module).values())
         others = {id(value): value for value in values if isinstance(value, torch.Tensor)}
         return sum(held.nbytes for held in self.held()) + sum(tensor.nbytes for tensor in others.values())
+
+
+class TensorNames(NamedTuple):
+    """What a family's checkpoints call the parts of a CausalModel."""
+
+    embedding: str
+    layers: str
+    norm: str
+    head: str
+
+
+class CausalModel(DecoderModel):
+    """A model that generates: embedding, layers, a norm if there is one, and a head that may be tied to the embedding."""
+
+    names: TensorNames
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        context: BuildContext,
+        layers: Iterable[DecoderLayer],
+        norm: Norm | None,
+        *,
+        is_tied: bool,
+        embedding_size: int = 0,  # 0: the hidden size
+        embedding_factor: float = 1.0,
+        logits_softcap: float = 0.0,
+    ) -> None:
+        super().__init__(spec, context, layers, embedding_size=embedding_size, embedding_factor=embedding_factor)
+        self.norm = norm
+        self.head = Head(embedding_size or spec.hidden_size, spec.vocab_size, context, is_tied, logits_softcap)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(hidden, self.norm)
+        return logits
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone() if self.norm is None else self.norm(hidden)
+
+    def slots(self) -> Slots:
+        names = self.names
+        slots = self.embedding.slots(names.embedding) | self.head.slots(names.head)
+        return slots | self.layer_slots(names.layers) | norm_slots(self.norm, names.norm)
+
+    def is_ignored(self, name: str) -> bool:
+        # Some checkpoints hold a tied head all the same.
+        return self.head.is_tied and name == f"{self.names.head}.weight"
+
+    def finish_loading(self) -> None:
+        self.head.tie(self.embedding)

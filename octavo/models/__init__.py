@@ -1,5 +1,5 @@
-"""④⑤ One file per family, named as config.json's model_type: the folder is the registry. With how families read numbers.
-Knows nothing of any family but its file name, and of no file: whoever opened it adds its name to a refusal."""
+"""④⑤ One file per family, named after config.json's model_type: the folder is the registry. Also the helpers with which
+families read and check a configuration. Their errors do not name the file: the caller that opened it adds its name."""
 
 import difflib
 import importlib
@@ -21,30 +21,30 @@ def families() -> list[str]:
 
 
 def family_of(config: Mapping[str, Any]) -> str | None:
-    """What a config.json says that it is: model_type or, without one, the first of its architectures. None: neither."""
+    """The family of a config.json: its model_type or, without one, its first architecture. None: it has neither."""
     model_type, classes = config.get("model_type"), config.get("architectures")
     if isinstance(model_type, str) and model_type:
-        return model_type.replace("-", "_")  # no file of Python's has a dash in its name
+        return model_type.replace("-", "_")  # Python file names have no dashes
     first = classes[0] if isinstance(classes, list) and classes else None
     return find_family(first) or first if isinstance(first, str) and first else None
 
 
 def find_family(name: str) -> str | None:
-    """The family that a GGUF file's architecture or a class of transformers belongs to: the same name, otherwise spelt."""
+    """The family of a GGUF architecture or a transformers class, which spell the same name differently."""
     plain = _plain(name)
-    # The text part of a model that also sees has a name of its own in config.json, and no other elsewhere.
+    # Only config.json has a separate name for the text part of a multimodal model.
     return next((f for f in families() if plain in (_plain(f), _plain(f.removesuffix("_text")))), None)
 
 
 def _plain(name: str) -> str:
-    """Without case, punctuation and what a class is for: gpt_neox, gptneox and GPTNeoXForCausalLM are one."""
+    """The name without case, punctuation and class suffix: gpt_neox, gptneox and GPTNeoXForCausalLM become the same."""
     stem = re.sub(r"(?<=.)(For[A-Z]\w*|LMHeadModel|Model)$", "", name)
     return re.sub(r"[^a-z0-9]", "", stem.lower())
 
 
 def check_family(name: str, said_by: str = "model_type", architectures: Any = None) -> None:
-    """An unknown name is a ConfigError, with the nearest of those that are known. Loads nothing.
-    `architectures`: config.json's, which may be nearer than the name."""
+    """Raise ConfigError for an unknown name, with the most similar known one. Imports no family.
+    `architectures`: config.json's, which may be more similar than the name."""
     known = families()
     if name in known:
         return
@@ -63,26 +63,26 @@ def _nearest(name: str) -> str | None:
 
 
 def load_family(model_type: str) -> ModuleType:
-    """The family's module: spec, Model, and the gguf_* functions. An unknown name is a ConfigError."""
+    """Import the family's module: spec, Model, and the gguf_* functions. ConfigError for an unknown name."""
     check_family(model_type)
     return importlib.import_module(f"{__name__}.{model_type}")
 
 
 def load_gguf_family(architecture: str) -> ModuleType:
-    """The same by a GGUF file's general.architecture, which is spelt without punctuation."""
+    """Import a family by a GGUF file's general.architecture, which is spelt without punctuation."""
     family = find_family(architecture) or architecture
     check_family(family, "general.architecture")
     return load_family(family)
 
 
-# ── numbers of a config.json or of a GGUF file's metadata; null is as good as missing ───────────────
+# ── numbers of a config.json or of a GGUF file's metadata; null counts as missing ───────────────────
 
 
-_TOO_LARGE = 2**31  # for any size or count of a model: beyond, arithmetic with it overflows
+_TOO_LARGE = 2**31  # for any size or count of a model: larger ones overflow in arithmetic
 
 
 def positive(table: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A size or a count. Without a default it must be there."""
+    """Read a size or a count. Without a default it must be present."""
     value = table.get(key, default)
     if value is None and default is not None:
         return default
@@ -103,7 +103,7 @@ def number(table: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def share(table: Mapping[str, Any], whole: str, parts: str) -> int:
-    """What each part gets of the whole: both are keys, and nothing may be left over."""
+    """Divide the value at key `whole` by the value at key `parts`; ConfigError if there is a remainder."""
     size, count = positive(table, whole), positive(table, parts)
     if size % count:
         raise ConfigError(f"{whole} is {size}, which is no multiple of {parts}, {count}: correct whichever is wrong")
@@ -111,7 +111,7 @@ def share(table: Mapping[str, Any], whole: str, parts: str) -> int:
 
 
 def sliding_layers(config: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool]) -> list[bool]:
-    """Which layers have a window: those that `layer_types` names, else the family's own choice by a layer's index."""
+    """Which layers have a window: by `layer_types` if it is set, otherwise by the family's rule for a layer's index."""
     types = config.get("layer_types")
     if types is None:
         return [is_sliding(index) for index in range(num_layers)]
@@ -121,13 +121,13 @@ def sliding_layers(config: Mapping[str, Any], num_layers: int, is_sliding: Calla
 
 
 def require_causal(config: Mapping[str, Any]) -> None:
-    """Of decoders: some were trained on to be encoders, and say so with one word."""
+    """Refuse decoders that were retrained as encoders, which only is_causal shows."""
     if config.get("is_causal") is False:
-        raise ConfigError("is_causal is false: a decoder whose tokens also look ahead is not supported")
+        raise ConfigError("is_causal is false: a decoder with bidirectional attention is not supported")
 
 
 def gguf_vocab_size(metadata: Mapping[str, Any], key: str) -> int:
-    """The vocabulary that comes with the model is the measure; `key` counts where there is none."""
+    """The size of the vocabulary in the file or, without one, the value at `key`."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and tokens:
         return len(tokens)
@@ -137,7 +137,7 @@ def gguf_vocab_size(metadata: Mapping[str, Any], key: str) -> int:
 
 
 def gguf_tensor_name(name: str, names: Mapping[str, str], layer: str, layer_names: Mapping[str, str]) -> str | None:
-    """The HF name of a GGUF tensor: one of `names`, or of the n-th layer, `layer`.n, one of `layer_names`; else None."""
+    """The HF name of a GGUF tensor: from `names`, or for layer n `layer`.n and a name from `layer_names`; else None."""
     if name in names:
         return names[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)

@@ -1,20 +1,18 @@
-"""BERT: an encoder with learned positions, norms after each part, and no head: its hidden states are what it is for.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""BERT: an encoder with learned positions, norms after attention and MLP, and no head: its output is the hidden states."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, LearnedPositions
+from octavo.layers.embedding import LearnedPositions
 from octavo.layers.mlp import MLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import DecoderLayer, DecoderModel
 from octavo.layers.norm import LayerNorm
 from octavo.layers.sharding import Slot, Slots, check_shares, plain
 from octavo.models import gguf_vocab_size, number, positive, share
@@ -22,18 +20,18 @@ from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
 
 _PREFIXES = ("bert.", "roberta.")  # of checkpoints that were saved with a head
-_HEADS = ("pooler.", "cls.", "lm_head.", "classifier.")  # made for other tasks than vectors
+_HEADS = ("pooler.", "cls.", "lm_head.", "classifier.")  # heads for other tasks than embeddings
 
 
 def spec(config: dict[str, Any], first_position: int = 0) -> ModelSpec:
-    """`first_position`: the row of the table of positions that a prompt's first token takes."""
+    """`first_position`: the row of the position table that a prompt's first token uses."""
     if config.get("is_decoder"):
         raise ConfigError("is_decoder is set: only BERT models that encode are supported")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise ConfigError(
             f"position_embedding_type is {config['position_embedding_type']!r}: only absolute positions are supported"
         )
-    _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
+    _epsilon(config)  # checked here, not in a layer: only errors raised here name the file
     num_positions = positive(config, "max_position_embeddings", 512)
     if num_positions <= first_position:
         raise ConfigError(f"max_position_embeddings is {num_positions}: it must be above {first_position}")
@@ -56,7 +54,7 @@ def _epsilon(config: dict[str, Any]) -> float:
     return number(config, "layer_norm_eps", 1e-12)
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
@@ -67,8 +65,8 @@ class Layer(nn.Module):
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, None, context)
         self.mlp_norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x = self.attention_norm(self.attention(x, batch))
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None) -> torch.Tensor:
+        x = self.attention_norm(self.attention(x, batch, rotation))
         x = self.mlp_norm(self.mlp(x))
         return x
 
@@ -88,26 +86,20 @@ class Model(DecoderModel):
     first_position = 0
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
         check_shares(
             context.group.size,
             num_attention_heads=spec.num_heads,
             intermediate_size=spec.intermediate_size,
         )
-        self.attention_backend = context.attention
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        layers = (Layer(index, config, spec, context) for index in range(spec.num_layers))
+        super().__init__(spec, context, layers)
         self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
         self.token_types = context.empty(positive(config, "type_vocab_size", 2), spec.hidden_size)
         self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
-        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        x = self.norm(self.positions(self.embedding(batch.input_ids), batch.positions))
-        for layer in self.layers:
-            x = layer(x, batch)
-        hidden: torch.Tensor = x
-        return hidden
+    def embed(self, batch: Batch) -> torch.Tensor:
+        embedded: torch.Tensor = self.norm(self.positions(super().embed(batch), batch.positions))
+        return embedded
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.clone()
@@ -125,33 +117,26 @@ class Model(DecoderModel):
         shape = (table.shape[0] + self.first_position, table.shape[1])
         slots["embeddings.position_embeddings.weight"] = Slot(shape, store_positions)
         slots["embeddings.token_type_embeddings.weight"] = Slot(tuple(self.token_types.shape), store_types)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"encoder.layer.{index}")
-        return slots
+        return slots | self.layer_slots("encoder.layer")
 
     def is_ignored(self, name: str) -> bool:
-        # Old checkpoints store the positions' own numbers.
+        # Old checkpoints store the position ids.
         return name.startswith(_HEADS) or name == "embeddings.position_ids"
 
     def finish_loading(self) -> None:
-        # A prompt is one text, so every token is of the first type: its vector is added to the positions', once.
+        # A prompt is one text, so every token has the first type: add its vector to the positions once, here.
         self.positions.weight.add_(self.token_types[0])
 
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
-        super().load((_plain_name(name), tensor) for name, tensor in tensors)
-
-
-def _plain_name(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    # The first published checkpoints call a norm's weight and bias so.
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    def hf_name(self, name: str) -> str:
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        # The first published checkpoints call a norm's weight gamma and its bias beta.
+        return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NAMES = {
     "token_embd": "embeddings.word_embeddings",
     "position_embd": "embeddings.position_embeddings",
@@ -171,7 +156,7 @@ _GGUF_LAYER_NAMES = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata."""
+    """Make an HF-style config from a GGUF file's metadata."""
     return {
         "model_type": "bert",
         "hidden_size": positive(metadata, "bert.embedding_length"),
@@ -187,7 +172,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     names = _GGUF_NAMES if match is None or match[1] is None else _GGUF_LAYER_NAMES
     if match is None or match[2] not in names:
@@ -196,5 +181,5 @@ def gguf_name(name: str) -> str | None:
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Nothing to undo: everything stands as in the checkpoint."""
+    """Return the tensor unchanged: the converter keeps the checkpoint's order."""
     return tensor

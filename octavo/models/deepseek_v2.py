@@ -1,6 +1,6 @@
-"""DeepSeek-V2: attention over latents, and experts of which some see every token and others those that a router sends them.
+"""DeepSeek-V2: latent attention, shared experts that process every token, and routed experts.
 
-A page holds a token's latent as one KV head, and once more as its value: docs/decisions says what that costs."""
+A page holds a token's latent as one KV head, and once more as its value: docs/decisions has the cost."""
 
 import dataclasses
 import math
@@ -13,11 +13,10 @@ from torch import nn
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head
 from octavo.layers.experts import Experts
 from octavo.layers.latent_attention import LatentAttention, LatentSizes
 from octavo.layers.mlp import GatedMLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.moe import Router
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, longest_len, rope_settings
@@ -27,8 +26,8 @@ from octavo.parallel import Group
 from octavo.spec import ModelSpec
 from octavo.weights.methods.base import Gate
 
-_INNER_EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
-_NOT_CHOSEN = -1e30  # the logarithm of no weight at all
+_INNER_EPSILON = 1e-6  # of the latents' norms, whatever config.json has for the others
+_NOT_CHOSEN = -1e30  # stands for log(0)
 DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -56,14 +55,14 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def require(config: dict[str, Any], **supported: Any) -> None:
-    """What the makers' own code reads and published checkpoints all have alike: anything else is refused, not passed over."""
+    """Refuse any value but the supported one, for keys that the original code reads and all published checkpoints share."""
     for key, value in supported.items():
         if config.get(key, value) not in (value, None):
             raise ConfigError(f"{key} is {str(config[key])[:40]!r}: only {value!r} is supported")
 
 
 def common_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    """Refused here rather than by a layer: only here does a refusal name the file."""
+    """The spec of V2 and V3. Values are checked here, not in layers: only errors raised here name the file."""
     llama.epsilon(config)
     require_causal(config)
     llama.check_rope(config)
@@ -104,9 +103,9 @@ def latent_sizes(config: dict[str, Any]) -> LatentSizes:
 class Routing:
     num_experts: int
     num_chosen: int
-    factor: float  # what the chosen ones' weights are multiplied by
+    factor: float  # multiplies the weights of the chosen experts
     num_groups: int = 1
-    num_chosen_groups: int = 1  # the chosen experts are of these
+    num_chosen_groups: int = 1  # the chosen experts come from these
 
 
 def routing(config: dict[str, Any], has_groups: bool) -> Routing:
@@ -150,7 +149,7 @@ class SharedAndRouted(nn.Module):
         """[T, hidden], which may be changed."""
         normed = self.norm(x)
         chosen, weights = self.choose(self.router(normed).float())  # [T, K] each
-        # The experts' layer makes weights of logits, and theirs add up to 1: it is given logarithms, and their sum comes after.
+        # The experts' layer applies a softmax, so its weights add up to 1: pass logarithms, and multiply by their sum afterwards.
         logits = torch.full((len(x), self.routing.num_experts), _NOT_CHOSEN, device=x.device)
         logits.scatter_(1, chosen, weights.log().clamp_(min=_NOT_CHOSEN / 2))
         routed = self.experts(normed, logits, self.routing.num_chosen, True, torch.zeros_like(x))
@@ -159,7 +158,7 @@ class SharedAndRouted(nn.Module):
         return out
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [T, E] → the experts of each token and their weights, [T, K]. Groups go by their best expert."""
+        """logits [T, E] → the experts of each token and their weights, [T, K] each. A group's score is its best expert's."""
         scores = logits.softmax(dim=-1)
         best = self._by_group(scores).amax(dim=-1)
         weights, chosen = self._within(best, scores, 0.0).topk(self.routing.num_chosen, dim=-1)
@@ -169,7 +168,7 @@ class SharedAndRouted(nn.Module):
         return scores.view(len(scores), self.routing.num_groups, -1)
 
     def _within(self, of_groups: torch.Tensor, scores: torch.Tensor, otherwise: float) -> torch.Tensor:
-        """scores [T, E], but `otherwise` for experts that are not of the groups with the largest numbers."""
+        """scores [T, E], with `otherwise` for experts outside the groups with the highest scores."""
         groups = of_groups.topk(self.routing.num_chosen_groups, dim=-1).indices
         is_other = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, groups, False)
         return self._by_group(scores).masked_fill(is_other[:, :, None], otherwise).view(scores.shape)
@@ -187,7 +186,7 @@ def mlp_slots(mlp: GatedMLP, name: str) -> Slots:
     return mlp.gate_up.slots(f"{name}.gate_proj", f"{name}.up_proj") | mlp.down.slots(f"{name}.down_proj")
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     experts_type: type[SharedAndRouted] = SharedAndRouted
 
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
@@ -235,7 +234,7 @@ class Layer(nn.Module):
 
 
 def _scale(config: dict[str, Any], sizes: LatentSizes) -> float:
-    """Yarn stretches scores by more than it stretches what is rotated, by as much as mscale_all_dim says."""
+    """The scale of scores. Yarn scales them beyond the rotated part, as set by mscale_all_dim."""
     settings = rope_settings(config)
     scale = float((sizes.plain + sizes.rotated) ** -0.5)
     over_all = number(settings, "mscale_all_dim", 0.0)
@@ -246,12 +245,12 @@ def _scale(config: dict[str, Any], sizes: LatentSizes) -> float:
     return scale * stretch * stretch
 
 
-class Model(DecoderModel):
+class Model(CausalModel):
+    names = TensorNames("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     layer_type: type[Layer] = Layer
     defaults = DEFAULTS
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
         config = self.defaults | config
         check_shares(
             context.group.size,
@@ -259,43 +258,20 @@ class Model(DecoderModel):
             intermediate_size=spec.intermediate_size,
             moe_intermediate_size=positive(config, "moe_intermediate_size"),
         )
-        self.num_layers = spec.num_layers
-        self.attention_backend = context.attention
+        super().__init__(
+            spec,
+            context,
+            (self.layer_type(index, config, spec, context) for index in range(spec.num_layers)),
+            RMSNorm(spec.hidden_size, llama.epsilon(config), context),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+        )
         sizes = latent_sizes(config)
-        # Half a number more, so that no rounding of the quotient turns one less.
+        # Add a half, so that rounding the quotient down never loses one.
         settings = rope_settings(config) | {"partial_rotary_factor": (sizes.rotated + 0.5) / spec.head_size}
         self.rope = Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
-        self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, llama.epsilon(config), context)
-        self.is_tied = bool(config.get("tie_word_embeddings", False))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        rotation = self.rope.rotation(batch.positions)
-        x = self.embedding(batch.input_ids)
-        for layer in self.layers:
-            x = layer(x, batch, rotation)
-        hidden: torch.Tensor = x
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(hidden, self.norm)
-        return logits
-
-    def slots(self) -> Slots:
-        slots = self.embedding.slots("model.embed_tokens") | self.head.slots("lm_head") | self.norm.slots("model.norm")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"model.layers.{index}")
-        return slots
 
     def is_ignored(self, name: str) -> bool:
-        # Layers that guess further tokens come after the last one; a tied head is sometimes written out all the same.
+        # Layers for multi-token prediction come after the last one.
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        is_beyond = layer is not None and int(layer[1]) >= self.num_layers
-        return is_beyond or name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.is_tied)
-
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
+        is_beyond = layer is not None and int(layer[1]) >= len(self.layers)
+        return is_beyond or name.endswith("rotary_emb.inv_freq") or super().is_ignored(name)

@@ -1,5 +1,4 @@
-"""DeepSeek-V3: a V2 whose router weighs each expert by itself, and leans towards those that a learned number favours.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""DeepSeek-V3: a V2 whose router scores each expert with a sigmoid, and adds a learned bias to choose among them."""
 
 from typing import Any
 
@@ -51,7 +50,7 @@ class SharedAndRouted(deepseek_v2.SharedAndRouted):
         return routing(config, has_groups=True)
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Groups go by their two best; what an expert is favoured by counts in the choice, and not in its weight."""
+        """A group's score is the sum of its two best. The learned bias affects the choice of experts, not their weights."""
         scores = logits.sigmoid()
         favoured = scores + self.favour
         best = self._by_group(favoured).topk(2, dim=-1).values.sum(dim=-1)
@@ -73,7 +72,7 @@ class Layer(deepseek_v2.Layer):
         self.is_interleaved = config.get("rope_interleave", True) is not False
 
     def slots(self, name: str) -> Slots:
-        """The rotated rows of a query and of what keys share stand in pairs, or, if the checkpoint says so, in halves."""
+        """The rotated rows of queries and of the shared key are stored in pairs, or in halves if rope_interleave is false."""
         slots, sizes = super().slots(name), self.attention.sizes
         if self.is_interleaved:
             return slots
@@ -87,7 +86,7 @@ class Layer(deepseek_v2.Layer):
 
 
 def _in_pairs(slot: Slot, first: int, rotated: int) -> Slot:
-    """Of rows [heads, first + rotated] the last ones of each head."""
+    """Interleave the last `rotated` rows of each head, of rows [heads, first + rotated]."""
 
     def store(weight: Weight) -> None:
         tensor = plain(weight)

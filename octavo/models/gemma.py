@@ -1,5 +1,4 @@
-"""The first Gemma: a Llama with multiplied embeddings, norm weights around 0, and a gelu in its MLP.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""Gemma 1: a Llama with scaled embeddings, norm weights around 0, and a gelu in its MLP."""
 
 import dataclasses
 import math
@@ -14,7 +13,7 @@ from octavo.models import llama
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
-# What a config.json may leave out.
+# Defaults for keys that config.json may leave out.
 _DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 _GELU = "gelu_pytorch_tanh"
 
@@ -24,9 +23,11 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def plain_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    """What the generations have in common."""
+    """The part of the spec that all generations share."""
     if config.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention is set: a model that also looks ahead cannot write text")
+        raise ConfigError(
+            "use_bidirectional_attention is set: a model with bidirectional attention cannot generate text"
+        )
     return dataclasses.replace(llama.spec(config), family=family)
 
 
@@ -37,7 +38,7 @@ class Layer(llama.Layer):
         self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext, **traits: Any
     ) -> None:
         act = config.get("hidden_activation")
-        if act is None:  # the first config.json files have another name for it, and say gelu where they mean this
+        if act is None:  # the first config.json files use hidden_act, where gelu means the tanh form
             act = _GELU if config.get("hidden_act") in (None, "gelu") else config["hidden_act"]
         config = config | {"hidden_act": act, "mlp_bias": False}
         super().__init__(index, config, spec, context, **traits)
@@ -50,7 +51,7 @@ class Model(llama.Model):
     def __init__(
         self, config: dict[str, Any], spec: ModelSpec, context: BuildContext, *, logits_softcap: float = 0.0
     ) -> None:
-        # Rounded to the model's type, as it was when the model was trained.
+        # Rounded to the model's dtype, as in training.
         factor = torch.tensor(math.sqrt(spec.hidden_size), dtype=context.dtype).item()
         config = {**self.defaults, **config}
         super().__init__(config, spec, context, embedding_factor=factor, logits_softcap=logits_softcap)
@@ -58,15 +59,15 @@ class Model(llama.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 gguf_name = llama.gguf_name
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     return llama.gguf_config(metadata, tensors, "gemma") | {"hidden_act": _GELU}
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Undo what the converter did: it adds the norms' 1 to their weights."""
+    """Undo the converter's change: it adds 1 to the norms' weights."""
     return tensor - 1 if name.endswith("norm.weight") and isinstance(tensor, torch.Tensor) else tensor

@@ -1,5 +1,4 @@
-"""Gemma 2: a Gemma with a norm after attention and MLP too, soft caps for scores and logits, and a window on every other layer.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""Gemma 2: a Gemma with norms also after attention and MLP, soft caps for scores and logits, and a window on every other layer."""
 
 import dataclasses
 import re
@@ -11,7 +10,7 @@ from octavo.layers.context import BuildContext
 from octavo.models import gemma, llama, number, positive, sliding_layers
 from octavo.spec import ModelSpec
 
-# What a config.json may leave out.
+# Defaults for keys that config.json may leave out.
 _DEFAULTS = {
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
@@ -43,7 +42,7 @@ def check_numbers(config: dict[str, Any]) -> None:
 
 
 def scale(config: dict[str, Any]) -> float:
-    """What scores are multiplied by."""
+    """The factor of attention scores."""
     divisor = number(config, "query_pre_attn_scalar", 256.0)
     if not divisor:
         raise ConfigError("query_pre_attn_scalar is 0: it must be a number above 0")
@@ -87,7 +86,7 @@ class Model(gemma.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 gguf_fix = gemma.gguf_fix
 _GGUF_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -105,8 +104,8 @@ def gguf_config(
     architecture: str = "gemma2",
     largest_num_layers: int = _LARGEST_NUM_LAYERS,
 ) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out.
-    No key says what scores are divided by: it is the size of a head, but for the largest model of a generation."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks.
+    The divisor of scores has no key: it is the head size, except for the largest model of a generation."""
     config = llama.gguf_config(metadata, tensors, architecture)
     divisor = config["head_dim"]
     if config["num_hidden_layers"] == largest_num_layers:
@@ -121,7 +120,7 @@ def gguf_config(
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if match is not None and match[2] in _GGUF_NORMS:
         return f"model.layers.{match[1]}.{_GGUF_NORMS[match[2]]}.weight"

@@ -1,17 +1,14 @@
-"""Gemma 3 as it is published with eyes: its text part, which is all that is served. What belongs to images is left where it is.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""Gemma 3, the multimodal checkpoints: only the text part is served, and the tensors for images are ignored."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.models import gemma3_text
-from octavo.quants import Weight
 from octavo.spec import ModelSpec
 
-# What the text part's configuration may leave out beside what a text model's may.
+# Defaults for keys that text_config may leave out, in addition to those of a text model.
 _DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 _IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -35,19 +32,19 @@ class Model(gemma3_text.Model):
     def is_ignored(self, name: str) -> bool:
         return name.startswith(_IMAGES) or super().is_ignored(name)
 
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
-        super().load((_text_name(name), tensor) for name, tensor in tensors)
+    def hf_name(self, name: str) -> str:
+        return super().hf_name(_text_name(name))
 
 
 def _text_name(name: str) -> str:
-    """As a text model's: checkpoints of before transformers 4.52 have the parts the other way round."""
+    """The text model's name of a tensor. Checkpoints from before transformers 4.52 have the prefix's parts in reverse order."""
     for prefix, plain in (("language_model.model.", "model."), ("model.language_model.", "model.")):
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)
     return name.removeprefix("language_model.")
 
 
-# ── GGUF: files hold the text part alone, and call it by this name ──────────────────────────────────
+# ── GGUF: files hold only the text part, under this architecture's name ─────────────────────────────
 
 GGUF_ROWS_STAY_WHOLE = gemma3_text.GGUF_ROWS_STAY_WHOLE
 gguf_config = gemma3_text.gguf_config

@@ -1,5 +1,5 @@
-"""Gemma 3, the text models: a Gemma 2 without soft caps, with normed query and key heads, a window on five layers of six, and a
-rope of its own for those. Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""Gemma 3, the text models: a Gemma 2 without soft caps, with normed query and key heads, and a window with a rope of its own
+on five layers of six."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from octavo.layers.rope import rope_settings
 from octavo.models import gemma, gemma2, llama, number, positive, sliding_layers
 from octavo.spec import ModelSpec
 
-# What a config.json may leave out.
+# Defaults for keys that config.json may leave out.
 _DEFAULTS = {
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
@@ -21,7 +21,7 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
-_PATTERN = 6  # the last of so many layers sees everything, where config.json does not say which
+_PATTERN = 6  # by default, every sixth layer has no window
 _THETA, _LOCAL_THETA = 1e6, 1e4
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -39,20 +39,20 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def local_layers(config: dict[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have a window, and a rope of their own."""
+    """Which layers have a window and its separate rope."""
     pattern = positive(config, "sliding_window_pattern", _PATTERN)
     return sliding_layers(config, num_layers, lambda index: (index + 1) % pattern != 0)
 
 
 def rope_config(config: dict[str, Any], kind: str) -> dict[str, Any]:
-    """What is said of the rope of a kind of layers, as other families say it of all: under the kind in rope_parameters or,
-    before transformers 5, of those without a window in rope_scaling."""
-    told = config.get("rope_parameters") or {}
-    if not isinstance(told, dict):
+    """The rope configuration of one kind of layers, in the form that other families use for all. It is in rope_parameters
+    under the kind or, before transformers 5, in rope_scaling for layers without a window."""
+    parameters = config.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
         raise ConfigError(f"rope_parameters must be an object with {_FULL} and {_SLIDING}")
     is_full = kind == _FULL
     return {
-        "rope_scaling": told.get(kind) or (config.get("rope_scaling") if is_full else None),
+        "rope_scaling": parameters.get(kind) or (config.get("rope_scaling") if is_full else None),
         "rope_theta": number(config, *(("rope_theta", _THETA) if is_full else ("rope_local_base_freq", _LOCAL_THETA))),
         "max_position_embeddings": config["max_position_embeddings"],
     }
@@ -83,14 +83,14 @@ class Model(gemma2.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 gguf_name = gemma2.gguf_name
 gguf_fix = gemma.gguf_fix
 _LARGEST_NUM_LAYERS = 62  # of the 27B
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     config = gemma2.gguf_config(metadata, tensors, "gemma3", _LARGEST_NUM_LAYERS)
     return config | {
         "model_type": "gemma3_text",

@@ -1,26 +1,24 @@
-"""GPT-2: learned positions, LayerNorm with bias, biases everywhere, weights stored transposed, tied head.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""GPT-2: learned positions, LayerNorm with bias, biases everywhere, weights stored transposed, tied head."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head, LearnedPositions
+from octavo.layers.embedding import LearnedPositions
 from octavo.layers.mlp import MLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
-from octavo.quants import SameWeight, Weight
+from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
-_OUTPUTS_FIRST = "weights_have_outputs_first"  # our name for what is so in GGUF files and in no other checkpoint
+_OUTPUTS_FIRST = "weights_have_outputs_first"  # our own key: true for GGUF files only
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -30,7 +28,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if config.get("scale_attn_weights", True) is False:
         raise ConfigError("this GPT-2 has scale_attn_weights switched off, which is not supported")
     require_causal(config)
-    _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
+    _epsilon(config)  # checked here, not in a layer: only errors raised here name the file
     num_heads, hidden_size = positive(config, "n_head"), positive(config, "n_embd")
     is_old = config.get("n_positions") is None and config.get("n_ctx") is not None
     return ModelSpec(
@@ -50,7 +48,7 @@ def _epsilon(config: dict[str, Any]) -> float:
     return number(config, "layer_norm_epsilon", 1e-5)
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         epsilon = _epsilon(config)
@@ -60,8 +58,8 @@ class Layer(nn.Module):
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, mlp_norm, context)
         self.is_transposed = not config.get(_OUTPUTS_FIRST, False)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x = self.attention(x, batch)
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None) -> torch.Tensor:
+        x = self.attention(x, batch, rotation)
         x = self.mlp(x)
         return x
 
@@ -83,62 +81,39 @@ def _transposed(slot: Slot) -> Slot:
     return Slot((slot.shape[1], slot.shape[0]), lambda tensor: slot.store(tensor.t()))
 
 
-class Model(DecoderModel):
+class Model(CausalModel):
+    names = TensorNames("transformer.wte", "transformer.h", "transformer.ln_f", "lm_head")
+
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
-        check_shares(
-            context.group.size,
-            n_head=spec.num_heads,
-            n_inner=spec.intermediate_size,
+        check_shares(context.group.size, n_head=spec.num_heads, n_inner=spec.intermediate_size)
+        super().__init__(
+            spec,
+            context,
+            (Layer(index, config, spec, context) for index in range(spec.num_layers)),
+            LayerNorm(spec.hidden_size, _epsilon(config), context),
+            is_tied=bool(config.get("tie_word_embeddings", True)),
         )
-        self.attention_backend = context.attention
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
-        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
-        self.is_tied = bool(config.get("tie_word_embeddings", True))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        x = self.positions(self.embedding(batch.input_ids), batch.positions)
-        for layer in self.layers:
-            x = layer(x, batch)
-        hidden: torch.Tensor = x
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(hidden, self.norm)
-        return logits
+    def embed(self, batch: Batch) -> torch.Tensor:
+        embedded: torch.Tensor = self.positions(super().embed(batch), batch.positions)
+        return embedded
 
     def slots(self) -> Slots:
-        slots = self.embedding.slots("transformer.wte") | self.head.slots("lm_head")
-        slots |= self.positions.slots("transformer.wpe")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"transformer.h.{index}")
-        slots |= self.norm.slots("transformer.ln_f")
-        return slots
+        return super().slots() | self.positions.slots("transformer.wpe")
 
     def is_ignored(self, name: str) -> bool:
-        # Old checkpoints store the causal mask; a tied head is sometimes written out all the same.
-        return name.endswith((".attn.bias", ".attn.masked_bias")) or (name == "lm_head.weight" and self.is_tied)
+        # Old checkpoints store the causal mask.
+        return name.endswith((".attn.bias", ".attn.masked_bias")) or super().is_ignored(name)
 
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
-
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+    def hf_name(self, name: str) -> str:
         # The first published checkpoints lack the prefix.
-        super().load((_with_prefix(name), tensor) for name, tensor in tensors)
-
-
-def _with_prefix(name: str) -> str:
-    return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
+        return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NAMES = {
     "token_embd.weight": "transformer.wte.weight",
     "position_embd.weight": "transformer.wpe.weight",
@@ -157,7 +132,7 @@ _GGUF_LAYER_NAMES = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     hidden_size = positive(metadata, "gpt2.embedding_length")
     return {
         "model_type": "gpt2",
@@ -170,15 +145,15 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
         "vocab_size": gguf_vocab_size(metadata, "gpt2.vocab_size"),
         "activation_function": "gelu_new",
         "tie_word_embeddings": "output.weight" not in tensors,
-        _OUTPUTS_FIRST: True,  # the converter turns them: they stay so, and packed
+        _OUTPUTS_FIRST: True,  # the converter transposes them; they are used like that, and stay packed
     }
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     return gguf_tensor_name(name, _GGUF_NAMES, "transformer.h", _GGUF_LAYER_NAMES)
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Nothing to undo."""
+    """Return the tensor unchanged: the layers read the converter's layout."""
     return tensor

@@ -1,28 +1,26 @@
-"""GPT-NeoX and Pythia: attention and MLP both read the layer's input, a part of each head is rotated, q, k and v are fused."""
+"""GPT-NeoX and Pythia: attention and MLP in parallel, partial rotary positions, fused q, k and v."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.batch import Batch
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head
 from octavo.layers.mlp import MLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, rotated_size
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, llama, number, positive, require_causal, share
-from octavo.quants import Quants, SameWeight, Weight
+from octavo.quants import Quants, SameWeight
 from octavo.spec import ModelSpec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     require_causal(config)
-    _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
+    _epsilon(config)  # checked here, not in a layer: only errors raised here name the file
     settings = _rope(config)
     num_heads, head_size = positive(config, "num_attention_heads"), share(config, "hidden_size", "num_attention_heads")
     rotated_size(settings, head_size)
@@ -45,7 +43,7 @@ def _epsilon(config: dict[str, Any]) -> float:
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The usual settings, under the family's own names where the file is older than the usual ones."""
+    """The rope settings. Older files have the family's own names for them."""
     names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     own = {usual: config[name] for usual, name in names.items() if config.get(name) is not None}
     config = {"max_position_embeddings": 2048, "partial_rotary_factor": 0.25} | own | config
@@ -53,7 +51,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return rope_settings(config, can_be_partial=True)
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         norm, mlp_norm = (LayerNorm(spec.hidden_size, _epsilon(config), context) for _ in range(2))
@@ -69,7 +67,7 @@ class Layer(nn.Module):
             x = self.attention(x, batch, rotation)
             x = self.mlp(x)
             return x
-        # The MLP reads x first: attention adds its own to it, in place where it can.
+        # The MLP reads x first, because attention may add its output to x in place.
         inner = self.mlp.inner(x)
         x = self.attention(x, batch, rotation)
         x = self.mlp.down(inner, x)
@@ -86,7 +84,7 @@ class Layer(nn.Module):
         )
 
     def _qkv_slots(self, name: str) -> Slots:
-        """One tensor in the checkpoint, head after head: its query's rows, its key's, its value's."""
+        """The checkpoint's fused tensor: for each head, the rows of its query, key and value."""
         head_size = self.attention.heads.head_size
 
         def arranged(part: int, rows: Any) -> Any:
@@ -99,7 +97,7 @@ class Layer(nn.Module):
 
 
 def apart_by_kind(weight: SameWeight, head_size: int) -> SameWeight:
-    """Rows [H, 3, D] as [3, H, D]: all queries, all keys, all values."""
+    """Rearrange rows [H, 3, D] to [3, H, D]: all queries, all keys, all values."""
     if isinstance(weight, Quants):
         return weight.rearranged(lambda rows: apart_by_kind(rows, head_size))
     return weight.reshape(-1, 3, head_size, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
@@ -112,58 +110,37 @@ def together_by_head(weight: SameWeight, head_size: int) -> SameWeight:
     return weight.reshape(3, -1, head_size, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
 
 
-class Model(DecoderModel):
+class Model(CausalModel):
+    names = TensorNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out")
+
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
         check_shares(
             context.group.size,
             num_attention_heads=spec.num_heads,
             intermediate_size=spec.intermediate_size,
         )
-        self.attention_backend = context.attention
+        super().__init__(
+            spec,
+            context,
+            (Layer(index, config, spec, context) for index in range(spec.num_layers)),
+            LayerNorm(spec.hidden_size, _epsilon(config), context),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+        )
         self.rope = Rope(_rope(config), spec.head_size, context.device, context.ops, context.max_len)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
-        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
-        self.is_tied = bool(config.get("tie_word_embeddings", False))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        rotation = self.rope.rotation(batch.positions)
-        x = self.embedding(batch.input_ids)
-        for layer in self.layers:
-            x = layer(x, batch, rotation)
-        hidden: torch.Tensor = x
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(hidden, self.norm)
-        return logits
-
-    def slots(self) -> Slots:
-        slots = self.embedding.slots("gpt_neox.embed_in") | self.head.slots("embed_out")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"gpt_neox.layers.{index}")
-        return slots | self.norm.slots("gpt_neox.final_layer_norm")
 
     def is_ignored(self, name: str) -> bool:
-        # Old checkpoints store the causal mask and the rope frequencies; a tied head is sometimes written out all the same.
+        # Old checkpoints store the causal mask and the rope frequencies.
         is_old = name.endswith((".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"))
-        return is_old or (name == "embed_out.weight" and self.is_tied)
+        return is_old or super().is_ignored(name)
 
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
-
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
-        # Transformers 5 calls the head as it does everywhere; the published checkpoints do not.
-        super().load(("embed_out.weight" if name == "lm_head.weight" else name, tensor) for name, tensor in tensors)
+    def hf_name(self, name: str) -> str:
+        # Transformers 5 uses its common name for the head; the published checkpoints do not.
+        return "embed_out.weight" if name == "lm_head.weight" else name
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NAMES = {
     "token_embd.weight": "gpt_neox.embed_in.weight",
     "output_norm.weight": "gpt_neox.final_layer_norm.weight",
@@ -181,11 +158,11 @@ _GGUF_LAYER_NAMES = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     num_heads = positive(metadata, "gptneox.attention.head_count")
     width = positive(metadata, "gptneox.embedding_length")
     head_size = share(metadata, "gptneox.embedding_length", "gptneox.attention.head_count")
-    # Half a number more, so that no rounding of the quotient turns one less.
+    # Add a half, so that rounding the quotient down never loses one.
     num_rotated = positive(metadata, "gptneox.rope.dimension_count", head_size) + 0.5
     return {
         "model_type": "gpt_neox",
@@ -199,21 +176,21 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
         "rotary_emb_base": number(metadata, "gptneox.rope.freq_base", 10000.0),
         "use_parallel_residual": metadata.get("gptneox.use_parallel_residual", True) is not False,
         "vocab_size": gguf_vocab_size(metadata, "gptneox.vocab_size"),
-        "hidden_act": "gelu",  # the file does not say; nearly all have this one
+        "hidden_act": "gelu",  # not in the file; nearly all models use it
         "attention_bias": "blk.0.attn_qkv.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
     }
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     return gguf_tensor_name(name, _GGUF_NAMES, "gpt_neox.layers", _GGUF_LAYER_NAMES)
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Undo what the converter did: it puts all queries before all keys before all values."""
+    """Undo the converter's change: it puts all queries first, then all keys, then all values."""
     if ".query_key_value." not in name:
         return tensor
     head_size = spec(config).head_size
-    # What is no whole number of heads has the wrong shape: its slot says so, by name.
+    # Without a whole number of heads the shape is wrong: the slot raises an error that names the tensor.
     return together_by_head(tensor, head_size) if tensor.shape[0] % (3 * head_size) == 0 else tensor

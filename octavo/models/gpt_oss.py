@@ -1,4 +1,4 @@
-"""The gpt-oss family: sinks, windows in every other layer, biases everywhere, experts whose gate is clamped, stretched rope."""
+"""gpt-oss: attention sinks, a window on every other layer, biases everywhere, experts with a clamped gate, yarn."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from octavo.quants import Quants, Weight
 from octavo.spec import ModelSpec
 from octavo.weights.methods.base import Gate
 
-# Where config.json does not say.
+# Defaults for keys that config.json may leave out.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -35,15 +35,15 @@ _DEFAULTS = {
 _WINDOW, _ALPHA, _LIMIT = 128, 1.702, 7.0
 
 
-def _told(config: dict[str, Any]) -> dict[str, Any]:
-    told = _DEFAULTS | {key: value for key, value in config.items() if value is not None}
-    if "rope_parameters" not in told and "rope_scaling" not in told:
-        told["rope_parameters"] = _ROPE
-    return told
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    given = _DEFAULTS | {key: value for key, value in config.items() if value is not None}
+    if "rope_parameters" not in given and "rope_scaling" not in given:
+        given["rope_parameters"] = _ROPE
+    return given
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    config = _told(config)
+    config = _with_defaults(config)
     plain = llama.spec(config)
     routing(config)
     gate(config)
@@ -51,13 +51,13 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """How far back each layer sees; 0: to the start. The first and every second after it, unless it is told otherwise."""
+    """The window of each layer; 0: none. By default layers 0, 2, 4 … have one."""
     window = positive(config, "sliding_window", _WINDOW)
     return tuple(window * has_one for has_one in sliding_layers(config, num_layers, lambda index: index % 2 == 0))
 
 
 def routing(config: dict[str, Any]) -> Routing:
-    # An early config.json names the second key otherwise.
+    # Early config.json files have another name for the second key.
     key = "num_experts_per_tok" if config.get("num_experts_per_tok") is not None else "experts_per_token"
     return read_routing(config, "num_local_experts", key, True)
 
@@ -104,8 +104,8 @@ class Layer(llama.Layer):
         return super().slots(name) | {f"{name}.self_attn.sinks": Slot((self.num_heads,), store)}
 
     def mlp_slots(self, name: str) -> Slots:
-        """All experts are in one tensor. Packed, its rows are those of a product, one expert's after the other's; else a
-        matrix for each expert, turned. A gate's row and up's stand side by side."""
+        """All experts are in one tensor. Packed: rows as in a linear layer, one expert after the other. Otherwise: one
+        transposed matrix per expert. Rows of gate and up alternate."""
         assert isinstance(self.mlp, SparseMLP)
         experts = self.mlp.experts
         count, hidden, inner = experts.num_experts, experts.hidden_size, experts.whole_inner
@@ -139,7 +139,7 @@ class Layer(llama.Layer):
             experts.fill_down(expert, self._rows(tensor, expert, experts.hidden_size))
 
     def _rows(self, tensor: Weight, expert: int, num_rows: int) -> Weight:
-        """One expert's weight [rows, columns], as a product has it."""
+        """One expert's weight [rows, columns], in the layout of a linear layer."""
         if not self.is_mxfp4:
             assert isinstance(tensor, torch.Tensor)
             return tensor[expert].t()
@@ -156,4 +156,4 @@ class Model(llama.Model):
     layer_type = Layer
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__(_told(config), spec, context)
+        super().__init__(_with_defaults(config), spec, context)

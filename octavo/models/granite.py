@@ -1,5 +1,4 @@
-"""Granite: a Llama whose embeddings, scores, layers' outputs and logits are multiplied by numbers of its config.json.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""Granite: a Llama with multipliers in config.json for embeddings, scores, residual additions and logits."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,9 +31,9 @@ class Layer(llama.Layer):
 
 
 class Model(llama.Model):
-    """A layer's output is multiplied by m before it is added: x + m · f(norm(x)). Here all of x is divided by m instead, from
-    the embedding on, and nothing is multiplied: a norm takes the factor away, if its epsilon is divided by m² with the
-    squares that it is added to, and after the last norm there is none left."""
+    """A Granite layer computes x + m · f(norm(x)). Here x / m is kept instead, from the embedding on, so that nothing has to
+    be multiplied: x / m + f(norm(x)). norm(x / m) equals norm(x) if epsilon is divided by m², and after the last norm the
+    factor is gone."""
 
     layer_type = Layer
 
@@ -51,13 +50,13 @@ class Model(llama.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 gguf_name = llama.gguf_name
 gguf_fix = llama.gguf_fix
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     config = llama.gguf_config(metadata, tensors, "granite")
     return config | {
         "embedding_multiplier": number(metadata, "granite.embedding_scale", 1.0),

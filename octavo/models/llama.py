@@ -1,6 +1,6 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head."""
+"""Llama: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +11,13 @@ from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head
 from octavo.layers.mlp import GatedMLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import RMSNorm, SplitRMSNorm
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
-from octavo.quants import SameWeight, Weight
+from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
 _ROPE_FACTORS = "model.rope_factors"  # our name for a tensor that only GGUF files have
@@ -30,7 +29,7 @@ _ROPE_NUMBERS = (
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     require_causal(config)
-    epsilon(config)  # these two are refused here rather than by a layer: only here does a refusal name the file
+    epsilon(config)  # these two are checked here, not in a layer: only errors raised here name the file
     check_rope(config)
     num_heads = positive(config, "num_attention_heads")
     if config.get("num_key_value_heads") is not None:
@@ -55,7 +54,7 @@ def epsilon(config: dict[str, Any]) -> float:
 
 
 def _head_size(table: Mapping[str, Any], key: str, hidden_size: str, num_heads: str) -> int:
-    """Said under `key`, else the hidden size is shared among the heads."""
+    """The head size: the value at `key`, else the hidden size divided by the number of heads."""
     size = share(table, hidden_size, num_heads) if table.get(key) is None else positive(table, key)
     if size % 2:
         raise ConfigError(f"the size of a head ({key}) is {size}: it must be even, rotary positions turn pairs")
@@ -74,7 +73,7 @@ def check_rope(config: dict[str, Any]) -> None:
 
 
 class NormNames(NamedTuple):
-    """What checkpoints call a layer's norms; "": there is none."""
+    """The names of a layer's norms in checkpoints; "": the layer has no such norm."""
 
     before_attention: str = "input_layernorm"
     after_attention: str = ""
@@ -82,13 +81,13 @@ class NormNames(NamedTuple):
     after_mlp: str = ""
 
 
-class Layer(nn.Module):
-    """What follows `*` is for families that are a Llama but for these, and make_mlp and mlp_slots for those with another MLP.
-    `output_bias` None: one where q, k and v have one."""
+class Layer(DecoderLayer):
+    """Parameters after `*` are for families that differ from Llama in these; families with another MLP override make_mlp and
+    mlp_slots. `output_bias` None: as for q, k and v."""
 
     norm_names = NormNames()
     norm_offset = 0.0  # added to every norm's weight
-    rotated = 0  # how many of a head's numbers are rotated; 0: all
+    rotated = 0  # dimensions of a head that are rotated; 0: all
 
     def __init__(
         self,
@@ -146,7 +145,7 @@ class Layer(nn.Module):
         )
 
     def _make_head_norms(self, epsilon: float, context: BuildContext) -> HeadNorms:
-        """One weight for all heads, so every rank holds it whole; in float32 for the reason that RMSNorm gives."""
+        """One weight for all heads, so every rank holds all of it. In float32 with an offset, for the reason given in RMSNorm."""
         dtype = torch.float32 if self.norm_offset else context.dtype
         self.q_norm, self.k_norm = (torch.empty(self.head_size, dtype=dtype, device=context.device) for _ in range(2))
         return HeadNorms(self.q_norm, self.k_norm, epsilon)
@@ -176,7 +175,7 @@ class Layer(nn.Module):
         return Slot((self.head_size,), store)
 
     def qkv_slots(self, name: str) -> Slots:
-        """`name`: the attention's."""
+        """`name`: the attention's name in the checkpoint."""
         slots = self.attention.qkv.slots(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         for key, slot in slots.items():
             if "v_proj" not in key:
@@ -184,20 +183,22 @@ class Layer(nn.Module):
         return slots
 
     def interleaved(self, rows: SameWeight) -> SameWeight:
-        """Rows of q or k, a bias of theirs or the weight of a norm of theirs, in the order in which they are rotated."""
+        """Rows of q or k, of their bias or of their norm's weight, in the order that the rotation expects."""
         return interleave(rows, self.head_size, self.rotated)
 
     def mlp_slots(self, name: str) -> Slots:
-        """`name`: the layer's."""
+        """`name`: the layer's name in the checkpoint."""
         assert isinstance(self.mlp, GatedMLP)
         gate_up = self.mlp.gate_up.slots(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
         return gate_up | self.mlp.down.slots(f"{name}.mlp.down_proj")
 
 
-class Model(DecoderModel):
-    """What follows `*` is for families that are a Llama but for these."""
+class Model(CausalModel):
+    """Parameters after `*` are for families that differ from Llama in these."""
 
+    names = TensorNames("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     layer_type: type[Layer] = Layer
+    rope: Rope
 
     def __init__(
         self,
@@ -209,21 +210,23 @@ class Model(DecoderModel):
         logits_factor: float = 1.0,
         logits_softcap: float = 0.0,
     ) -> None:
-        super().__init__()
         check_shares(context.group.size, **self.shares(config, spec))
-        self.attention_backend = context.attention
-        self.rope = self.make_rope(self.rope_settings(config), spec, context)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context, embedding_factor)
-        self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
         offset = self.layer_type.norm_offset
+        super().__init__(
+            spec,
+            context,
+            (self.layer_type(index, config, spec, context) for index in range(spec.num_layers)),
+            # Multiplied into the last norm's weight, the logits' factor costs nothing.
+            RMSNorm(spec.hidden_size, epsilon(config), context, offset=offset, factor=logits_factor),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+            embedding_factor=embedding_factor,
+            logits_softcap=logits_softcap,
+        )
         self._logits_factor = logits_factor
-        # Multiplied into the last norm's weight, logits' factor costs nothing.
-        self.norm = RMSNorm(spec.hidden_size, epsilon(config), context, offset=offset, factor=logits_factor)
-        self.is_tied = bool(config.get("tie_word_embeddings", False))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied, logits_softcap)
+        self.rope = self.make_rope(self.rope_settings(config), spec, context)
 
     def shares(self, config: dict[str, Any], spec: ModelSpec) -> dict[str, int]:
-        """What ranks share out among them, by the name it has in config.json."""
+        """Sizes that are split over ranks, by their name in config.json."""
         return {
             "num_attention_heads": spec.num_heads,
             "num_key_value_heads": spec.num_kv_heads,
@@ -236,54 +239,25 @@ class Model(DecoderModel):
     def make_rope(self, settings: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Rope:
         return Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
 
-    def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """Of each layer: here it is the same for all."""
-        return [self.rope.rotation(positions)] * len(self.layers)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        rotations = self.rotations(batch.positions)
-        x = self.embedding(batch.input_ids)
-        for layer, rotation in zip(self.layers, rotations, strict=True):
-            x = layer(x, batch, rotation)
-        hidden: torch.Tensor = x
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(hidden, self.norm)
-        return logits
-
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().final(hidden) / self._logits_factor
 
     def slots(self) -> Slots:
-        slots = self.embedding.slots("model.embed_tokens") | self.head.slots("lm_head")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"model.layers.{index}")
-        slots |= self.norm.slots("model.norm")
-        slots[_ROPE_FACTORS] = Slot(tuple(self.rope.frequencies.shape), self.rope.divide_frequencies, is_optional=True)
-        return slots
+        shape = tuple(self.rope.frequencies.shape)
+        return super().slots() | {_ROPE_FACTORS: Slot(shape, self.rope.divide_frequencies, is_optional=True)}
 
     def is_ignored(self, name: str) -> bool:
-        # Old checkpoints store the rope frequencies; a tied head is sometimes written out all the same.
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.is_tied)
+        # Old checkpoints store the rope frequencies.
+        return name.endswith("rotary_emb.inv_freq") or super().is_ignored(name)
 
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
-
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
-        # Checkpoints that were made for embeddings were saved without what holds the head, and lack the prefix.
-        super().load((_with_prefix(name), tensor) for name, tensor in tensors)
-
-
-def _with_prefix(name: str) -> str:
-    return f"model.{name}" if name.split(".")[0] in ("embed_tokens", "layers", "norm") else name
+    def hf_name(self, name: str) -> str:
+        # Checkpoints of embedding models were saved without the head's wrapper, and lack the prefix.
+        return f"model.{name}" if name.split(".")[0] in ("embed_tokens", "layers", "norm") else name
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -304,8 +278,8 @@ _GGUF_LAYER_NAMES = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object], architecture: str = "llama") -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out.
-    `architecture`: what its keys begin with."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks.
+    `architecture`: the prefix of its keys."""
     attention, width = f"{architecture}.attention", f"{architecture}.embedding_length"
     num_heads = positive(metadata, f"{attention}.head_count")
     head_size = _head_size(metadata, f"{attention}.key_length", width, f"{attention}.head_count")
@@ -341,7 +315,7 @@ def _gguf_rope(metadata: dict[str, Any], architecture: str, head_size: int) -> d
         "rope_theta": number(metadata, f"{architecture}.rope.freq_base", 10000.0),
     }
     num_rotated = positive(metadata, f"{architecture}.rope.dimension_count", head_size)
-    if num_rotated != head_size:  # a family that can do it is told, and others refuse it
+    if num_rotated != head_size:  # families without partial rotation refuse it
         rope["partial_rotary_factor"] = num_rotated / head_size
     scaling = f"{architecture}.rope.scaling"
     kind = metadata.get(f"{scaling}.type", "none")
@@ -356,14 +330,14 @@ def _gguf_rope(metadata: dict[str, Any], architecture: str, head_size: int) -> d
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     return gguf_tensor_name(name, _GGUF_NAMES, "model.layers", _GGUF_LAYER_NAMES)
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Undo what the converter did: it interleaves the rows of q and k for its own rotary kernel."""
+    """Undo the converter's change: it interleaves the rows of q and k for its own rotary kernel."""
     if name.rsplit(".", 2)[-2] not in ("q_proj", "k_proj"):
         return tensor
     head_size = spec(config).head_size
-    # What is no whole number of heads has the wrong shape: its slot says so, by name.
+    # Without a whole number of heads the shape is wrong: the slot raises an error that names the tensor.
     return split_halves(tensor, head_size) if tensor.shape and tensor.shape[0] % head_size == 0 else tensor

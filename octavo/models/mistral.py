@@ -1,7 +1,6 @@
-"""The Mistral family: a Llama without biases, every layer of which sees a window, unless config.json has null for it.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do.
+"""Mistral: a Llama without biases and with a window on every layer, unless config.json has null for it.
 
-Its GGUF files call themselves llama and say nothing of a window: they are read as that."""
+Its GGUF files have the architecture llama and no window: they are read as Llama."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +18,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _window(config: dict[str, Any], spec: ModelSpec) -> int:
-    """0 where there is none, or where no sequence is long enough for it to hide anything."""
+    """The window; 0: none, or no sequence is longer than it."""
     config = _DEFAULTS | config
     if config["sliding_window"] is None:
         return 0
@@ -29,7 +28,7 @@ def _window(config: dict[str, Any], spec: ModelSpec) -> int:
 
 class Layer(llama.Layer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        # That there are no biases is a fact of the family: no config.json says it, and none can change it.
+        # The family has no biases: config.json does not say so and cannot change it.
         config = config | {"attention_bias": False, "mlp_bias": False}
         super().__init__(index, config, spec, context, window=spec.windows[index])
 

@@ -1,4 +1,4 @@
-"""The Mixtral family: a Llama whose MLP is a few of several experts, with a window over all layers where asked for."""
+"""Mixtral: a Llama with routed experts for its MLP and an optional window on all layers."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from octavo.models import llama, positive
 from octavo.spec import ModelSpec
 from octavo.weights.methods.base import Gate
 
-_THETA, _EPSILON, _CONTEXT = 1e6, 1e-5, 131072  # where config.json does not say
+_THETA, _EPSILON, _CONTEXT = 1e6, 1e-5, 131072  # defaults for config.json
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -27,7 +27,7 @@ def routing(config: dict[str, Any]) -> Routing:
 
 
 def read_routing(config: dict[str, Any], num_experts: str, num_chosen: str, is_normalised: bool) -> Routing:
-    """From these two keys, checked. With the activation that the experts' kernels have, and no other."""
+    """Read the routing from these two keys and check it. Only silu is accepted, which the experts' kernels implement."""
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act is {str(config['hidden_act'])[:40]!r}: experts are supported with silu only")
     routing = Routing(positive(config, num_experts), positive(config, num_chosen), is_normalised)
@@ -61,5 +61,5 @@ class Model(llama.Model):
     layer_type = Layer
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        told = {key: value for key, value in config.items() if value is not None}
-        super().__init__({"rope_theta": _THETA, "rms_norm_eps": _EPSILON} | told, spec, context)
+        given = {key: value for key, value in config.items() if value is not None}
+        super().__init__({"rope_theta": _THETA, "rms_norm_eps": _EPSILON} | given, spec, context)

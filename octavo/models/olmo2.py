@@ -1,5 +1,4 @@
-"""OLMo 2: a Llama with its norms after attention and MLP, none before them, and one over all queries and one over all keys.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""OLMo 2: a Llama with norms after attention and MLP instead of before, a norm over all queries and one over all keys."""
 
 import dataclasses
 import re
@@ -45,7 +44,7 @@ class Model(llama.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NORMS = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -55,12 +54,12 @@ _GGUF_NORMS = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     return llama.gguf_config(metadata, tensors, "olmo2")
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if match is not None and match[2] in _GGUF_NORMS:
         return f"model.layers.{match[1]}.{_GGUF_NORMS[match[2]]}.weight"
@@ -68,5 +67,5 @@ def gguf_name(name: str) -> str | None:
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Nothing to undo: unlike a Llama's, the rows of q and k stand as in the checkpoint."""
+    """Return the tensor unchanged: unlike a Llama's, the rows of q and k are in the checkpoint's order."""
     return tensor

@@ -1,34 +1,30 @@
-"""OPT and Galactica: learned positions, LayerNorm before or after, plain MLP, embeddings that may be narrower than the layers.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""OPT and Galactica: learned positions, LayerNorm before or after, plain MLP, embeddings that may be narrower than the layers."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.batch import Batch
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head, LearnedPositions
+from octavo.layers.embedding import LearnedPositions
 from octavo.layers.linear import ColumnLinear
 from octavo.layers.mlp import MLP
-from octavo.layers.model import DecoderModel
-from octavo.layers.norm import LayerNorm, norm_slots
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
+from octavo.layers.norm import LayerNorm
 from octavo.layers.sharding import Slots, check_shares
 from octavo.models import positive, require_causal, share
 from octavo.parallel import Group
-from octavo.quants import Weight
 from octavo.spec import ModelSpec
 
 _EPSILON = 1e-5
-_NUM_SKIPPED = 2  # rows of the table of positions before the first one's
+_NUM_SKIPPED = 2  # rows of the position table before the first position
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     require_causal(config)
-    _embedding_size(config)  # refused here rather than by a layer: only here does a refusal name the file
+    _embedding_size(config)  # checked here, not in a layer: only errors raised here name the file
     num_heads = positive(config, "num_attention_heads")
     return ModelSpec(
         family="opt",
@@ -55,7 +51,7 @@ def _norm(config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Lay
     return LayerNorm(spec.hidden_size, _EPSILON, context, _flag(config, "layer_norm_elementwise_affine"))
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = (_norm(config, spec, context) for _ in range(2))
@@ -66,8 +62,8 @@ class Layer(nn.Module):
         act = config.get("activation_function", "relu")
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, mlp_norm, context, bias=bias)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x = self.attention(x, batch)
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None) -> torch.Tensor:
+        x = self.attention(x, batch, rotation)
         if not self.is_before:
             x = self.attention_norm(x)
         x = self.mlp(x)
@@ -85,43 +81,43 @@ class Layer(nn.Module):
         )
 
 
-class Model(DecoderModel):
+class Model(CausalModel):
+    names = TensorNames(
+        "model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.final_layer_norm", "lm_head"
+    )
+
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
         check_shares(context.group.size, num_attention_heads=spec.num_heads, ffn_dim=spec.intermediate_size)
-        self.attention_backend = context.attention
         width = _embedding_size(config)
-        self.embedding = Embedding(spec.vocab_size, width, context)
+        has_norm = _flag(config, "do_layer_norm_before") and not _flag(config, "_remove_final_layer_norm", False)
+        super().__init__(
+            spec,
+            context,
+            (Layer(index, config, spec, context) for index in range(spec.num_layers)),
+            _norm(config, spec, context) if has_norm else None,
+            is_tied=_flag(config, "tie_word_embeddings"),
+            embedding_size=width,
+        )
         self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context, _NUM_SKIPPED)
         self.widen = self.narrow = None
         if width != spec.hidden_size:
-            # Small, and read once a step: whole on every rank, rather than gathered from all.
+            # Small, and read once a step: held whole on every rank instead of gathered.
             alone = dataclasses.replace(context, group=Group.single())
             self.widen = ColumnLinear(width, (spec.hidden_size,), alone)
             self.narrow = ColumnLinear(spec.hidden_size, (width,), alone)
             self.vector_size = width
-        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
-        has_norm = _flag(config, "do_layer_norm_before") and not _flag(config, "_remove_final_layer_norm", False)
-        self.norm = _norm(config, spec, context) if has_norm else None
-        self.is_tied = _flag(config, "tie_word_embeddings")
-        self.head = Head(width, spec.vocab_size, context, self.is_tied)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        x = self.embedding(batch.input_ids)
+    def embed(self, batch: Batch) -> torch.Tensor:
+        x = super().embed(batch)
         if self.widen is not None:
             x = self.widen(x)
-        x = self.positions(x, batch.positions)
-        for layer in self.layers:
-            x = layer(x, batch)
-        hidden: torch.Tensor = x
-        return hidden
+        embedded: torch.Tensor = self.positions(x, batch.positions)
+        return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        norm = self.norm
-        if self.narrow is not None:
-            hidden, norm = self.narrow(hidden, norm), None
-        logits: torch.Tensor = self.head(hidden, norm)
+        if self.narrow is None:
+            return super().logits(hidden)
+        logits: torch.Tensor = self.head(self.narrow(hidden, self.norm))
         return logits
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -131,22 +127,11 @@ class Model(DecoderModel):
         return narrow
 
     def slots(self) -> Slots:
-        name = "model.decoder"
-        slots = self.embedding.slots(f"{name}.embed_tokens") | self.head.slots("lm_head")
-        slots |= self.positions.slots(f"{name}.embed_positions") | norm_slots(self.norm, f"{name}.final_layer_norm")
+        slots = super().slots() | self.positions.slots("model.decoder.embed_positions")
         if self.widen is not None and self.narrow is not None:
-            slots |= self.widen.slots(f"{name}.project_in") | self.narrow.slots(f"{name}.project_out")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"{name}.layers.{index}")
+            slots |= self.widen.slots("model.decoder.project_in") | self.narrow.slots("model.decoder.project_out")
         return slots
 
-    def is_ignored(self, name: str) -> bool:
-        return name == "lm_head.weight" and self.is_tied  # sometimes written out all the same
-
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
-
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+    def hf_name(self, name: str) -> str:
         # The first published checkpoints lack the prefix.
-        super().load((f"model.{name}" if name.startswith("decoder.") else name, tensor) for name, tensor in tensors)
+        return f"model.{name}" if name.startswith("decoder.") else name

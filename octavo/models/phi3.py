@@ -1,6 +1,5 @@
-"""Phi-3 and Phi-4: a Llama whose checkpoints hold q, k and v as one tensor and gate and up as one, with two lists of rope factors
-for short and long contexts, and sometimes a part of each head that is not rotated.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""Phi-3 and Phi-4: a Llama whose checkpoints fuse q, k and v, and gate and up, with separate rope factors for short and long
+contexts, and in some models a partial rotation."""
 
 import dataclasses
 import re
@@ -32,7 +31,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         raise ConfigError(f"rope type {settings['rope_type']!r} is not supported here; {' and '.join(_KINDS)} are")
     frequencies(
         settings, rotated_size(settings, plain.head_size)
-    )  # its factors are refused here, where the file is named
+    )  # checks the factors here, where errors name the file
     return dataclasses.replace(plain, family="phi3", windows=(_window(config, plain),) * plain.num_layers)
 
 
@@ -48,7 +47,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window(config: dict[str, Any], spec: ModelSpec) -> int:
-    """0 where there is none, or where no sequence is long enough for it to hide anything."""
+    """The window; 0: none, or no sequence is longer than it."""
     if config.get("sliding_window") is None:
         return 0
     window = positive(config, "sliding_window")
@@ -57,7 +56,7 @@ def _window(config: dict[str, Any], spec: ModelSpec) -> int:
 
 class Layer(llama.Layer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        # That there are no biases is a fact of the family: no config.json can change it.
+        # The family has no biases: config.json cannot change it.
         config = config | {"attention_bias": False, "mlp_bias": False}
         super().__init__(index, config, spec, context, window=spec.windows[index])
         self.rotated = rotated_size(settings_of(config), spec.head_size)
@@ -96,19 +95,19 @@ class Model(llama.Model):
 
 
 def _leave(factors: torch.Tensor) -> None:
-    """The list that is for requests of other lengths."""
+    """Ignore the factors for the other context length."""
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _LONG_FACTORS, _SHORT_FACTORS = "model.rope_long_factors", "model.rope_short_factors"  # our names: only GGUF has them
 _GGUF_NAMES = {"rope_factors_long.weight": _LONG_FACTORS, "rope_factors_short.weight": _SHORT_FACTORS}
 _GGUF_LAYER_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     config = llama.gguf_config(metadata, tensors, "phi3")
     rope = config["rope_parameters"]
     num_rotated = positive(metadata, "phi3.rope.dimension_count", config["head_dim"])
@@ -117,7 +116,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
         metadata, "phi3.rope.scaling.original_context_length", config["max_position_embeddings"]
     )
     if "rope_factors_long.weight" in tensors:
-        ones = [1.0] * (num_rotated // 2)  # what divides the frequencies comes with the weights
+        ones = [1.0] * (num_rotated // 2)  # the factors that divide the frequencies come with the weights
         rope |= {"rope_type": "longrope", "short_factor": ones, "long_factor": ones}
         rope["attention_factor"] = number(metadata, "phi3.rope.scaling.attn_factor", 0.0) or None
     window = number(metadata, "phi3.attention.sliding_window", 0.0)
@@ -125,7 +124,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     if name in _GGUF_NAMES:
         return _GGUF_NAMES[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
@@ -135,5 +134,5 @@ def gguf_name(name: str) -> str | None:
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Nothing to undo: unlike a Llama's, the rows of q and k stand as in the checkpoint."""
+    """Return the tensor unchanged: unlike a Llama's, the rows of q and k are in the checkpoint's order."""
     return tensor

@@ -1,5 +1,4 @@
-"""The Qwen2 family, Qwen2.5 included: a Llama with biases on q, k and v, with a window over the later layers where asked for.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""Qwen2 and Qwen2.5: a Llama with biases on q, k and v, and an optional window on the later layers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from octavo.models import llama, number, positive, sliding_layers
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
-_WINDOW = 4096  # where config.json asks for one and does not say how wide; null says that there is none
+_WINDOW = 4096  # if config.json sets use_sliding_window without a size; null means no window
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -25,7 +24,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _stretched(config: dict[str, Any]) -> int:
-    """Qwen's advice for long contexts is to add yarn to config.json, which leaves max_position_embeddings as it was."""
+    """The context length with yarn; 0 without it. Qwen's instructions for long contexts add yarn to config.json and leave
+    max_position_embeddings as it is."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope_settings(config)["rope_type"] != "yarn":
         return 0
@@ -33,7 +33,7 @@ def _stretched(config: dict[str, Any]) -> int:
 
 
 def windows(config: dict[str, Any], num_layers: int) -> list[int]:
-    """How far back each layer sees; 0: to the start."""
+    """The window of each layer; 0: none."""
     if not config.get("use_sliding_window") or config.get("sliding_window", _WINDOW) is None:
         return [0] * num_layers
     window = positive(config, "sliding_window", _WINDOW)
@@ -43,7 +43,7 @@ def windows(config: dict[str, Any], num_layers: int) -> list[int]:
 
 class Layer(llama.Layer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        # Where biases are is a fact of the family: no config.json says it, and none can change it.
+        # The family determines which products have biases: config.json does not say so and cannot change it.
         config = config | {"attention_bias": True, "mlp_bias": False}
         window = windows(config, spec.num_layers)[index]
         super().__init__(index, config, spec, context, window=window, output_bias=False)
@@ -57,14 +57,14 @@ class Model(llama.Model):
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     return llama.gguf_config(metadata, tensors, "qwen2")
 
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 gguf_name = llama.gguf_name
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Nothing to undo: unlike a Llama's, the rows of q and k stand as in the checkpoint."""
+    """Return the tensor unchanged: unlike a Llama's, the rows of q and k are in the checkpoint's order."""
     return tensor

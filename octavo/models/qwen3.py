@@ -1,5 +1,4 @@
-"""The dense Qwen3 family: a Llama whose query and key heads are normed, with a window as Qwen2 has it.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""Qwen3, the dense models: a Llama with normed query and key heads, and Qwen2's window."""
 
 import dataclasses
 import re
@@ -13,7 +12,7 @@ from octavo.spec import ModelSpec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    # Unlike a Llama's, a head's size does not follow from the hidden size where config.json leaves it out.
+    # Unlike Llama, the default head size does not depend on the hidden size.
     head_size = positive(config, "head_dim", 128)
     return dataclasses.replace(qwen2.spec(config | {"head_dim": head_size}), family="qwen3")
 
@@ -30,17 +29,17 @@ class Model(llama.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     return llama.gguf_config(metadata, tensors, "qwen3")
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     match = re.fullmatch(r"blk\.(\d+)\.(attn_[qk]_norm)\.weight", name)
     if match is not None:
         return f"model.layers.{match[1]}.self_attn.{_GGUF_NORMS[match[2]]}.weight"
@@ -48,5 +47,5 @@ def gguf_name(name: str) -> str | None:
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Nothing to undo: unlike a Llama's, the rows of q and k stand as in the checkpoint."""
+    """Return the tensor unchanged: unlike a Llama's, the rows of q and k are in the checkpoint's order."""
     return tensor

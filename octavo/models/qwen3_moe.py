@@ -1,4 +1,4 @@
-"""The Qwen3-MoE family: a Qwen3 of which all layers, or all but some, have experts in place of their MLP."""
+"""Qwen3-MoE: a Qwen3 with experts instead of the MLP in all or most layers."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
-    """A window is for all layers here, whatever is said of some."""
+    """The config with a window on all layers or none: this family ignores layer_types."""
     types = None
     if config.get("use_sliding_window"):
         types = ["sliding_attention"] * positive(config, "num_hidden_layers")
@@ -37,12 +37,12 @@ def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
 def routing(config: dict[str, Any]) -> Routing:
     key = (
         "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    )  # the older name, and the newer
+    )  # the older name, then the newer
     return read_routing(config, key, "num_experts_per_tok", bool(config.get("norm_topk_prob", False)))
 
 
 def has_experts(config: dict[str, Any], num_layers: int) -> list[bool]:
-    """Of each layer: every decoder_sparse_step-th has them, but those listed in mlp_only_layers."""
+    """Which layers have experts: every decoder_sparse_step-th, except those in mlp_only_layers."""
     step = positive(config, "decoder_sparse_step", 1)
     plain = config.get("mlp_only_layers") or []
     if not isinstance(plain, list) or any(type(index) is not int or not 0 <= index < num_layers for index in plain):
@@ -92,7 +92,7 @@ class Model(llama.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_EXPERTS = {
     "ffn_gate_inp": "gate",
     "ffn_gate_exps": "experts.gate_proj",
@@ -102,8 +102,8 @@ _GGUF_EXPERTS = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
-    # Without what a dense Llama refuses.
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
+    # Without the keys that a dense Llama refuses.
     dense = {key: value for key, value in metadata.items() if not key.startswith("qwen3moe.expert_")}
     plain = llama.gguf_config(dense, tensors, "qwen3moe")
     layers = range(positive(plain, "num_hidden_layers"))
@@ -112,7 +112,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
         "num_experts": positive(metadata, "qwen3moe.expert_count"),
         "num_experts_per_tok": positive(metadata, "qwen3moe.expert_used_count"),
         "moe_intermediate_size": positive(metadata, "qwen3moe.expert_feed_forward_length"),
-        # A converter writes no file for models that do otherwise.
+        # The converter supports no models with other values.
         "norm_topk_prob": True,
         "mlp_only_layers": [index for index in layers if f"blk.{index}.ffn_gate_inp.weight" not in tensors],
         _STACKED: True,
@@ -120,7 +120,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if match is not None and match[2] in _GGUF_EXPERTS:
         return f"model.layers.{match[1]}.mlp.{_GGUF_EXPERTS[match[2]]}.weight"

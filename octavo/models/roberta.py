@@ -1,5 +1,4 @@
-"""RoBERTa: a BERT whose positions are counted from the row after the padding token's id.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""RoBERTa: a BERT whose positions start at the padding token's id + 1."""
 
 import dataclasses
 from typing import Any

@@ -1,5 +1,4 @@
-"""SmolLM3: a Llama some of whose layers know nothing of positions, and may have a window where they do not.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""SmolLM3: a Llama with some layers that have no rotary positions; these may have a window."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ _DEFAULTS = {
     "sliding_window": None,
     "tie_word_embeddings": True,
 }
-_INTERVAL = 4  # the last of so many layers has no rope, where config.json does not say which
+_INTERVAL = 4  # by default, every fourth layer has no rope
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -30,18 +29,18 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def rope_layers(config: dict[str, Any], num_layers: int) -> list[bool]:
-    """Whether each layer turns its heads. config.json's no_rope_layers has, by its name's leave, 1 for those that do."""
-    told = config.get("no_rope_layers")
-    if told is None:
+    """Which layers have rope. Despite its name, config.json's no_rope_layers has 1 for those that do."""
+    given = config.get("no_rope_layers")
+    if given is None:
         interval = positive(config, "no_rope_layer_interval", _INTERVAL)
         return [bool((index + 1) % interval) for index in range(num_layers)]
-    if not isinstance(told, list) or len(told) < num_layers or any(flag not in (0, 1) for flag in told):
+    if not isinstance(given, list) or len(given) < num_layers or any(flag not in (0, 1) for flag in given):
         raise ConfigError(f"no_rope_layers must be a list of {num_layers} numbers, 1 for a layer with rope, 0 without")
-    return [bool(flag) for flag in told[:num_layers]]
+    return [bool(flag) for flag in given[:num_layers]]
 
 
 def _windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Where layer_types does not say it, layers without rope have the window, if there is one."""
+    """The window of each layer. Without layer_types, layers without rope have the window, if there is one."""
     has_rope = rope_layers(config, num_layers)
     types = ["full_attention" if with_rope else "sliding_attention" for with_rope in has_rope]
     if config.get("layer_types") is None:
@@ -68,16 +67,16 @@ class Model(llama.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 gguf_name = llama.gguf_name
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out.
-    No key says which layers have no rope: it is the last of every four."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks.
+    No key has the layers without rope: it is every fourth."""
     return llama.gguf_config(metadata, tensors, "smollm3")
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """As a Llama's: the converter interleaves q and k, of layers without rope too."""
+    """As for Llama: the converter also interleaves q and k of layers without rope."""
     return llama.gguf_fix(name, tensor, config)

@@ -1,5 +1,4 @@
-"""XLM-RoBERTa, the multilingual one: to this house a RoBERTa with a larger vocabulary.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""XLM-RoBERTa, multilingual: a RoBERTa with a larger vocabulary."""
 
 import dataclasses
 from typing import Any

@@ -1,2 +1,1 @@
-"""One rank's share of a step: a StepPlan in, sampled tokens out.
-Knows nothing of requests, queues or clocks."""
+"""One rank's share of a step: a StepPlan in, sampled tokens out."""

@@ -1,5 +1,4 @@
-"""StepPlan → Batch, in a few whole-array operations: its cost hardly grows with the rows.
-Knows nothing of models, attention or sampling."""
+"""StepPlan → Batch, in a few whole-array operations, so that the cost hardly grows with the number of rows."""
 
 from dataclasses import dataclass
 
@@ -12,21 +11,21 @@ from octavo.sampling.state import Ints
 from octavo.worker.rows import Rows
 from octavo.worker.staging import Staging
 
-# Below these, reading a shared prefix once for all rows saves less than its extra launches cost.
+# Below these sizes, reading a shared prefix once for all rows saves less than its extra launches cost.
 _MIN_SHARING_ROWS = 8
 _MIN_SHARED_TOKENS = 256
 
 
 @dataclass(slots=True)
 class Assembled:
-    """A batch, and whom its S samples are for, in the order of the plan's True `samples`."""
+    """A batch and the rows of its S samples, in the order of the plan's True `samples`."""
 
     batch: Batch
     sample_rows: Ints  # [S]
-    sample_lens: Ints  # [S] tokens the row holds once the step is done = position of the token to sample
-    sample_cells: torch.Tensor  # [S] int64: where in the flattened token table the samples go
-    sample_last: Ints  # [S] each row's last token in T
-    last: Ints  # [B] the same of every row, in the plan's order
+    sample_lens: Ints  # [S] tokens the row holds after the step = position of the token to sample
+    sample_cells: torch.Tensor  # [S] int64: index of each sample in the flattened token table
+    sample_last: Ints  # [S] index in T of each row's last token
+    last: Ints  # [B] the same for every row, in the plan's order
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class Columns:
 
     rows: Ints
     counts: Ints
-    lens: Ints  # tokens each holds once the step is done
+    lens: Ints  # tokens that each row holds after the step
     samples: "np.ndarray[tuple[int], np.dtype[np.bool_]]"
 
     @classmethod
@@ -50,14 +49,14 @@ class Columns:
 
     @property
     def is_steady(self) -> bool:
-        """Every row computes one token and samples the next."""
+        """Whether every row computes one token and samples the next."""
         return len(self.counts) > 0 and int(self.counts.max()) == 1 and bool(self.samples.all())
 
 
 def shared_len(
     page_table: "np.ndarray[tuple[int, int], np.dtype[np.int32]]", rows: Ints, lens: Ints, page_size: int
 ) -> int:
-    """Leading tokens that all the rows hold in the very same pages, where there are enough of both to use it; else 0."""
+    """Number of leading tokens that all rows hold in the same pages; 0 with too few rows or tokens to be worth using."""
     if len(rows) < _MIN_SHARING_ROWS:
         return 0
     most = (int(lens.min()) - 1) // page_size
@@ -69,7 +68,7 @@ def shared_len(
 
 
 def shared_in(tables: Rows, rows: Ints, lens: Ints) -> int:
-    """The same over every group that keeps all pages; those with a window read no prefix for long."""
+    """The smallest shared_len over the groups that keep all pages. Groups with a window soon stop reading the prefix."""
     if len(rows) < _MIN_SHARING_ROWS:
         return 0
     return min([shared_len(table, rows, lens, tables.page_size) for table in tables.whole_tables], default=0)
@@ -83,7 +82,7 @@ class _Layout:
     lens: Ints  # [B]
     counts: Ints  # [B]
     query_start: Ints  # [B + 1]
-    last: Ints  # [B] each planned row's last token in T, in the plan's order
+    last: Ints  # [B] index in T of each row's last token, in the plan's order
     token_rows: Ints  # [T]
     positions: Ints  # [T]
     num_decodes: int
@@ -91,11 +90,11 @@ class _Layout:
     @classmethod
     def of(cls, columns: Columns) -> "_Layout":
         num_rows = len(columns.rows)
-        if int(columns.counts.max()) == 1:  # steady decode: nothing to sort, nothing to repeat
+        if int(columns.counts.max()) == 1:  # steady decode: nothing to sort or repeat
             start = np.arange(num_rows + 1)
             rows, lens = columns.rows, columns.lens
             return cls(rows, lens, columns.counts, start, start[:-1], rows, lens - 1, num_rows)
-        order = np.argsort(columns.counts != 1, kind="stable")  # otherwise as planned
+        order = np.argsort(columns.counts != 1, kind="stable")  # keeps the plan's order otherwise
         rows, lens, counts = columns.rows[order], columns.lens[order], columns.counts[order]
         start = np.zeros(num_rows + 1, dtype=np.int64)
         np.cumsum(counts, out=start[1:])
@@ -106,13 +105,13 @@ class _Layout:
 
 
 def assemble(columns: Columns, rows: Rows, staging: Staging) -> Assembled:
-    """The plan must advance at least one row, and `rows` must have been updated with it."""
+    """Build the batch. The plan must advance at least one row, and `rows` must be updated with it already."""
     layout, page_size = _Layout.of(columns), rows.page_size
     positions, lens, num_decodes = layout.positions, layout.lens, layout.num_decodes
     one_group, entries = rows.num_groups == 1, positions // page_size
     if one_group:
         pages = rows.page_table[layout.token_rows, entries].astype(np.int64)
-    else:  # [G, T], each group's in one piece
+    else:  # [G, T], contiguous for each group
         pages = rows.page_tables[:, layout.token_rows, entries].astype(np.int64, order="C")
     sample_rows, sample_lens = columns.rows[columns.samples], columns.lens[columns.samples]
     shared = shared_in(rows, layout.rows[:num_decodes], lens[:num_decodes])

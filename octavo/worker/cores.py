@@ -1,19 +1,18 @@
-"""How many cores this process may really use: its affinity, and its container's quota.
-Knows nothing of ranks or threads."""
+"""How many cores this process may use, by its CPU affinity and its container's quota."""
 
 import os
 from pathlib import Path
 
 
 def usable_cores() -> int:
-    """At least 1. A quota of two cores on a machine of sixty-four is two: more threads only get in each other's way."""
+    """Number of usable cores, at least 1. With a quota of 2 on a machine with 64 it is 2: more threads slow each other down."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min(cores, _quota(Path("/sys/fs/cgroup"), cores)))
 
 
 def _quota(root: Path, otherwise: int) -> int:
-    """Whole cores that the control group at `root` grants (version 2's file, or version 1's)."""
+    """Whole cores that the control group at `root` grants, for cgroups v2 and v1; `otherwise` without a limit."""
     try:
         parts = (root / "cpu.max").read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The native CPU kernels of a rank: whether they can be used here, and whole steps recorded as one call."""
+"""A rank's native CPU kernels: whether they can be used on this machine, and whole steps recorded as one call."""
 
 import ctypes
 from collections import Counter
@@ -20,7 +20,7 @@ from octavo.weights.methods.cpu_native import NativeHeld, kind_name
 
 
 def find_native(config: Config, limits: Limits, device: Device, rank: int) -> tuple[Native | None, str]:
-    """The kernels where they can be used, and a note for the report of the start ("": none)."""
+    """Open the kernels if they can be used. → kernels, and a note for the start report ("": none)."""
     native, note = None, ""
     if not device.is_cuda:
         native, note = _open(limits, rank * limits.cpu_threads if config.parallel.cpu_pinning else -1)
@@ -38,7 +38,7 @@ def _open(limits: Limits, first_cpu: int) -> tuple[Native | None, str]:
 
 
 def _require(config: Config, native: Native | None, note: str) -> None:
-    """Refuse the options that only native kernels have where there are none."""
+    """Refuse options that need native kernels when there are none."""
     if native is not None:
         return
     for flag, value in (
@@ -51,12 +51,12 @@ def _require(config: Config, native: Native | None, note: str) -> None:
 
 
 def kinds_of(model: DecoderModel) -> Counter[Kind]:
-    """Bytes of weights by the way in which they are held."""
+    """Bytes of weights by the kind in which they are held."""
     return sum((held.bytes_of_kinds for held in model.held() if isinstance(held, NativeHeld)), Counter[Kind]())
 
 
 def held(model: DecoderModel) -> str:
-    """How the weights are held, as a note for the report of the start."""
+    """How the weights are held, as a note for the start report."""
     kinds = kinds_of(model)
     by_words: Counter[str] = Counter()
     for kind, num_bytes in kinds.items():
@@ -79,7 +79,7 @@ class CpuSteps:
 
     def __init__(self, native: Native, tape: Tape, logits: torch.Tensor) -> None:
         self._native, self._tape = native, tape
-        self._logits = logits  # [S at most, V]
+        self._logits = logits  # [max S, V]
 
     def run(self, batch: Batch) -> torch.Tensor:
         """→ logits [S, V], valid until the next run."""
@@ -88,7 +88,7 @@ class CpuSteps:
         return self._logits[: step.num_samples]
 
     def profile(self, batch: Batch, num_runs: int) -> list[tuple[str, float]]:
-        """The operations in their order, each with the seconds it took on average."""
+        """The operations in order, each with its average time in seconds."""
         seconds = (ctypes.c_double * self._tape.num_ops)()
         for _ in range(num_runs):
             self._tape.run(self._native.threads, step_of(batch), seconds)
@@ -96,8 +96,8 @@ class CpuSteps:
 
 
 def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int, num_groups: int = 1) -> CpuSteps | str:
-    """The model's steps, recorded; or why they cannot be: then they run operation by operation. `num_groups`: groups of
-    layers, each of which has its own page tables."""
+    """Record the model's steps. → the steps, or the reason why they cannot be recorded and must run operation by operation.
+    `num_groups`: groups of layers, each with its own page tables."""
     tape = Tape(max_tokens, max_rows)
     batch = _stand_in(tape, num_groups)
     inputs = {name: getattr(batch, name) for name in _INPUTS}
@@ -112,7 +112,7 @@ def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int, 
 
 
 def _stand_in(tape: Tape, num_groups: int) -> Batch:
-    """A batch of the largest size. Its numbers are never read."""
+    """A batch of the largest size, to record with. Its values are never read."""
     longs = [torch.zeros(tape.max_tokens, dtype=torch.int64) for _ in range(2)]
     slots = torch.zeros(num_groups, tape.max_tokens, dtype=torch.int64)
     ints = [torch.zeros(size, dtype=torch.int32) for size in (tape.max_samples + 1, tape.max_samples)]

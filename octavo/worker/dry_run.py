@@ -1,4 +1,4 @@
-"""DryRun: what a rank would meet when it loads a model, found out by its own code before any weight is read."""
+"""DryRun: check with the loader's own code what loading a model would find, before any weight is read."""
 
 import dataclasses
 
@@ -17,11 +17,11 @@ from octavo.weights.sources.source import ModelSource
 from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import in_words, settle
 
-_META = torch.device("meta")  # tensors that have a shape and no numbers
+_META = torch.device("meta")  # tensors with a shape and no data
 
 
 class DryRun:
-    """One verb after the other, in this order. Each says in words what it found, or raises ConfigError as serving would."""
+    """Call the checks in the order in which they stand. Each describes what it found, or raises the ConfigError of a start."""
 
     spec: ModelSpec
     _checkpoint: Checkpoint
@@ -41,10 +41,10 @@ class DryRun:
         )
 
     def arithmetic(self) -> str:
-        """Who computes, in which types, and whether the family can be built so."""
+        """Which kernels compute, in which types, and whether the family can be built with them."""
         loader = self._loader
         self._context = loader.choose(self._checkpoint)
-        # Kernels hold weights in layouts of their own, which need the numbers; slots and their shapes are the same.
+        # Kernels hold weights in their own layouts, which need the data; slots and their shapes are the same with torch.
         dtype = loader.weight_dtype
         outline = dataclasses.replace(
             self._context.methods.settings,
@@ -60,7 +60,7 @@ class DryRun:
         return "; ".join([f"{report.device}, {report.dtype}, {pages}", *report.notes])
 
     def tensors(self) -> str:
-        """The model is filled as ever, with tensors that have names and shapes alone."""
+        """Load the model as usual, from tensors that have only names and shapes."""
         weights = self._checkpoint.weights
         if weights is None:
             return "none are needed: --load-format dummy makes random ones"
@@ -73,7 +73,7 @@ class DryRun:
         )
 
     def numbers(self) -> str:
-        """Reads every weight, which takes as long as the disk takes."""
+        """Read every weight and check that it is finite. Takes as long as reading the checkpoint from disk."""
         count = 0
         for name, tensor in self._checkpoint.tensors("cpu", torch.float32):
             assert isinstance(tensor, torch.Tensor), "nothing was asked to stay packed"
@@ -87,7 +87,7 @@ class DryRun:
         return f"all {count:,} are finite"
 
     def needs(self) -> LoadReport:
-        """As if the weights were in: how much they take, what a page takes, what is left."""
+        """The report as if the weights were loaded: what they take, what a page takes, what is left."""
         available = self._loader.device.memory_available()
         self._loader.weights.check_fit(self._checkpoint, available)
         weights_bytes = self._loader.weights.needed(self._checkpoint)
@@ -100,7 +100,7 @@ class DryRun:
         )
 
     def settled(self, needs: LoadReport) -> EngineReport:
-        """What a server would start with."""
+        """The report that a server would start with."""
         return settle(self._config.cache, [needs])
 
     def _report(self) -> LoadReport:

@@ -1,6 +1,6 @@
-"""What the bits of an answer depend on, named part by part: the same for two engines that give the same bits.
+"""The fingerprint: the parts on which the bits of an answer depend. Engines with equal fingerprints give equal bits.
 
-Threads, batches, pages and processes are not among the parts, because no bit depends on them."""
+Threads, batches, pages and processes are not among the parts: no bit depends on them."""
 
 import importlib.metadata
 
@@ -16,7 +16,7 @@ from octavo.weights.sources.source import ModelSource
 from octavo.worker.cpu_steps import kinds_of
 
 NUMERICS = "2"
-"""Raised with every change after which the same model, request and machine may give other bits."""
+"""Incremented with every change after which the same model, request and machine may give different bits."""
 
 
 def fingerprint_of(
@@ -28,7 +28,7 @@ def fingerprint_of(
     kv_dtype: str,
     chip: str,
 ) -> dict[str, str]:
-    """`model`: filled. `kv_dtype`: what pages hold. `chip`: the GPU's name."""
+    """The parts by name. `model`: with its weights loaded. `kv_dtype`: of the KV pages. `chip`: the GPU's name."""
     parts = {
         "numerics": NUMERICS,
         "model": weights_identity(source, config.load_format == "dummy"),
@@ -41,14 +41,14 @@ def fingerprint_of(
         "tensor_parallel": str(context.group.size),
         "deterministic": "yes" if context.ops.is_invariant or context.ops.kernels == "native" else "no",
     }
-    if spec.longest_len > spec.context_len:  # positions are turned otherwise in a stretched context
+    if spec.longest_len > spec.context_len:  # an extended context changes the rotation
         parts["context"] = str(context.max_len)
     return parts
 
 
 def _held(context: BuildContext, model: DecoderModel) -> str:
     if context.ops.kernels == "native":
-        # Decoded ones give float32's bits.
+        # Weights that are decoded to float32 give the same bits as float32.
         return "+".join(sorted({"float32" if kind.is_decoded else kind.name.lower() for kind in kinds_of(model)}))
     settings = context.methods.settings
     packed = settings.quantization or ("mxfp4" if settings.keeps_packed else "")
@@ -57,9 +57,9 @@ def _held(context: BuildContext, model: DecoderModel) -> str:
 
 def _kernels(context: BuildContext, chip: str) -> str:
     if context.ops.kernels == "native":
-        return f"native {isa()} torch {torch.__version__}"  # torch makes rotations and logprobs
+        return f"native {isa()} torch {torch.__version__}"  # torch computes rotations and logprobs
     if context.device.type != "cuda":
-        # torch's own products: their order of sums goes by the CPU, and may go by the threads.
+        # torch's own products: their order of summation depends on the CPU, and may depend on the number of threads.
         capability = torch.backends.cpu.get_cpu_capability()
         return f"torch {torch.__version__} {capability} {torch.get_num_threads()} threads"
     triton = f"triton {importlib.metadata.version('triton')} " if context.ops.kernels == "triton" else ""

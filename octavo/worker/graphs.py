@@ -1,5 +1,5 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, captured when a batch size is first needed.
-Knows nothing of plans; it is given rows and lengths, and gives tokens, or logits where somebody else must sample."""
+Rows and lengths go in; tokens come out, or logits where sampling happens outside the graph."""
 
 import time
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class _Key:
 
 
 class Graphs:
-    """Buffers at fixed addresses, which every graph reads and writes, and the graphs themselves."""
+    """The captured graphs, and the buffers at fixed addresses that all of them read and write."""
 
     def __init__(self, device: Device, rows: Rows, model: DecoderModel, max_rows: int) -> None:
-        from octavo.kernels.triton.runtime import graph_inputs  # these need Triton, which only a GPU machine must have
+        from octavo.kernels.triton.runtime import graph_inputs  # imported here: Triton is only required on GPU machines
         from octavo.kernels.triton.sampling.greedy import argmax
 
         self._kernels, self._argmax = graph_inputs, argmax
@@ -40,7 +40,7 @@ class Graphs:
         def room(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device.torch_device)
 
-        # In a step each row may get a page in each group, and one more where it copies the page it shares.
+        # In a step each row may get a page in each group, and one more where it copies a shared page.
         self._slot_layout = graph_inputs.InputSlot(max_rows, 2 * max_rows * rows.num_groups)
         self._input_slots = device.pinned((graph_inputs.NUM_SLOTS, self._slot_layout.size), torch.int32)
         self._input_slots_host = self._input_slots.numpy()
@@ -50,12 +50,12 @@ class Graphs:
         self._batch_rows, self._lens = room(max_rows, dtype=torch.int32), room(max_rows, dtype=torch.int32)
         self._prefix_len = room(1, dtype=torch.int32)
         self._input_ids, self._positions = room(max_rows), room(max_rows)
-        self._slots = room(rows.num_groups * max_rows)  # of a step of B rows: the first G · B
+        self._slots = room(rows.num_groups * max_rows)  # a step of B rows uses the first G · B
         self._seq_lens = room(max_rows, dtype=torch.int32)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device.torch_device)
         self._every = torch.arange(max_rows, device=device.torch_device)
         self._page_tables = room(rows.num_groups, max_rows, rows.max_pages, dtype=torch.int32)
-        self._logits: torch.Tensor | None = None  # [B, V], made when a step first samples outside its graph
+        self._logits: torch.Tensor | None = None  # [B, V], allocated when a step first samples outside its graph
         self._tokens = room(max_rows)
 
     def can_run(self, num_rows: int, changes: PageChanges) -> bool:
@@ -64,8 +64,8 @@ class Graphs:
     def run(
         self, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, is_greedy: bool
     ) -> torch.Tensor | None:
-        """One step of rows [B] that hold `lens` tokens. Greedy: they are sampled and stored; else logits [B, V]: then
-        store() must follow. Page changes are made first."""
+        """Run one step of rows [B] that hold `lens` tokens, after applying the page changes. Greedy: tokens are sampled and
+        stored, → None. Otherwise → logits [B, V], and the caller must sample and call store()."""
         size = next(size for size in self._sizes if size >= len(rows))
         key = _Key(size, is_greedy, shared_len > 0)
         self._send(size, rows, lens, changes, shared_len)
@@ -79,21 +79,21 @@ class Graphs:
         return self._logits[: len(rows)]
 
     def store(self, sampled: torch.Tensor) -> None:
-        """Put tokens [B] that were sampled outside a graph where the next step finds them, and on their way home."""
+        """Write tokens [B] that were sampled outside a graph to the token table, and copy them to the host."""
         self._scatter(len(sampled), sampled)
 
     def answer(self, num_rows: int) -> torch.Tensor:
-        """Where the tokens [B] of the step just started will be, in the host's memory, once it is done. Until as many
-        further steps are started as there are slots."""
+        """Host memory that will hold the tokens [B] of the step just started, once it is done. It is reused after NUM_SLOTS
+        further steps."""
         return self._answers[(self._num_sent - 1) % len(self._answers), :num_rows]
 
     def warm_up(self, num_rows: int, is_shared: bool) -> None:
-        """Make the calls of a step without capturing it."""
+        """Run a step's calls without capturing them, to compile their kernels."""
         key = _Key(num_rows, True, is_shared)
         self._step(key, self._batch(key))
 
     def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
-        # The slot is free: a step is collected before the next but one is launched, and there are four slots.
+        # The slot is free: at most two steps are uncollected, and there are four slots.
         layout, inputs = self._slot_layout, self._input_slots_host[self._num_sent % len(self._input_slots)]
         self._num_sent += 1
         num_rows, num_changes = len(rows), len(changes.cells)
@@ -111,13 +111,13 @@ class Graphs:
         batch = self._batch(key)
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
-        # Run once outside the graph: kernels are compiled and libraries initialised, which a capture does not allow. The
+        # Run once outside the graph to compile kernels and initialise libraries, which a capture does not allow. The
         # replay repeats its writes, from the same input slot.
         with torch.cuda.stream(self._stream):
             self._step(key, batch)
             self._slot.fill_((self._num_sent - 1) % len(self._input_slots))
             graph = torch.cuda.CUDAGraph()
-            # Not by torch's context manager: that empties the allocator's cache each time, which takes longer than the rest.
+            # Not with torch's context manager: it empties the allocator's cache each time, which takes longer than the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._step(key, batch)
@@ -140,7 +140,7 @@ class Graphs:
             page_table=self._page_tables[0, :size],
             sample_at=self._every[:size],
             max_query_len=1,
-            max_seq_len=self._rows.width - 1,  # whatever the rows of a later step hold
+            max_seq_len=self._rows.width - 1,  # an upper bound for every later replay
             num_decodes=size,
             query_lens_host=[],
             seq_lens_host=[],
@@ -170,7 +170,7 @@ class Graphs:
         if key.is_greedy:
             self._scatter(size, self._argmax(logits, self._tokens[:size]))
             return
-        # One buffer for all graphs: logits that each kept for itself would take gigabytes.
+        # One buffer for all graphs: a copy of the logits for each graph would take gigabytes.
         if self._logits is None:
             self._logits = logits.new_empty((self._slot_layout.max_rows, logits.shape[1]))
         self._logits[:size].copy_(logits)
@@ -181,7 +181,7 @@ class Graphs:
 
 
 def is_plain_greedy(state: SamplingState, rows: Ints, lens: Ints) -> bool:
-    """Whether every row takes the likeliest token as the logits come, which nobody wants to see: no penalties, no bans."""
+    """Whether every row takes the argmax of unmodified logits (no penalties, no bans) and needs no logits or logprobs."""
     if state.needs_logits(rows):
         return False
     return bool(state.greedy[rows].all() and not state.penalised[rows].any() and not (lens < state.min_len[rows]).any())

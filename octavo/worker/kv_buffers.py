@@ -1,5 +1,5 @@
-"""The memory behind the pages: its type, and one store for each place in a page, which layers of different groups share.
-An attention backend says what a page of one layer looks like."""
+"""The memory of the KV pages: its dtype, and one store for each place in a page. Layers of different groups share a store.
+The attention backend defines the shape of one layer's page."""
 
 import math
 from collections.abc import Callable
@@ -19,8 +19,8 @@ _PAGE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "float16": torch
 def page_dtype(
     config: Config, limits: Limits, weights: Weights | None, is_native: bool, dtype: torch.dtype
 ) -> torch.dtype:
-    """`dtype`: of the arithmetic. auto is that, but weights that are rounded to a few bits leave nothing for float32 pages to
-    be exact about."""
+    """The dtype of KV pages. `dtype`: of the arithmetic, and the default. Native kernels with weights of a few bits default
+    to float16: float32 pages would add no accuracy."""
     if (named := config.cache.kv_cache_dtype) in _PAGE_DTYPES:
         return _PAGE_DTYPES[named]
     if not is_native:
@@ -31,7 +31,7 @@ def page_dtype(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As --kv-cache-dtype has it."""
+    """The dtype's name as a value of --kv-cache-dtype."""
     return next((name for name, kind in _PAGE_DTYPES.items() if kind == dtype), str(dtype).removeprefix("torch."))
 
 
@@ -51,17 +51,17 @@ class KVBuffers:
 
     @property
     def page_bytes(self) -> int:
-        """Of a page of one group, on this rank."""
+        """Bytes of a page of one group on this rank."""
         return math.prod(self._shape(1)) * self._dtype.itemsize * self._layout.num_places
 
     def allocate(self, num_pages: int, max_rows: int) -> list[torch.Tensor]:
-        """The stores, which the attention backend is given, each layer its own."""
-        # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
-        if not num_pages:  # an encoder's
+        """Allocate the stores and bind each layer's to the attention backend."""
+        # Zero-filled: unwritten slots of a page are read with weight 0, and 0 times a NaN left in memory is NaN.
+        if not num_pages:  # an encoder has no pages
             return []
         shape, num_places = self._shape(num_pages), self._layout.num_places
         if self._attention.pages_may_lie_apart:
-            # Where memory is taken at the first touch, and by huge pages, a page shall touch one of them and not one for each layer.
+            # Memory is committed at the first write, in huge pages: a KV page should touch one of them, not one for each layer.
             assert self._attention.page_dim == 0
             together = self._zeros((num_pages, num_places, *shape[1:]), self._dtype)
             stores = list(together.unbind(1))
@@ -71,13 +71,13 @@ class KVBuffers:
         return stores
 
     def longest(self, num_pages: int, max_model_len: int, step_tokens: int) -> int:
-        """The most tokens that a sequence can have in so many pages."""
-        if not num_pages:  # an encoder's prompts are bounded by nothing but the model
+        """The most tokens that a sequence can have in `num_pages` pages."""
+        if not num_pages:  # an encoder has no pages: only the model limits a prompt
             return max_model_len
         return longest(num_pages, max_model_len, self._page_size, self._layout.windows, step_tokens)
 
     def in_words(self) -> str:
-        """How layers are grouped, for people; "": there is nothing to say."""
+        """How layers are grouped, as a note for the start report; "": none."""
         windows, layout = self._layout.windows, self._layout
         if not any(windows):
             return layout.why

@@ -1,5 +1,5 @@
-"""Loader: one rank before its first step. Reads what the files say, chooses who computes in which types, builds and fills the
-model, measures what steps take, takes the memory for pages, and ends with a Runner."""
+"""Loader: one rank before its first step. Reads the configuration, chooses kernels and types, builds the model, loads its
+weights, measures the memory that steps take, allocates the pages, and returns a Runner."""
 
 import functools
 import importlib
@@ -50,11 +50,11 @@ from octavo.worker.weights import Weights
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
 
-_START_S = 2.0  # after which a start is over, and there is time for what a first grammar would wait for
+_START_S = 2.0  # delay before the vocabulary for grammars is read, so that it does not slow down the start
 
 
 class Loader:
-    """load(), then allocate(), which gives the rank's Runner. The steps of load() are public for a dry run."""
+    """Call load(), then allocate(), which returns the rank's Runner. The stages of load() are public for DryRun."""
 
     spec: ModelSpec
     limits: Limits
@@ -72,11 +72,11 @@ class Loader:
         self.group = group or Group.single()
         self.device: Device = pick(config.model.device, rank)
         self._native: Native | None = None
-        self._runner: Runner | None = None  # on a GPU it is there before the pages are, to measure with
+        self._runner: Runner | None = None  # on a GPU it is made before the pages, to measure with
         self._notes: list[str] = []
 
     def load(self) -> LoadReport:
-        """Read the weights. → what is left for pages, once every rank has read its own."""
+        """Load the weights. → a report with the memory left for pages, measured once every rank has loaded its share."""
         checkpoint = self.open()
         context = self.choose(checkpoint)
         available = self.device.memory_available()
@@ -84,7 +84,7 @@ class Loader:
             self.build(checkpoint, context)
             self._notes += self.weights.fill(checkpoint, available)
         self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())
-        self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
+        self.group.barrier()  # ranks on one machine share its memory: measure when all have loaded
         report = self.report(context.dtype, self._measure(context.ops) if self.device.is_cuda else None)
         if self.group.rank:
             return report
@@ -94,7 +94,7 @@ class Loader:
         return msgspec.structs.replace(report, fingerprint=parts)
 
     def open(self) -> Checkpoint:
-        """Read what the files say of themselves, and settle what follows from it: spec and limits."""
+        """Open the checkpoint, and set spec and limits from its configuration."""
         is_dummy = self.config.model.load_format == "dummy"
         checkpoint = open_checkpoint(self.source, allow_missing_weights=is_dummy)
         family = load_family(checkpoint.config["model_type"])
@@ -113,7 +113,7 @@ class Loader:
         return checkpoint
 
     def choose(self, checkpoint: Checkpoint) -> BuildContext:
-        """Who computes, in which types: what the layers are built with."""
+        """Choose kernels, types and the attention backend: the context that layers are built with."""
         config = self.config
         torch.set_num_threads(self.limits.cpu_threads)
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
@@ -128,7 +128,7 @@ class Loader:
             self._notes.append(note)
         if self._native is not None:
             dtype = torch.float32
-            torch.set_num_threads(1)  # two pools on the same cores only get in each other's way
+            torch.set_num_threads(1)  # two thread pools on the same cores slow each other down
         self.kv_dtype = page_dtype(config, self.limits, checkpoint.weights, self._native is not None, dtype)
         self.layout = self.spec.page_layout(self.limits.max_model_len)
         self.attention, why = choose(
@@ -157,7 +157,7 @@ class Loader:
         return BuildContext(self.group, self.attention, Methods(settings), self.limits.max_model_len)
 
     def build(self, checkpoint: Checkpoint, context: BuildContext) -> None:
-        """The model, with room for its weights and none of them in it."""
+        """Build the model with memory for its weights, none of them loaded yet."""
         family = load_family(checkpoint.config["model_type"])
         self.model = family.Model(checkpoint.config, self.spec, context)
         settings = context.methods.settings
@@ -169,7 +169,7 @@ class Loader:
         )
 
     def _measure(self, ops: DeviceOps) -> DeviceMemory:
-        """What steps of the largest size take, run over a store of one page."""
+        """Measure the memory that steps of the largest size take, run over a store of one page."""
         limits, cache = self.limits, self.config.cache
         with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
             runner = self._runner = self._make_runner(limits.max_model_len)
@@ -188,19 +188,19 @@ class Loader:
             )
 
     def allocate(self, num_pages: int, num_host_pages: int) -> tuple[Runner, list[str]]:
-        """Take the memory that the executor settled on. → the runner, whose steps can run now, and notes on them."""
+        """Allocate the number of pages that the executor decided on. → the runner, ready to run steps, and notes for the report."""
         notes: list[str] = []
         limits = self.limits
         with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
             stores = self.stores.allocate(num_pages, limits.max_num_seqs)
             pages = Pages(stores, self.attention.page_dim, self.device, num_host_pages)
-            if self._runner is None:  # on a GPU, the tables were taken before the measurement
+            if self._runner is None:  # on a GPU, the tables were allocated before the measurement
                 longest = self.stores.longest(num_pages, limits.max_model_len, limits.max_num_batched_tokens)
                 self._runner = self._make_runner(longest)
                 notes = self._record(self._runner)
             runner = self._runner
             runner.pages = pages
-        # A CPU's memory is what weights and pages live in too: there the first grammar waits for the vocabulary, half a second.
+        # Not on a CPU, where memory is shared with weights and pages: there the first grammar waits half a second for it.
         if self.device.is_cuda and not self.spec.is_encoder:
             runner.rows.sampling.grammars.warm_later(_START_S)
         return runner, notes
@@ -221,13 +221,13 @@ class Loader:
         )
         graphs: Graphs | None = None
         can_capture = self.device.is_cuda and self.attention.can_capture
-        # Ranks talk to each other in the middle of a step; that is not captured yet.
+        # Ranks communicate in the middle of a step, which is not captured yet.
         if can_capture and not self.config.model.enforce_eager and self.group.size == 1:
             graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs)
         return Runner(self.device, self.model, rows, staging, limits.max_num_seqs, self._native, graphs)
 
     def _record(self, runner: Runner) -> list[str]:
-        # Ranks talk to each other in the middle of a step, which no tape can hold.
+        # Ranks communicate in the middle of a step, which a tape cannot record.
         if self._native is None or self.config.model.enforce_eager or self.group.size > 1 or self.spec.is_encoder:
             return []
         steps: CpuSteps | str = f"attention is by {self.attention.name}"
@@ -262,7 +262,7 @@ class Loader:
             memory=memory,
             fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
             bfloat16_weights_bytes=self.weights.in_bfloat16(),
-            # Native kernels compute in float32 then, too, and so do their pages hold it.
+            # With native kernels, arithmetic and pages stay float32 whatever --dtype is.
             bfloat16_page_bytes=page_bytes // 2 if self._native is None and self.kv_dtype == dtype else page_bytes,
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
             hidden_size=self.model.vector_size or self.spec.hidden_size,
@@ -273,12 +273,12 @@ class Loader:
 
 
 def _choose_ops(device: Device, dtype: torch.dtype, native: Native | None, is_invariant: bool) -> DeviceOps:
-    """Triton's kernels where they can run: they need tensor cores for 16-bit types."""
+    """Pick native kernels on a CPU, Triton's on a GPU with a 16-bit dtype, otherwise torch."""
     if native is not None:
         return NativeOps(native)
     if not _has_triton(device) or dtype == torch.float32:
         return torch_ops(device.torch_device, dtype)
-    kernels = importlib.import_module("octavo.kernels.triton.device_ops")  # by name: Triton may be missing
+    kernels = importlib.import_module("octavo.kernels.triton.device_ops")  # by name: Triton may not be installed
     ops: DeviceOps = kernels.InvariantTritonOps() if is_invariant else kernels.TritonOps()
     return ops
 
@@ -288,6 +288,6 @@ def _has_triton(device: Device) -> bool:
 
 
 def _vocabulary(source: ModelSource, tokenizer: str) -> "Vocabulary":
-    from octavo.text import load_text  # for grammars alone: a start need not wait for it
+    from octavo.text import load_text  # imported here: only grammars need it, and it would slow down the start
 
     return load_text(source.path, tokenizer=tokenizer).vocabulary.alone()

@@ -1,8 +1,7 @@
-"""A rank's process: told who it is, it loads, allocates, then runs every plan that comes down the pipe.
-Knows nothing of what the plans are for, nor of the other ranks' pipes.
+"""A rank's process: it receives its RankStart, loads, allocates, then runs every plan that arrives on its pipe.
 
-Started as `python -m octavo.worker.main PIPE SIDE LIFELINE PARENT_SIGNAL`: three inherited file descriptors, and 1 where the
-kernel may tie this process to the thread that started it. What must not wait for a step comes in at the side."""
+Started as `python -m octavo.worker.main PIPE SIDE LIFELINE PARENT_SIGNAL`: three inherited file descriptors, and 1 if the
+kernel may kill this process when the thread that started it ends. SIDE carries messages that must not wait for a step."""
 
 import contextlib
 import ctypes
@@ -34,8 +33,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     pipe, side, lifeline, parent_signal = map(int, arguments)
-    # Ctrl-C and a service manager's SIGTERM reach every process of the group; what they mean is for the parent to say,
-    # which may still have requests to finish. The order to stop is the lifeline's end.
+    # Ctrl-C and a service manager's SIGTERM reach every process of the group. Only the parent reacts to them, since it may
+    # have requests to finish. A worker stops when the lifeline is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     if parent_signal and sys.platform == "linux":
@@ -50,13 +49,13 @@ def main(arguments: list[str]) -> None:
         code = _last_words(connection, RankFailed(True, error.message))
     except BaseException:
         code = _last_words(connection, RankFailed(False, traceback.format_exc()))
-    # Not sys.exit: tearing down a process group whose other ranks are gone may wait for them.
+    # Not sys.exit: tearing down a process group may wait for ranks that have exited.
     os._exit(code)
 
 
 def _serve(connection: Connection, side: Connection) -> None:
     start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
-    # Imported here, so that a failing import is reported to the parent like everything else.
+    # Imported here, so that a failing import is reported to the parent like any other error.
     from octavo.device import pick
     from octavo.parallel import init_group
     from octavo.worker.load import Loader
@@ -77,7 +76,7 @@ def _serve(connection: Connection, side: Connection) -> None:
     plans = msgspec.msgpack.Decoder(StepPlan)
     steps: deque[Step] = deque()
     while True:
-        # What is done goes home first; then a plan that is already here starts before an earlier one is waited for.
+        # Send finished steps first; then start a plan that has arrived before waiting for an earlier step.
         if not steps or (not steps[0].is_done() and connection.poll()):
             steps.append(runner.launch(plans.decode(connection.recv_bytes())))
         else:
@@ -88,7 +87,7 @@ def _serve(connection: Connection, side: Connection) -> None:
 
 def _prepare(side: Connection, grammars: "Grammars") -> None:
     orders = msgspec.msgpack.Decoder(PrepareGrammar)
-    with contextlib.suppress(EOFError, OSError):  # the parent's end is noticed elsewhere
+    with contextlib.suppress(EOFError, OSError):  # _end_with_parent handles the parent's exit
         while True:
             order = orders.decode(side.recv_bytes())
             said = str(order.number).encode()
@@ -98,13 +97,13 @@ def _prepare(side: Connection, grammars: "Grammars") -> None:
 def _last_words(connection: Connection, failed: RankFailed) -> int:
     try:
         connection.send_bytes(FAILED + msgspec.msgpack.encode(failed))
-    except OSError:  # nobody listens any more
+    except OSError:  # the parent has closed the pipe
         sys.stderr.write(failed.message)
     return 1
 
 
 def _end_with_parent(lifeline: int) -> None:
-    """Only the parent holds the other end: when it closes it, or dies, the read returns, even in the middle of a step."""
+    """Exit with the parent, even in the middle of a step: only it holds the other end, and the read returns when that closes."""
     os.read(lifeline, 1)
     os._exit(0)
 

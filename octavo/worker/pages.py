@@ -1,5 +1,4 @@
-"""Pages: the memory behind the page numbers, on the device and in the swap space, and the moves between them.
-Knows nothing of which page belongs to whom, nor of a page's inner layout."""
+"""Pages: the memory behind the page numbers, on the device and in the swap space, and the moves between them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,16 @@ from octavo.messages import PageMove
 from octavo.worker.staging import Column, Staging
 
 STAGING_BYTES = 64 * 2**20
-"""What one of the two staging buffers on the device may take, where there is a swap space (one page, if that is larger)."""
+"""The largest size of each of the two staging buffers on the device, if there is a swap space (at least one page)."""
 
-_SLAB_BYTES = 2**30  # pinned memory comes in powers of two: in pieces of this size little of it is wasted
+_SLAB_BYTES = 2**30  # pinned memory is allocated in powers of two: pieces of this size waste little of it
 
 
 class Pages:
-    """Swapping runs beside the steps. What a step may still write to is first gathered into a staging buffer, in the
-    step's own stream; the slow copy to the host then runs in the side stream, and the other way round. The side stream
-    is one queue, so that a host page is never read before it was written, nor written before it was read; no host page
-    is looked at by the host itself, so that the host never waits."""
+    """Page memory whose swapping overlaps with the steps. Pages that leave the device are first gathered into a staging
+    buffer on the step's own stream, before a step can overwrite them; the slow copy to the host then runs on the side
+    stream. Pages that return take the same way back. The side stream is one queue, so a host page is never read before it
+    was written, nor overwritten before it was read. The host itself never reads a host page, so it never waits."""
 
     def __init__(
         self,
@@ -32,12 +31,12 @@ class Pages:
         num_host_pages: int = 0,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """One zero-filled store per layer, or none at all; `page_dim` is the dimension that counts pages."""
+        """`layers`: one zero-filled store per layer, or none at all. `page_dim`: the dimension that counts pages."""
         self.layers = layers
         self._device = device
         self._page_dim = page_dim
         assert all(page_dim < store.dim() - 1 for store in layers), "a page is more than a scatter of single numbers"
-        # Moving needs no arithmetic: as wide integers pages of any type are moved, and in fewer accesses.
+        # Moves need no arithmetic: wide integers move pages of any type, in fewer accesses.
         self._stores = [store.view(_widest(store)) for store in layers]
         self._indices = Staging(device)
         self._host: _HostPages | None = None
@@ -50,7 +49,7 @@ class Pages:
             self._staging = [_Staging.of(device, num_staged, shape, dtype) for _ in range(2)]
 
     def move(self, moves: list[PageMove]) -> None:
-        """Queue the moves, before what is queued on the current stream next, with the effect of one after the other."""
+        """Queue the moves ahead of the next work on the current stream. The effect is that of one move after the other."""
         if not moves:
             return
         num_together = len(self._staging[0].pages) if self._staging else len(moves)
@@ -106,11 +105,11 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """A stop on the way, on the device."""
+    """A staging buffer on the device."""
 
     pages: torch.Tensor  # [N, layers, *page]
-    is_full: Event  # what was put here last is all there
-    is_free: Event  # what was put here last has been taken
+    is_full: Event  # the last write to `pages` is complete
+    is_free: Event  # the last contents have been read
 
     @classmethod
     def of(cls, device: Device, num_pages: int, shape: tuple[int, ...], dtype: torch.dtype) -> "_Staging":
@@ -119,7 +118,7 @@ class _Staging:
 
 
 class _HostPages:
-    """The swap space: a page's layers lie side by side, so that a page is one copy, and neighbours are one too."""
+    """The swap space. A page's layers are contiguous, so that a page, or a run of neighbours, is one copy."""
 
     def __init__(self, device: Device, num_pages: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.page_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -130,7 +129,7 @@ class _HostPages:
         ]
 
     def stretches(self, pages: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of its first page in `pages`, their memory) of stretches that lie side by side in that order."""
+        """Yield (index of the first page in `pages`, memory) for each run of pages that are contiguous in that order."""
         ends = [i for i in range(1, len(pages)) if not self._are_neighbours(pages[i - 1], pages[i])]
         for start, end in pairwise([0, *ends, len(pages)]):
             slab, first = divmod(pages[start], self._per_slab)
@@ -141,9 +140,9 @@ class _HostPages:
 
 
 def runs(moves: list[PageMove]) -> Iterator[tuple[str, list[int], list[int]]]:
-    """(kind, sources, targets) of stretches that may be carried out at once: all reads first, then all writes.
+    """Yield (kind, sources, targets) of runs that can be carried out at once: all reads first, then all writes.
 
-    That is the same as one after the other unless a move reads or writes again what an earlier one wrote."""
+    That equals one move after the other unless a move reads or overwrites what an earlier move of the run wrote."""
     kind = ""
     sources: list[int] = []
     targets: list[int] = []
@@ -164,7 +163,8 @@ def runs(moves: list[PageMove]) -> Iterator[tuple[str, list[int], list[int]]]:
 def _chunks(
     kind: str, sources: list[int], targets: list[int], num_together: int
 ) -> Iterator[tuple[str, list[int], list[int]]]:
-    """A run in pieces that a staging buffer holds. Sorted by host page, which a run is free for: neighbours are one copy."""
+    """Split a run into pieces that fit a staging buffer. Sorted by host page, so that neighbours are one copy; the order of
+    moves within a run does not matter."""
     if kind == "copy":
         yield kind, sources, targets
         return
@@ -176,20 +176,20 @@ def _chunks(
 
 
 def _on_device(kind: str, sources: list[int], targets: list[int]) -> list[Column]:
-    """The page numbers that the device itself reads."""
+    """The page numbers that the device reads."""
     lists = {"copy": (sources, targets), "out": (sources,), "in": (targets,)}[kind]
     return [np.array(pages, dtype=np.int64) for pages in lists]
 
 
 def _page_shape(stores: list[torch.Tensor], page_dim: int) -> tuple[int, ...]:
-    """Of one page of all layers together."""
+    """The shape of one page with all layers."""
     extents = list(stores[0].shape)
     del extents[page_dim]
     return (len(stores), *extents)
 
 
 def _widest(store: torch.Tensor) -> torch.dtype:
-    """The widest integer that a store's innermost rows are whole numbers of."""
+    """The widest integer type whose size divides a store's innermost rows."""
     row_bytes = store.shape[-1] * store.itemsize
     return next(
         dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % dtype.itemsize == 0

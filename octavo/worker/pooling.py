@@ -1,5 +1,4 @@
-"""Hidden states → one vector for each row that asked for one.
-Knows nothing of requests: which rows those are, and how, stands beside the rows."""
+"""Hidden states → one vector for each row that asked for one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,10 +17,10 @@ def take_pooled(
     model: DecoderModel,
     hidden: torch.Tensor,  # [T, D]
     assembled: Assembled,
-    counts: Ints,  # [S] tokens of each sampled row that are in this step
+    counts: Ints,  # [S] tokens of each sampled row in this step
     pooling: Mapping[int, PoolingParams],  # by row
 ) -> tuple[list[torch.Tensor], Assembled]:
-    """Vectors of the rows that are pooled, in the plan's order, and the batch with only the others left to be sampled for."""
+    """The vectors of pooled rows in the plan's order, and the batch with only the other rows left to sample."""
     rows = assembled.sample_rows.tolist()
     vectors = [
         _vector(model, hidden, int(last), int(count), pooling[row])
@@ -42,7 +41,7 @@ def take_pooled(
 
 
 def _vector(model: DecoderModel, hidden: torch.Tensor, last: int, count: int, how: PoolingParams) -> torch.Tensor:
-    """[D] float32 of one row by itself, so that it does not depend on what else is in the step."""
+    """[D] float32. Each row is computed by itself, so that it does not depend on the rest of the step."""
     first = last + 1 - count
     match how.kind:
         case "cls":

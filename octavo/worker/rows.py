@@ -1,5 +1,4 @@
-"""Rows: what a rank remembers between steps of the sequences that run: tokens, page tables, sampling parameters.
-Knows nothing of requests or of who decides which row holds what."""
+"""Rows: a rank's state of the running sequences between steps: tokens, page tables, sampling parameters."""
 
 from typing import NamedTuple
 
@@ -14,18 +13,18 @@ from octavo.worker.staging import Staging
 
 
 class PageChanges(NamedTuple):
-    """Entries of the flattened page tables that change, and what they become."""
+    """Entries of the flattened page tables that change, and their new values."""
 
     cells: Ints
     pages: Ints
 
 
 class Rows:
-    """A row keeps its place for as long as its occupant runs; a step names rows and carries only what changed.
+    """The tables of all rows. A sequence keeps its row while it runs; a step names rows and carries only what changed.
 
-    The token table lives on the device, and sampled tokens are written to it there: a step reads its inputs from the
-    table whether a token came from the host or was sampled a moment ago, so the host need not have seen it. Page tables
-    are kept on both sides: the host looks at them when it assembles a step, a GPU when it repeats one."""
+    The token table is on the device, and sampled tokens are written to it there. A step reads its inputs from the table
+    whether a token came from the host or was just sampled, so it need not wait for the host to see it. Page tables are
+    kept on both sides: the host reads them to assemble a step, a GPU to replay one."""
 
     def __init__(
         self,
@@ -38,35 +37,35 @@ class Rows:
         windows: tuple[int, ...] = (0,),
         grammars: Grammars | None = None,
     ) -> None:
-        """`windows`: of each group of layers, which has page tables of its own; 0: it keeps all pages."""
+        """`windows`: one for each group of layers, which has its own page tables; 0: the group keeps all pages."""
         self.page_size = page_size
         self.num_groups = len(windows)
-        # One column more than a sequence is long: a step planned ahead of a finish may sample one token too many.
+        # One column more than the longest sequence: a step planned ahead of a finish may sample one token too many.
         self.width = max_model_len + 1
         place = device.torch_device
         self.tokens = torch.zeros(max_rows, self.width, dtype=torch.int32, device=place)
         self.max_pages = -(-self.width // page_size)
         shape = (self.num_groups, max_rows, self.max_pages)
-        self.page_tables = np.zeros(shape, dtype=np.int32)  # entries without a page are 0
+        self.page_tables = np.zeros(shape, dtype=np.int32)  # 0: no page
         self.device_page_tables = torch.from_numpy(self.page_tables)
         if device.is_cuda:
             self.device_page_tables = self.device_page_tables.to(place)
         self.page_table, self.device_page_table = self.page_tables[0], self.device_page_tables[0]
-        # Those in which a sequence's pages are all there, from its first token on.
+        # Tables that keep all pages of a sequence from its first token on.
         self.whole_tables = [table for table, window in zip(self.page_tables, windows, strict=True) if not window]
         self.sampling = SamplingState(max_rows, vocab_size, grammars)
-        self.pooling: dict[int, PoolingParams] = {}  # rows whose occupant wants a vector in place of tokens
+        self.pooling: dict[int, PoolingParams] = {}  # rows whose request wants a vector instead of tokens
         self._staging = staging
         self._is_cuda = device.is_cuda
 
     def leave(self, rows: list[int]) -> None:
-        """All else of who left is not read again."""
+        """Clear pooling and sampling state of rows that end. Their other entries are never read again."""
         for row in rows:
             self.pooling.pop(row, None)
             self.sampling.leave(row)
 
     def force(self, forced: list[ForcedToken]) -> None:
-        """Rows go on with tokens that were chosen elsewhere."""
+        """Write next tokens that were not sampled by their row, such as those of beams."""
         if not forced:
             return
         rows, positions, tokens = np.array([(one.row, one.position, one.token) for one in forced], dtype=np.int64).T
@@ -74,7 +73,7 @@ class Rows:
         self.tokens.view(-1).index_copy_(0, cells, chosen)
 
     def update(self, plan: StepPlan) -> None:
-        """Apply what the plan says of the rows themselves: who entered, which pages were added."""
+        """Apply the plan's changes to rows: entering sequences and added pages."""
         for entering in plan.enters:
             row = entering.row
             for table, pages in zip(self.page_tables, entering.pages, strict=True):
@@ -98,7 +97,7 @@ class Rows:
         self._tell_device(plan)
 
     def note_pages(self, plan: StepPlan) -> PageChanges:
-        """For a plan in which nobody enters: the same here as update(), but the device is told by whoever asks."""
+        """As update() on the host, for a plan without entering rows. The caller passes the changes to the device."""
         assert not plan.enters
         cells, pages = self._added_pages(plan)
         self.page_tables.reshape(-1)[cells] = pages
@@ -120,7 +119,7 @@ class Rows:
             self.device_page_tables.view(-1).index_copy_(0, sent[-2], sent[-1])
 
     def _changed_pages(self, plan: StepPlan) -> "list[np.ndarray[tuple[int], np.dtype[np.generic]]]":
-        """What an entering row holds beyond its pages is not read, so it is not cleared there."""
+        """(cells, pages) that change on the device. Entries of an entering row beyond its pages are not read, so not cleared."""
         num_rows = self.page_tables.shape[1]
         tables = [
             (group * num_rows + entering.row, pages)
@@ -128,11 +127,11 @@ class Rows:
             for group, pages in enumerate(entering.pages)
         ]
         entered, added = _cells(tables, self.max_pages), self._added_pages(plan)
-        # An entering row may get more pages in the same plan; the same cell never comes twice.
+        # An entering row may get more pages in the same plan, but no cell occurs twice.
         return [np.concatenate((entered[0], added[0])), np.concatenate((entered[1], added[1].astype(np.int32)))]
 
     def _added_pages(self, plan: StepPlan) -> tuple[Ints, Ints]:
-        """Where in the flattened page tables rows get new pages, and which."""
+        """(cells of the flattened page tables that get new pages, the pages)."""
         groups, rows, slots, pages = (
             np.array(column, dtype=np.int64)
             for column in (plan.page_groups or 0, plan.page_rows, plan.page_slots, plan.page_ids)
@@ -140,12 +139,12 @@ class Rows:
         return (groups * self.page_tables.shape[1] + rows) * self.max_pages + slots, pages
 
     def cells(self, rows: Ints, positions: Ints) -> Ints:
-        """Where those places are in the flattened token table."""
+        """Indices of these positions in the flattened token table."""
         return rows * self.width + positions
 
 
 def _cells(rows: list[tuple[int, list[int]]], width: int) -> "list[np.ndarray[tuple[int], np.dtype[np.generic]]]":
-    """Each row's numbers from its first cell on: (cells int64, numbers int32) of a table that is `width` wide."""
+    """(cells int64, numbers int32) that write each row's numbers from its first cell on, in a table of `width` columns."""
     if not rows:
         return [np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)]
     cells = np.concatenate([np.arange(row * width, row * width + len(numbers)) for row, numbers in rows])

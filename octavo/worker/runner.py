@@ -1,4 +1,4 @@
-"""Runner: one rank's steps. A StepPlan becomes a Batch, hidden states, logits and tokens. load.py makes a runner."""
+"""Runner: one rank's steps, from StepPlan to Batch, hidden states, logits and tokens. load.py makes the runner."""
 
 import torch
 
@@ -17,12 +17,12 @@ from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_sco
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, Step
 
-_MAX_UNCOLLECTED = 2  # as executor.base says
+_MAX_UNCOLLECTED = 2  # as in executor.base
 
 
 class Runner:
-    """launch() once per step, after `pages` is there. `steps`: a CPU's steps, recorded as one native call each; None: they
-    run operation by operation."""
+    """Runs steps: call launch() once per step, after `pages` is set. `steps`: a CPU's steps, each recorded as one native call;
+    None: they run operation by operation."""
 
     pages: Pages
 
@@ -43,7 +43,7 @@ class Runner:
         self._answers = [device.pinned((max_rows,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
 
     def launch(self, plan: StepPlan) -> Step:
-        """Start one step. Sampled tokens stay in the token table, where the next step finds its inputs."""
+        """Start one step. Sampled tokens stay in the token table, where the next step reads its inputs."""
         step = self._launch(plan)
         self.rows.sampling.grammars.started(step)
         return step
@@ -65,13 +65,13 @@ class Runner:
             return self._send_home(plan.step, *self.compute(columns))
 
     def compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
-        """A step of any shape, kernel by kernel → the tokens [S] it sampled, and what else its rows want."""
+        """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want."""
         assembled = assemble(columns, self.rows, self.staging)
         extras: Extras | None = None
         if self.rows.pooling.keys().isdisjoint(assembled.sample_rows.tolist()) and not wants_prompt_scores(
             self.rows.sampling, columns
         ):
-            if not self.device.is_cuda:  # tokens are here; a GPU's are on their way, and its pass runs beside us anyway
+            if not self.device.is_cuda:  # on a GPU the last tokens may still be computed, and its pass overlaps anyway
                 self.rows.sampling.grammars.begin(assembled.sample_rows, assembled.sample_lens)
             logits = self._logits(assembled.batch)
         else:
@@ -100,7 +100,7 @@ class Runner:
         return self.model.logits(hidden.index_select(0, batch.sample_at))
 
     def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> Step:
-        """A step in which every row adds one token: a graph's replay."""
+        """Replay a graph for a step in which every row adds one token."""
         rows, lens = columns.rows, columns.lens
         shared = shared_in(self.rows, rows, lens)
         logits = graphs.run(rows, lens, changes, shared, is_plain_greedy(self.rows.sampling, rows, lens))

@@ -1,5 +1,4 @@
-"""Sampling with logprobs, and logprobs of prompts: what the rows of a step want to know of their logits.
-Knows nothing of requests: which rows those are, and how much they want, stands beside the rows."""
+"""Sampling with logprobs, and logprobs of prompt tokens, for the rows of a step that want them."""
 
 import numpy as np
 import torch
@@ -25,10 +24,10 @@ def sample_scored(
     native: Native | None = None,
     extras: Extras | None = None,
 ) -> tuple[torch.Tensor, Extras | None]:
-    """Tokens [S], and what else rows want, beside what is among `extras` already. None: nobody wants anything."""
+    """Sample tokens [S], and add to `extras` what else rows want. Extras None: no row wants anything."""
     raw = keep_raw(logits, tables.sampling, rows)
     found = candidates.find(logits, tables.sampling, rows) if tables.sampling.num_candidates else None
-    # A GPU is computing the logits: grammars see the tokens before them, and say what may follow, meanwhile.
+    # While a GPU computes the logits, grammars advance over the tokens before them and make the masks.
     masks = tables.sampling.grammars.masks(rows, lens)
     tokens = sample(logits, tables.tokens, tables.sampling, rows, lens, native=native, masks=masks)
     if raw is not None:
@@ -52,9 +51,9 @@ def score_prompts(
     hidden: torch.Tensor,  # [T, D]
     tables: Rows,
     columns: Columns,
-    last: Ints,  # [B] each planned row's last token in T
+    last: Ints,  # [B] index in T of each planned row's last token
 ) -> list[list[Scores]]:
-    """For each row that wants them and computes a prompt token which another prompt token follows: of those that follow."""
+    """Scores of prompt tokens, for each row that wants them: of the prompt tokens that follow those computed in this step."""
     state = tables.sampling
     counts = _num_scored(state, columns)
     found: list[list[Scores]] = []
@@ -74,7 +73,7 @@ def score_prompts(
 
 
 def _num_scored(state: SamplingState, columns: Columns) -> Ints:
-    """[B] positions of each row whose logits say something of the next prompt token, where its occupant wants to know."""
+    """[B] number of positions of each row whose logits score a next prompt token; 0 if its request does not want that."""
     wants = np.array([row in state.num_prompt_logprobs for row in columns.rows.tolist()], dtype=np.bool_)
     left = state.prompt_len[columns.rows] - 1 - (columns.lens - columns.counts)
     counts: Ints = np.where(wants, np.clip(left, 0, columns.counts), 0)

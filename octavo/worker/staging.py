@@ -1,5 +1,4 @@
-"""Staging: a step's integers on their way to the device, all in one copy, without waiting for the device.
-Knows nothing of what the integers mean."""
+"""Staging: send a step's integers to the device in one copy, without waiting for the device."""
 
 from collections.abc import Sequence
 
@@ -10,8 +9,8 @@ from octavo.device import Device, Event
 
 Column = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
-_ALIGNMENT = 16  # bytes: what vector loads want
-_NUM_BLOCKS = 6  # two steps may be under way, with three copies each
+_ALIGNMENT = 16  # bytes, for vector loads
+_NUM_BLOCKS = 6  # two steps may be in flight, with three copies each
 
 
 class Staging:
@@ -21,9 +20,9 @@ class Staging:
         self._next = 0
 
     def send(self, columns: Sequence[Column], into: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The columns on the device, in their types and shapes. On the CPU they are not copied.
+        """Send the columns to the device, with their types and shapes. On a CPU they are not copied.
 
-        `into`: a byte buffer on the device that is filled from its start, for readers that know its address."""
+        `into`: a byte buffer on the device that is filled from its start, for readers with its fixed address."""
         if not self._device.is_cuda:
             return [torch.from_numpy(column) for column in columns]
         offsets, total = _offsets(columns)
@@ -38,7 +37,7 @@ class Staging:
 
 
 class _Block:
-    """Pinned memory that is written again only when the copy out of it is done."""
+    """Pinned memory that is overwritten only after the copy out of it is done."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,5 +1,4 @@
-"""Step: a step on its way, whose tokens and vectors will be home some time later.
-Knows nothing of how it is computed."""
+"""Step: a step that was launched, whose tokens and vectors arrive on the host later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,15 +13,15 @@ from octavo.sampling.logprobs import Scores
 
 @dataclass(slots=True)
 class Extras:
-    """What a few requests want beside tokens."""
+    """Results that some requests want besides tokens."""
 
-    vectors: Sequence[torch.Tensor] = ()  # of the rows that are pooled
-    scores: Scores | None = None  # of the tokens whose row wants them
-    prompt_scores: list[list[Scores]] = field(default_factory=list)  # of each row that wants them, piece by piece
-    failures: dict[int, str] = field(default_factory=dict)  # sampled token → why it does not count
+    vectors: Sequence[torch.Tensor] = ()  # of the pooled rows
+    scores: Scores | None = None  # of the sampled tokens of rows that want them
+    prompt_scores: list[list[Scores]] = field(default_factory=list)  # for each row that wants them, in pieces
+    failures: dict[int, str] = field(default_factory=dict)  # index of a sampled token → why it is invalid
     grammar_seconds: float = 0.0
-    last: list[int] = field(default_factory=list)  # sampled tokens after which their rows end
-    candidates: Found | None = None  # of the rows that are beams
+    last: list[int] = field(default_factory=list)  # indices of sampled tokens after which their rows end
+    candidates: Found | None = None  # of the beams' rows
 
     def sent_home(self) -> "Extras":
         scores = None if self.scores is None else self.scores.sent_home()
@@ -33,7 +32,7 @@ class Extras:
 
 
 class Step:
-    """A step on its way. On a CPU it is done; on a GPU its tokens are copied to the host behind it."""
+    """A launched step. On a CPU it is done already; on a GPU its tokens are copied to the host asynchronously."""
 
     def __init__(
         self, number: int, tokens: torch.Tensor | None, done: Event | None, extras: Extras | None = None
@@ -44,13 +43,13 @@ class Step:
         return self._done is None or self._done.is_done()
 
     def tokens(self) -> list[int]:
-        """Waits until the step is done."""
+        """Wait until the step is done. → the sampled tokens."""
         if self._done is not None:
             self._done.wait()
         return [] if self._tokens is None else self._tokens.tolist()
 
     def result(self) -> StepResult:
-        """Waits until the step is done."""
+        """Wait until the step is done. → its result."""
         tokens = self.tokens()
         extras = self._extras
         if extras is None:

@@ -1,4 +1,4 @@
-"""Steps as requests may cause them, run before there are any: kernels are compiled and memory is measured by them."""
+"""Trial steps, run before the first request to compile kernels and to measure memory."""
 
 import importlib
 
@@ -10,11 +10,11 @@ from octavo.worker.cores import usable_cores
 from octavo.worker.memory.measure import DEMANDING, trial_columns
 from octavo.worker.runner import Runner
 
-_WARMUP_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
+_WARMUP_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows use separate kernels
 
 
 def most_tokens(limits: Limits) -> int:
-    """What a step can have: a prompt is in it once."""
+    """The most tokens in a step: each row contributes at most one whole prompt."""
     return min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
 
 
@@ -23,7 +23,7 @@ class TrialSteps:
         self._runner, self._spec, self._limits = runner, spec, limits
 
     def run(self, num_tokens: int, num_rows: int, is_plain: bool, prefix_len: int = 0) -> None:
-        """is_plain: sampled greedily. `prefix_len`: tokens that each row has already."""
+        """Run one step. `is_plain`: sample greedily. `prefix_len`: tokens that each row holds already."""
         rows = self._runner.rows
         for row in range(num_rows):
             rows.sampling.enter(row, SamplingParams(temperature=0.0) if is_plain else DEMANDING, 0, 1, [])
@@ -32,12 +32,11 @@ class TrialSteps:
         columns = trial_columns(num_tokens, num_rows)
         columns.lens += 0 if self._spec.is_encoder else prefix_len
         self._runner.compute(columns)
-        for row in range(num_rows):  # what is no longer asked for must cost nothing
+        for row in range(num_rows):  # clear the parameters, so that later steps do not pay for them
             rows.sampling.leave(row)
 
     def warm_up(self) -> None:
-        """Compile the Triton kernels that first requests need, all at once: one after the other they take several times as
-        long."""
+        """Compile the Triton kernels that first requests need, in parallel: one after the other takes several times as long."""
         limits, runner = self._limits, self._runner
         num_tokens = most_tokens(limits)
         num_rows = min(limits.max_num_seqs, num_tokens)
@@ -46,7 +45,7 @@ class TrialSteps:
             sizes = ((1, 1, 0), (num_rows, num_rows, 0), (num_tokens, num_rows, 0), (chunk, 1, chunk))
             for tokens, rows, prefix_len in sizes:
                 self.run(tokens, rows, rows > 1, prefix_len)
-                runner.rows.tokens.zero_()  # nothing was sampled: what was stored is no token
+                runner.rows.tokens.zero_()  # nothing was sampled: the stored values are no tokens
             warm_up_gates(runner.model, num_tokens)
             for size in _WARMUP_SIZES:
                 if runner.graphs is not None and size <= limits.max_num_seqs:

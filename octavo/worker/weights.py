@@ -1,4 +1,4 @@
-"""Weights of one rank: how many bytes they will take, whether they fit, and the filling of the model with them."""
+"""Weights of one rank: the bytes that they take, whether they fit, and loading them into the model."""
 
 import math
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from octavo.weights.formats.dummy import dummy_tensors
 from octavo.weights.methods.torch_fp8 import check_fp8, saving
 from octavo.worker.memory.page_count import decoded_weights, weights_too_large
 
-_ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
+_ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # for each weight, with its group's scale and minimum
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    model: DecoderModel  # built, with room for its weights
+    model: DecoderModel  # built, with memory for its weights
     config: ModelConfig
-    dtype: torch.dtype  # of those that are not packed
+    dtype: torch.dtype  # of weights that are not packed
     device: Device
     num_ranks: int
-    keeps_packed: bool  # and some of them come so
+    keeps_packed: bool  # and the checkpoint has packed weights
 
     def fill(self, checkpoint: Checkpoint, available: int) -> list[str]:
-        """Read them in. → notes for the report of the start."""
+        """Load the weights. → notes for the start report."""
         self.check_fit(checkpoint, available)
         place = self.device.torch_device
         if self.config.load_format == "dummy":
@@ -64,12 +64,12 @@ class Weights:
                 return whole
 
     def in_bfloat16(self) -> int:
-        """Bytes that they would take with --dtype bfloat16; 0: no less than now, or it would be refused."""
+        """Bytes that they would take with --dtype bfloat16; 0: no smaller than now, or not supported."""
         is_plain = not self.keeps_packed and self.config.quantization in (AUTO, "none")
         return self._whole(torch.bfloat16) if is_plain and self.dtype == torch.float32 else 0
 
     def offered_saving(self, dtype: torch.dtype) -> int:
-        """Bytes that --quantization fp8 would save; 0: it is chosen already, or it would be refused here."""
+        """Bytes that --quantization fp8 would save; 0: already chosen, or not supported on this device."""
         if self.config.quantization == "fp8":
             return 0
         try:
@@ -91,5 +91,5 @@ class Weights:
 
 
 def fp8_saving(model: DecoderModel, dtype: torch.dtype) -> int:
-    """Bytes by which the model's weights on this rank are smaller with 8-bit products than in `dtype`."""
+    """Bytes that this rank's weights save in fp8 compared with `dtype`."""
     return sum(saving(module.request, dtype) for module in model.modules() if isinstance(module, Linear))

@@ -1,5 +1,4 @@
-"""Batches built by hand, and rows that walk through a paged store in chunks of any size.
-Knows nothing of the scheduler or the worker."""
+"""Batches built by hand, and rows that walk through a paged store in chunks of any size."""
 
 import dataclasses
 import random

@@ -1,5 +1,4 @@
-"""Tiny random checkpoints of every family, made with transformers, which is also what they are compared with.
-Knows nothing of Octavo."""
+"""Tiny random checkpoints of every family, made with transformers, which is also what they are compared with."""
 
 from typing import Any
 

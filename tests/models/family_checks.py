@@ -1,5 +1,4 @@
-"""What every family must show, from a checkpoint that transformers saved in several files: logits, greedy tokens, two ranks, the engine.
-Knows nothing of any family."""
+"""What every family must show, from a checkpoint that transformers saved in several files: logits, greedy tokens, two ranks, the engine."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Several ranks of one model in processes of their own, over gloo.
-Knows nothing of executors: this is the layers' sharding alone."""
+"""Several ranks of one model in processes of their own, over gloo."""
 
 import functools
 import multiprocessing

@@ -1,5 +1,4 @@
-"""Our models, run over whole sequences in ragged chunks of paged batches.
-Knows nothing of the scheduler or the worker."""
+"""Our models, run over whole sequences in ragged chunks of paged batches."""
 
 import random
 from collections.abc import Iterator

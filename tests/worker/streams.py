@@ -1,5 +1,5 @@
 """A device whose two streams run late and in any order that their events allow, for tests of what must wait for what.
-Knows nothing of pages: it defers whatever tensors are written to while it is on."""
+It defers writes to any tensor while it is on."""
 
 import random
 from collections.abc import Callable, Iterator

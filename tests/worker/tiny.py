@@ -1,5 +1,4 @@
-"""A tiny random Llama on disk, and a hand-written driver that makes plans for an executor.
-Knows nothing of the scheduler: pages, chunks and swaps are whatever a test says."""
+"""A tiny random Llama on disk, and a hand-written driver that makes plans for an executor."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What a rank's GPU holds and what its steps take, measured by running steps of the largest size before there are pages.
+"""Measure what a rank holds on its GPU and what its steps take, by running steps of the largest size before pages exist.
 page_count.py turns the bytes into a number of pages."""
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ from octavo.worker.assemble import Columns
 from octavo.worker.memory.page_count import MiB, in_words
 
 RunStep = Callable[[int, int, bool], object]
-"""(tokens, rows, is_plain): compute that many tokens of so many rows against a KV store of a page or two, and sample for
-every row; is_plain: greedily, as a CUDA graph would, else by all that a request may ask for (DEMANDING)."""
+"""(tokens, rows, is_plain): compute that many tokens of that many rows against a KV store of a page or two, and sample for
+every row: greedily as in a CUDA graph if is_plain, otherwise with the most expensive parameters (DEMANDING)."""
 
 DEMANDING = SamplingParams(
     temperature=1.0,
@@ -27,14 +27,14 @@ DEMANDING = SamplingParams(
     frequency_penalty=0.5,
     logprobs=MAX_LOGPROBS,
 )
-"""What makes sampling take the most memory."""
+"""The parameters with which sampling takes the most memory."""
 
-# A CUDA context with its loaded kernels. The driver's own count of a process's memory is not to be had inside most
-# containers, so what is taken outside the allocator is put down to this process up to here, and to others beyond.
+# A CUDA context with its loaded kernels. Most containers hide the driver's count of a process's memory, so memory outside
+# the allocator is attributed to this process up to this size, and to other processes beyond it.
 _CONTEXT_BYTES = 768 * MiB
 
-_SAFETY_BYTES = 256 * MiB  # stores rounded up to 2 MiB, kernels loaded later, other processes that grow a little
-_GRAPH_BYTES = 4 * MiB  # what the driver keeps for one captured graph of some hundred launches
+_SAFETY_BYTES = 256 * MiB  # for stores rounded up to 2 MiB, kernels loaded later, small growth of other processes
+_GRAPH_BYTES = 4 * MiB  # driver memory for one captured graph of some hundred launches
 
 
 def measure(
@@ -47,11 +47,11 @@ def measure(
     staging_bytes: int = 0,
     is_alone: bool = True,
 ) -> DeviceMemory:
-    """With the weights loaded and the tables allocated. ConfigError where a step of `num_tokens` does not fit; that many
-    must fit into `num_rows` rows.
+    """Measure with the weights loaded and the tables allocated. ConfigError if a step of `num_tokens` does not fit; that
+    many tokens must fit into `num_rows` rows.
 
-    `staging_bytes`: what will be taken besides pages once their number is known. `is_alone`: no other rank takes part in
-    the steps; with others, all of them must run the same ones, so no rank tries smaller ones by itself."""
+    `staging_bytes`: what will be allocated besides pages once their number is known. `is_alone`: no other rank takes part
+    in the steps. Several ranks must all run the same steps, so no rank tries smaller ones by itself."""
     num_rows = min(num_rows, num_tokens)
     least = working_bytes(device, partial(run_step, 1, 1, False))
     plain = working_bytes(device, partial(run_step, num_rows, num_rows, True)) if num_graphs else 0
@@ -59,7 +59,7 @@ def measure(
     working = working_bytes(device, partial(run_step, num_tokens, num_rows, False))
     if least is None or plain is None or rows is None or working is None:
         raise ConfigError(_no_room(device, run_step if is_alone else None, num_tokens, num_rows))
-    # Graphs keep their tensors in a pool of their own, and each is rehearsed once on a stream of its own: twice a step.
+    # Graphs have their own memory pool, and each runs once uncaptured on its own stream: twice a step's memory.
     reserve = _SAFETY_BYTES + staging_bytes + num_graphs * _GRAPH_BYTES + 2 * plain
     use = device.memory_use()
     outside = use.total - use.free - use.reserved
@@ -76,11 +76,11 @@ def measure(
 
 
 def working_bytes(device: Device, run: Callable[[], object]) -> int | None:
-    """What `run` takes while it runs, beyond what is held after it; None: it does not fit.
+    """Peak bytes during `run` beyond what is still held after it; None: it does not fit.
 
-    Counted is what the allocator reserves, its unusable gaps included. What stays (a library's workspace, loaded kernels)
-    is no working space: the next look at the device finds it taken."""
-    device.memory_use()  # as clean as it gets: what lies cached from before is given back
+    Counts what the allocator reserves, including gaps that it cannot use. Memory that stays allocated (a library's
+    workspace, loaded kernels) is not counted: later readings of the device include it."""
+    device.memory_use()  # this also releases the allocator's cached memory
     device.start_peak()
     try:
         run()
@@ -92,7 +92,7 @@ def working_bytes(device: Device, run: Callable[[], object]) -> int | None:
 
 @contextmanager
 def memory_errors(dtype: str, available: int) -> Iterator[None]:
-    """Turn an allocation that fails during the start into a ConfigError that says what to change."""
+    """Turn an allocation failure during the start into a ConfigError that says what to change."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -105,7 +105,7 @@ def memory_errors(dtype: str, available: int) -> Iterator[None]:
 
 
 def trial_columns(num_tokens: int, num_rows: int) -> Columns:
-    """So many tokens, shared out evenly among the first rows, each a prompt from its beginning, each sampled for."""
+    """A step of `num_tokens` tokens spread evenly over `num_rows` rows; each row starts its prompt and samples."""
     counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int64)
     counts[: num_tokens % num_rows] += 1
     counts = counts[counts > 0]
@@ -124,7 +124,7 @@ def _no_room(device: Device, run_step: RunStep | None, num_tokens: int, num_rows
     while tokens:
         rows = min(rows, tokens)
         working = working_bytes(device, partial(run_step, tokens, rows, False))
-        # As much again is left for pages and graphs: a step without them is of no use.
+        # Leave as much again for pages and graphs, without which the step is useless.
         if working is not None and 2 * working + _SAFETY_BYTES <= device.memory_use().free:
             fewer_rows = f" --max-num-seqs {rows}" if rows < num_rows else ""
             return f"{why}: use --max-num-batched-tokens {tokens}{fewer_rows}"

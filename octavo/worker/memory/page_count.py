@@ -1,5 +1,4 @@
-"""How many KV pages there will be, and what that allows: counted, checked, and said in words.
-Knows nothing of tensors or devices: ranks report bytes, and bytes are all that is counted here."""
+"""Decide how many KV pages there will be and which context fits, from the bytes that ranks report; write the start notes."""
 
 import dataclasses
 import math
@@ -16,20 +15,20 @@ from octavo.messages import DeviceMemory, EngineReport, LoadReport
 MiB = 2**20
 GiB = 2**30
 
-_AUTO_CPU_BYTES = 4 * GiB  # a host has other work: more than this is taken only when it is asked for
-_WARM_BYTES = 192 * MiB  # on a CPU, where the size is auto: what idle pages may keep resident
+_AUTO_CPU_BYTES = 4 * GiB  # a host has other work: take more only when asked to
+_WARM_BYTES = 192 * MiB  # what idle pages may keep resident, on a CPU with an automatic size
 _AUTO_CPU_SHARE = 0.4
 
 
-_LEAST_CONTEXT = 2048  # tokens that a way out must make room for where nobody said how many
+_LEAST_CONTEXT = 2048  # tokens that a suggestion must make room for if --max-model-len is not given
 
 
 class _TooLittle(ConfigError):
-    """What was asked for does not fit; something else may."""
+    """The requested sizes do not fit; others may."""
 
 
 def settle(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
-    """What all ranks can hold together. ConfigError where that is less than was asked for, with ways out that do fit."""
+    """What all ranks can hold together. ConfigError if that is less than requested, with suggestions that do fit."""
     try:
         return _fit(config, reports)
     except _TooLittle as shortage:
@@ -58,7 +57,7 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
     num_warm_pages = _warm_pages(config, reports)
     if num_warm_pages is not None:
         notes.append(
-            f"of the KV store {in_words(_WARM_BYTES)} may hold prefixes nobody is using; more is taken only for requests that run"
+            f"idle prefixes may keep {in_words(_WARM_BYTES)} of the KV store in memory; more is taken only for running requests"
         )
     return msgspec.structs.replace(
         _without_pages(config, reports),
@@ -74,7 +73,7 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
 
 
 def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
-    """All there is to say of a model that keeps nothing between steps."""
+    """The report without the fields about pages, which is all for an encoder."""
     first = reports[0]
     return EngineReport(
         device=first.device if len(reports) == 1 else f"{len(reports)} ranks, each {first.device}",
@@ -97,12 +96,13 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
 
 
 def _pages_of(num_tokens: int, config: CacheConfig, report: LoadReport) -> int:
-    """The most that one request of so many tokens ever holds."""
+    """The most pages that one request of `num_tokens` tokens ever holds."""
     return pages_of(num_tokens, config.page_size, report.windows, report.max_num_batched_tokens)
 
 
 def _warm_pages(config: CacheConfig, reports: list[LoadReport]) -> int | None:
-    """A CPU's pages take memory when they are first written to. With an explicit size that much is meant to be used."""
+    """Idle pages that may stay resident, since a CPU's pages take memory at their first write. None: all, as on a GPU or with an
+    explicit size, which is meant to be used."""
     if not is_cpu(reports[0]) or isinstance(config.kv_cache_memory_bytes, int):
         return None
     return max(1, _WARM_BYTES // sum(report.page_bytes for report in reports))
@@ -113,7 +113,7 @@ def is_cpu(report: LoadReport) -> bool:
 
 
 def in_words(num_bytes: float) -> str:
-    """1.5 GiB, 512 MiB: for people."""
+    """A size for messages: 1.5 GiB, 512 MiB."""
     for unit, size in (("GiB", GiB), ("MiB", MiB), ("KiB", 1024)):
         if num_bytes >= size:
             number = f"{num_bytes / size:.1f}".removesuffix(".0")
@@ -122,17 +122,17 @@ def in_words(num_bytes: float) -> str:
 
 
 def _most_pages(reports: list[LoadReport], num_host_pages: int) -> int:
-    """What is there for pages, whatever share of it was meant for them. Ranks hold the same pages: the poorest decides."""
+    """Pages that fit into all available memory. Ranks hold the same pages, so the one with the least memory decides."""
     most = min(report.available_bytes // report.page_bytes for report in reports)
     if not is_cpu(reports[0]):
         return most
-    # On a CPU the swap space comes out of the same memory as the pages.
+    # On a CPU, swap space and pages share the same memory.
     page_bytes = sum(report.page_bytes for report in reports)
     return min(most, sum(report.available_bytes for report in reports) // page_bytes - num_host_pages)
 
 
 def _pages(config: CacheConfig, reports: list[LoadReport], num_host_pages: int) -> tuple[int, str]:
-    """How many pages, and why so many."""
+    """The number of pages, and a note that explains it."""
     first = reports[0]
     page_bytes = sum(report.page_bytes for report in reports)
     most = _most_pages(reports, num_host_pages)
@@ -157,8 +157,8 @@ def _cpu_share(most: int, page_bytes: int) -> tuple[int, str]:
 
 
 def _gpu_share(config: CacheConfig, report: LoadReport) -> tuple[int, str]:
-    """The share that is meant for us, less what we hold already: another process's memory is none of ours. But never
-    more than is free."""
+    """Pages in the configured share of the GPU, less what this process holds (other processes do not count against it), but
+    at most what is free; and the reason in words."""
     memory, meant = report.memory, f"{config.gpu_memory_utilization:.0%} of the GPU"
     if memory is None:
         return report.available_bytes // report.page_bytes, f"{meant}, less weights and working space"
@@ -221,17 +221,17 @@ def _together(memories: list[DeviceMemory]) -> DeviceMemory | None:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Other flags, and what would be found with them."""
+    """A suggestion: other flags, and the configuration and reports that they lead to."""
 
     flags: str
     config: CacheConfig
     reports: list[LoadReport]
-    context: int  # tokens that must fit
+    context: int  # number of tokens that must fit
 
 
 def weights_too_large(needed: int, held: str, available: int, fp8_needed: int = 0, bfloat16_needed: int = 0) -> str:
-    """For a person whose weights do not fit. `held`: in which form, in words. The last two: what they would take in 8 bits and in
-    bfloat16; 0: that cannot be chosen, or is no less."""
+    """The error message for weights that do not fit. `held`: their form, in words. `fp8_needed`, `bfloat16_needed`: the bytes
+    they would take in those types; 0: not supported, or no smaller."""
     ways = []
     if 0 < fp8_needed <= available:
         ways.append(f"--quantization fp8 ({in_words(fp8_needed)})")
@@ -244,17 +244,17 @@ def weights_too_large(needed: int, held: str, available: int, fp8_needed: int = 
 
 
 def decoded_weights(held: int, stored: int, packing: str, dtype: str) -> str:
-    """A line about the cost where packed weights had to be decoded, in bytes of this rank; "": they take about what they did."""
+    """A note on packed weights that had to be decoded, in bytes of this rank; "": they take about as much as when stored."""
     if held < 1.2 * stored:
         return ""
     return (
-        f"the weights take {in_words(held)} here and {in_words(stored)} in the checkpoint ({packing}): what no kernel here "
-        f"multiplies as it is stored is held in a larger form, or in {dtype}"
+        f"the weights take {in_words(held)} here and {in_words(stored)} in the checkpoint ({packing}): weights "
+        f"without a kernel for their stored format are held in a larger one, or in {dtype}"
     )
 
 
 def _ways_out(config: CacheConfig, reports: list[LoadReport]) -> list[str]:
-    """What would fit, whatever keeps most of what was asked for first. Each was counted through as if it had been asked for."""
+    """Suggestions that fit, the one nearest to the request first. Each is checked as if it had been requested."""
     first = reports[0]
     context = min(first.max_model_len, _LEAST_CONTEXT) if first.max_model_len_is_auto else first.max_model_len
     found = [way.flags for way in _candidates(config, reports, context) if _is_enough(way)]
@@ -293,7 +293,7 @@ def _candidates(config: CacheConfig, reports: list[LoadReport], context: int) ->
 
 
 def _other_sizes(config: CacheConfig, reports: list[LoadReport], context: int, num_pages: int) -> Iterator[_Way]:
-    """A larger KV store out of what is free, or one that is not larger than that."""
+    """A larger KV store from free memory, or a smaller one that fits into it."""
     page_bytes = sum(report.page_bytes for report in reports)
     most = _most_pages(reports, int(config.swap_space * GiB) // page_bytes) * page_bytes
     if isinstance(config.kv_cache_memory_bytes, int) and config.kv_cache_memory_bytes > most > 0:
@@ -313,8 +313,8 @@ def _other_sizes(config: CacheConfig, reports: list[LoadReport], context: int, n
 
 
 def _smaller_steps(config: CacheConfig, reports: list[LoadReport], context: int, num_pages: int) -> Iterator[_Way]:
-    """Less working space. A step takes the most that any of its parts takes, and each part grows in proportion to tokens
-    or rows: a curve that bends upwards, which a straight line between two measured points is never below."""
+    """Smaller steps, which need less working space. A step takes the maximum over its parts, each of which is linear in
+    tokens or rows. That is convex, so interpolating between two measured points never underestimates it."""
     memories = [report.memory for report in reports if report.memory is not None]
     if not memories:
         return
@@ -339,7 +339,7 @@ def _smaller_steps(config: CacheConfig, reports: list[LoadReport], context: int,
 
 
 def _part(allowed: list[int], least: list[int], most: list[int]) -> float:
-    """How far from `least` to `most` every rank can go, from 0 to 1; −1: not even to `least`."""
+    """The fraction of the way from `least` to `most` that every rank can afford, 0 to 1; −1: not even `least`."""
     parts = [
         1.0 if a >= m else -1.0 if a < low else (a - low) / (m - low)
         for a, low, m in zip(allowed, least, most, strict=True)
@@ -348,7 +348,7 @@ def _part(allowed: list[int], least: list[int], most: list[int]) -> float:
 
 
 def _stepping(report: LoadReport, least: int, part: float, num_tokens: int, num_rows: int) -> LoadReport:
-    """As if steps were that much smaller."""
+    """The report with smaller steps; `part`: the fraction from `least` to the measured working space."""
     assert report.memory is not None
     working = math.ceil(least + part * (report.memory.working - least))
     return _changed(
@@ -361,7 +361,7 @@ def _stepping(report: LoadReport, least: int, part: float, num_tokens: int, num_
 
 
 def _freed(report: LoadReport, num_bytes: int) -> LoadReport:
-    """As if the weights took that much less."""
+    """The report with weights that take `num_bytes` less."""
     memory = report.memory and msgspec.structs.replace(report.memory, own=report.memory.own - num_bytes)
     return _changed(
         report,
@@ -383,12 +383,12 @@ def _changed(report: LoadReport, **values: object) -> LoadReport:
 
 
 def _flag(num_bytes: int, up: bool = False) -> str:
-    """As a value that can be typed: whole mebibytes where that is near enough."""
+    """A value for a command line: whole mebibytes from 16 MiB on."""
     if num_bytes < 16 * MiB:
         return str(num_bytes)
     return f"{-(-num_bytes // MiB) if up else num_bytes // MiB}M"
 
 
 def _read(flag: str) -> int:
-    """The bytes behind a value that _flag made."""
+    """The bytes of a value that _flag made."""
     return int(flag.removesuffix("M")) * (MiB if flag.endswith("M") else 1)
