@@ -17,7 +17,7 @@ class SelfAttention(nn.Module):
 
     `scale`: what scores are multiplied by (None: by the root of the head's size, inverted). `qk_norms`: of all of a token's
     queries together and of all its keys; `head_norms`: of each of them alone. `sinks`: [H of this rank] float32, filled by
-    who made them."""
+    the caller."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
         output_norm: Norm | None = None,
     ) -> None:
         super().__init__()
-        # The cache lets go of pages by what the spec says: a layer that looks further back would read another's.
+        # The cache frees pages by the spec's windows: a layer that looks further back would read another request's pages.
         assert window == (spec.windows[index] if spec.windows else 0), "a layer's window is not the spec's"
         self.norm, self.output_norm = norm, output_norm
         self.qk_norms = nn.ModuleList(qk_norms or ())

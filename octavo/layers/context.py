@@ -24,7 +24,7 @@ class BuildContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, and of small weights as norms and biases."""
+        """Type of activations, and of small weights such as norms and biases."""
         return self.methods.settings.dtype
 
     @property

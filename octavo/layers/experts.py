@@ -96,7 +96,7 @@ class Experts(nn.Module):
         }
 
     def slots(self, expert: int, gate: str, up: str, down: str) -> Slots:
-        """Of one expert's tensors, for families that store each by itself."""
+        """Slots of one expert's tensors, for families that store each expert by itself."""
         rows, columns = (self.whole_inner, self.hidden_size), (self.hidden_size, self.whole_inner)
         return {
             f"{gate}.weight": Slot(rows, lambda tensor: self.fill_gate_up(expert, 0, tensor)),

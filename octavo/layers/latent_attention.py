@@ -86,7 +86,7 @@ class LatentAttention(nn.Module):
         return heads
 
     def up_slot(self) -> Slot:
-        """Of one tensor that holds both products with the latent, rows [heads, plain + value]."""
+        """Slots of one tensor that holds both products with the latent, rows [heads, plain + value]."""
         rows = self.num_heads * self.group.size * (self.sizes.plain + self.sizes.value)
         return Slot((rows, self.sizes.latent), self._fill_up)
 

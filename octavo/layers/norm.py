@@ -31,7 +31,7 @@ class Norm(nn.Module):
 
 
 def norm_slots(norm: Norm | None, name: str) -> Slots:
-    """Of a norm that not every family has in its place."""
+    """Slots of a norm that not every family has: none where it is missing."""
     return {} if norm is None else norm.slots(name)
 
 
