@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.kernels.device_ops import Activation, DeviceOps, Norm
 from octavo.quants import Quants, Weight
 
-Request = TypeVar("Request")
+RequestKind = TypeVar("RequestKind")
 HeldKind = TypeVar("HeldKind", bound="Held")
 
 
@@ -222,15 +222,15 @@ class HeldExperts(Held):
 
 
 @dataclass(frozen=True, slots=True)
-class Method(Generic[Request, HeldKind]):
+class Method(Generic[RequestKind, HeldKind]):
     """A way of holding weights on some devices.
 
     A method around another one (an adapter's, say) has that one hold the weight, and returns what it holds around it."""
 
     name: str
-    supports: Callable[[Request, Settings], str | None]
+    supports: Callable[[RequestKind, Settings], str | None]
     """None: it can hold such a weight here, and multiply with it; else why not."""
-    hold: Callable[[Request, Settings], HeldKind]
+    hold: Callable[[RequestKind, Settings], HeldKind]
     """Makes room for the weight. Only where supports() says None."""
     packings: tuple[str, ...] = ()
     """Of checkpoints whose weights its GPU kernels multiply as they are stored. (The native CPU kernels take any.)"""

@@ -20,7 +20,7 @@ from octavo.weights.methods.base import (
     HeldWeight,
     LinearMethod,
     Method,
-    Request,
+    RequestKind,
     Settings,
     TableMethod,
     WeightRequest,
@@ -72,15 +72,15 @@ class Methods:
             parts.append(f"{count} by {name}" + (f" ({why})" if why else ""))
         return f"weights held: {', '.join(parts)}"
 
-    def _held(self, methods: Sequence[Method[Request, HeldKind]], request: Request) -> HeldKind:
+    def _held(self, methods: Sequence[Method[RequestKind, HeldKind]], request: RequestKind) -> HeldKind:
         method, reasons = pick(methods, request, self.settings)
         self.picked[method.name, reasons] += 1
         return method.hold(request, self.settings)
 
 
 def pick(
-    methods: Sequence[Method[Request, HeldKind]], request: Request, settings: Settings
-) -> tuple[Method[Request, HeldKind], Reasons]:
+    methods: Sequence[Method[RequestKind, HeldKind]], request: RequestKind, settings: Settings
+) -> tuple[Method[RequestKind, HeldKind], Reasons]:
     """The first that supports the request, and why those before it do not."""
     reasons: list[tuple[str, str]] = []
     for method in methods:
