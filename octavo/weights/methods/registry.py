@@ -26,7 +26,11 @@ from octavo.weights.methods.base import (
     WeightRequest,
 )
 
-# Files of this folder, each of which has its method as LINEAR, TABLE, HEADS or EXPERTS. The last one holds everything.
+# Files of this folder, each of which has its method as LINEAR, TABLE, HEADS or EXPERTS. The first that supports a request
+# holds it, so the special come before the general: native CPU kernels, which compute everything or nothing; then methods of
+# few bits, whether --quantization or the checkpoint asks for them, because those after them would hold the weight decoded;
+# then --deterministic; then a device's own kernels; at last torch, which holds everything. Where two hold the same form, as
+# triton_fp8 and torch_fp8, the faster one comes first.
 _LINEAR = ("cpu_native", "triton_fp8", "torch_fp8", "triton_invariant", "triton_bf16", "onednn", "torch")
 _TABLE = ("cpu_native", "triton_invariant", "triton_bf16", "onednn", "torch")
 _HEADS = ("cpu_native", "torch")
