@@ -66,7 +66,7 @@ class DryRun:
             return "none are needed: --load-format dummy makes random ones"
         tensors = list(self._checkpoint.tensors(_META, self._loader.weight_dtype))
         self._loader.model.load(iter(tensors))
-        stored = f"packed ({weights.packing})" if weights.packing else weights.stored_dtype
+        stored = f"packed ({weights.packing_label})" if weights.packing_label else weights.stored_dtype
         return (
             f"{len(tensors)} tensors, {in_words(weights.num_bytes)}, {stored}; none is missing, and every shape is what "
             "the configuration asks for"

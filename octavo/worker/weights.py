@@ -36,10 +36,10 @@ class Weights:
         else:
             tensors = checkpoint.tensors(place, self.dtype, keep_packed=self.keeps_packed)
         self.model.load(tensors)
-        if checkpoint.weights is None or not checkpoint.weights.packing:
+        if checkpoint.weights is None or not checkpoint.weights.packing_label:
             return []
         stored = checkpoint.num_bytes // self.num_ranks
-        note = decoded_weights(self.model.weights_bytes, stored, checkpoint.weights.packing, self._dtype_name)
+        note = decoded_weights(self.model.weights_bytes, stored, checkpoint.weights.packing_label, self._dtype_name)
         return [note] if note else []
 
     def check_fit(self, checkpoint: Checkpoint, available: int) -> None:

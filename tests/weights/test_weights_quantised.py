@@ -128,7 +128,7 @@ def test_what_kernels_can_hold_exactly_stays_packed(kind: str, tmp_path: Path) -
     outlines = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors("meta", torch.float32)}
     assert outlines == {name: tuple(tensor.shape) for name, tensor in plain.items()}
     if type:
-        assert checkpoint.weights is not None and checkpoint.weights.has_packed
+        assert checkpoint.weights is not None and checkpoint.weights.packed_types == types
         taken = sum(w.rows.nbytes if isinstance(w, Quants) else w.nbytes for w in kept.values())
         assert checkpoint.weights.held_bytes(4) == taken
 

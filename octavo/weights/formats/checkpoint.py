@@ -25,8 +25,10 @@ class Weights(Protocol):
     """The reader of one format."""
 
     stored_dtype: str
-    has_packed: bool  # whether tensors(keep_packed=True) yields any Quants
-    packing: str  # name of the packed format, for log lines; "": the weights are not packed
+    packed_types: frozenset[str]
+    """Types of the Quants that tensors(keep_packed=True) yields, as the headers say. A weight that turns out not to fit its
+    type comes in another, or decoded."""
+    packing_label: str  # the packed format in words, for people only; "": the weights are not packed
     num_bytes: int
 
     def held_bytes(self, itemsize: int) -> int:

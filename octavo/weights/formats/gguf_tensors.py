@@ -40,10 +40,10 @@ class GGUFTensors:
         for _, entry in self._plan:
             _require_decodable(file, entry)
         self.num_bytes = sum(entry.num_bytes for _, entry in self._plan)
-        self.has_packed = any(self._stays_packed(entry) for _, entry in self._plan)
+        self.packed_types = frozenset(entry.type for _, entry in self._plan if self._stays_packed(entry))
         self.stored_dtype = _stored_dtype([entry for _, entry in self._plan])
         types = {entry.type for _, entry in self._plan if entry.type in PACKED_TYPES}
-        self.packing = ", ".join(sorted(types))
+        self.packing_label = ", ".join(sorted(types))
 
     def held_bytes(self, itemsize: int) -> int:
         return sum(

@@ -58,7 +58,8 @@ class SafetensorsFiles:
     """A reader of safetensors files. The constructor reads headers and checks sizes, so that a damaged file is refused
     before memory is allocated. `is_quantised`: allow QUANTISED_TYPES too."""
 
-    has_packed, packing = False, ""
+    packed_types: frozenset[str] = frozenset()
+    packing_label = ""
 
     def __init__(self, folder: Path, is_quantised: bool = False) -> None:
         files = find_weights(folder)

@@ -32,8 +32,9 @@ class Settings:
     ops: DeviceOps
     quantization: str = ""  # "" as they come, "fp8", "int8", "int4"
     weight_dtype: torch.dtype = torch.float32  # in which the native CPU kernels hold weights that are not packed
-    keeps_packed: bool = False
-    """Weights that are packed in the checkpoint arrive so. A method that cannot hold them decodes."""
+    packed_types: frozenset[str] = frozenset()
+    """Types of the Quants that weights may arrive as, of quants.PACKED_TYPES; empty: all arrive as tensors. Which of the
+    weights arrive packed is known only when they are filled: a method that cannot hold what arrives decodes it."""
     decodes: bool = False
     """The native CPU kernels multiply packed weights in float32, as if they had been decoded."""
     has_triton: bool = False
@@ -194,7 +195,9 @@ class ExpertsRequest:
     gate: Gate
     gate_up_bias: Tensor | None = None  # [experts, 2 inner]
     down_bias: Tensor | None = None  # [experts, hidden]
-    is_mxfp4: bool = False  # how they come
+    packed_type: str = (
+        ""  # of Quants as which all of them arrive, if settings.packed_types has it; "": not known before
+    )
 
 
 class HeldExperts(Held):
@@ -233,7 +236,7 @@ class Method(Generic[RequestKind, HeldKind]):
     hold: Callable[[RequestKind, Settings], HeldKind]
     """Makes room for the weight. Only where supports() says None."""
     packings: tuple[str, ...] = ()
-    """Of checkpoints whose weights its GPU kernels multiply as they are stored. (The native CPU kernels take any.)"""
+    """Types of Quants that its GPU kernels multiply as they are stored. (The native CPU kernels take any.)"""
 
 
 LinearMethod = Method[WeightRequest, HeldWeight]

@@ -96,12 +96,18 @@ def pick(
 
 
 def gpu_packings() -> set[str]:
-    """Of checkpoints whose weights some method's GPU kernels multiply as they are stored. Only where Triton is installed."""
+    """Types of Quants that some method's GPU kernels multiply as they are stored. Only where Triton is installed."""
     methods: list[Method[Any, Any]] = [
         *_methods("LINEAR", _LINEAR, has_triton=True),
         *_methods("EXPERTS", _EXPERTS, has_triton=True),
     ]
     return {packing for method in methods for packing in method.packings}
+
+
+def kept_on_gpu(types: frozenset[str]) -> frozenset[str]:
+    """Of the packed types in a checkpoint, those that are kept on a GPU: all where its kernels multiply every one of them, else
+    none. Only where Triton is installed."""
+    return types if types and types <= gpu_packings() else frozenset()
 
 
 @functools.cache
