@@ -46,15 +46,16 @@ class DryRun:
         self._context = loader.choose(self._checkpoint)
         # Kernels hold weights in layouts of their own, which need the numbers; slots and their shapes are the same.
         dtype = loader.weight_dtype
+        rank = self._context.methods.settings
         outline = dataclasses.replace(
-            self._context.methods.settings,
+            rank,
             device=_META,
             dtype=dtype,
             ops=torch_ops(_META, dtype),
             quantization="",
             has_triton=False,
         )
-        loader.build(self._checkpoint, dataclasses.replace(self._context, methods=Methods(outline)))
+        loader.build(self._checkpoint, dataclasses.replace(self._context, methods=Methods(outline, rank)))
         report = self._report()
         pages = f"KV pages in {report.kv_dtype}" if report.can_generate else "an encoder"
         return "; ".join([f"{report.device}, {report.dtype}, {pages}", *report.notes])

@@ -173,9 +173,8 @@ class Loader:
         settings = context.methods.settings
         if settings.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
             self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
-        keeps_packed = bool(settings.packed_types)
         self.weights = Weights(
-            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, keeps_packed
+            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, context.methods
         )
 
     def _measure(self, ops: DeviceOps) -> DeviceMemory:

@@ -12,6 +12,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.model import DecoderModel
 from octavo.weights.formats.checkpoint import Checkpoint
 from octavo.weights.formats.dummy import dummy_tensors
+from octavo.weights.methods.registry import Methods
 from octavo.weights.methods.torch_fp8 import check_fp8, saving
 from octavo.worker.memory.page_count import decoded_weights, weights_too_large
 
@@ -25,7 +26,12 @@ class Weights:
     dtype: torch.dtype  # of those that are not packed
     device: Device
     num_ranks: int
-    keeps_packed: bool  # and some of them come so
+    methods: Methods  # which hold the model's weights
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Some weights arrive packed."""
+        return bool(self.methods.settings.packed_types)
 
     def fill(self, checkpoint: Checkpoint, available: int) -> list[str]:
         """Read them in. → notes for the report of the start."""
@@ -60,7 +66,8 @@ class Weights:
                 return int(whole / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
             case _:
                 if self.keeps_packed and checkpoint.weights is not None:
-                    return min(whole, checkpoint.weights.held_bytes(self.dtype.itemsize) // self.num_ranks)
+                    held = checkpoint.weights.held_bytes(self.dtype.itemsize, self.methods.packings)
+                    return min(whole, held // self.num_ranks)
                 return whole
 
     def in_bfloat16(self) -> int:

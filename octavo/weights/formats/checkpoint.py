@@ -18,7 +18,7 @@ from octavo.weights.sources.source import ModelSource, local
 if TYPE_CHECKING:
     import torch
 
-    from octavo.quants import Weight
+    from octavo.quants import QuantSizes, Weight
 
 
 class Weights(Protocol):
@@ -31,8 +31,9 @@ class Weights(Protocol):
     packing_label: str  # the packed format in words, for people only; "": the weights are not packed
     num_bytes: int
 
-    def held_bytes(self, itemsize: int) -> int:
-        """Bytes of tensors(keep_packed=True) if kernels multiply packed weights and the others take `itemsize` bytes each."""
+    def held_bytes(self, itemsize: int, sizes: QuantSizes) -> int:
+        """Bytes of tensors(keep_packed=True) in memory, where a quant takes what `sizes` says. Weights of types that are not
+        in there, and those that are not packed, take `itemsize` bytes each."""
         ...
 
     def tensors(

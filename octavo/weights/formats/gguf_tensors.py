@@ -13,7 +13,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile, TensorEntry
-from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, SameWeight, Weight, dequantise
+from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, QuantSizes, SameWeight, Weight, dequantise
 from octavo.quants.exact import held_bytes
 
 # A tensor that a layer computes with. Some old files also hold RoPE frequencies, which follow from the metadata.
@@ -45,9 +45,9 @@ class GGUFTensors:
         types = {entry.type for _, entry in self._plan if entry.type in PACKED_TYPES}
         self.packing_label = ", ".join(sorted(types))
 
-    def held_bytes(self, itemsize: int) -> int:
+    def held_bytes(self, itemsize: int, sizes: QuantSizes) -> int:
         return sum(
-            held_bytes(entry.type if self._stays_packed(entry) else "", math.prod(entry.shape), itemsize)
+            held_bytes(entry.type if self._stays_packed(entry) else "", math.prod(entry.shape), itemsize, sizes)
             for _, entry in self._plan
         )
 

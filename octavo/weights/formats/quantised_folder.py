@@ -14,7 +14,7 @@ from octavo.weights.formats.safetensors_files import QUANTISED_TYPES, Safetensor
 if TYPE_CHECKING:
     import torch
 
-    from octavo.quants import Quants, Weight
+    from octavo.quants import Quants, QuantSizes, Weight
 
 _AT_ONCE = 1 << 24  # weights decoded together
 
@@ -41,11 +41,13 @@ class QuantisedFiles:
                     "config.json and weights do not belong together"
                 )
 
-    def held_bytes(self, itemsize: int) -> int:
+    def held_bytes(self, itemsize: int, sizes: QuantSizes) -> int:
         from octavo.quants.exact import held_bytes
 
         plain = sum(math.prod(entry.shape) for name, entry in self._files.entries.items() if self._is_plain(name))
-        made = sum(held_bytes(recipe.held_as, math.prod(recipe.shape), itemsize) for recipe in self._plan.recipes)
+        made = sum(
+            held_bytes(recipe.held_as, math.prod(recipe.shape), itemsize, sizes) for recipe in self._plan.recipes
+        )
         return plain * itemsize + made
 
     def tensors(

@@ -8,7 +8,7 @@ and of all experts of a layer (HeldExperts). A method offers those that it can h
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.device_ops import Activation, DeviceOps, Norm
-from octavo.quants import Quants, Weight
+from octavo.quants import Quants, QuantSizes, Weight
 
 RequestKind = TypeVar("RequestKind")
 HeldKind = TypeVar("HeldKind", bound="Held")
@@ -235,8 +235,8 @@ class Method(Generic[RequestKind, HeldKind]):
     """None: it can hold such a weight here, and multiply with it; else why not."""
     hold: Callable[[RequestKind, Settings], HeldKind]
     """Makes room for the weight. Only where supports() says None."""
-    packings: tuple[str, ...] = ()
-    """Types of Quants that its GPU kernels multiply as they are stored. (The native CPU kernels take any.)"""
+    packings: QuantSizes = field(default_factory=dict)
+    """Types of Quants that it holds without decoding them, each with the (weights, bytes) of a quant in its memory."""
 
 
 LinearMethod = Method[WeightRequest, HeldWeight]

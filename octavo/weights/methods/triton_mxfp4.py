@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from octavo.quants import Quants, Weight
+from octavo.quants import QUANT, Quants, Weight
 from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, HeldExperts, Method, Settings
 from octavo.weights.methods.triton_experts import ExpertSums
 
@@ -63,4 +63,4 @@ def supports(request: ExpertsRequest, settings: Settings) -> str | None:
     return None
 
 
-EXPERTS: ExpertsMethod = Method("triton_mxfp4", supports, Mxfp4Experts, packings=(_TYPE,))
+EXPERTS: ExpertsMethod = Method("triton_mxfp4", supports, Mxfp4Experts, packings={_TYPE: QUANT[_TYPE]})
