@@ -29,7 +29,7 @@ def context(
     native: Native | None = None,
     quantization: str = "",
     weight_dtype: torch.dtype = torch.float32,
-    keeps_packed: bool = False,
+    packed_types: frozenset[str] = frozenset(),
     decodes: bool = False,
     has_triton: bool = False,
     max_len: int = 0,
@@ -41,7 +41,7 @@ def context(
         _ops(kernels, native, device, dtype),
         quantization=quantization,
         weight_dtype=weight_dtype,
-        keeps_packed=keeps_packed,
+        packed_types=packed_types,
         decodes=decodes,
         has_triton=has_triton or bool(kernels),
     )

@@ -16,7 +16,7 @@ def narrow(weight: Weight, first: int, count: int) -> Weight:
 
 
 class Experts(nn.Module):
-    """gate_up and down of every expert. `is_mxfp4`: they come so, and are kept so where a kernel multiplies them."""
+    """gate_up and down of every expert. `packed_type`: as which all of them arrive, where weights arrive packed."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Experts(nn.Module):
         gate: Gate,
         context: BuildContext,
         bias: bool,
-        is_mxfp4: bool = False,
+        packed_type: str = "",
     ) -> None:
         super().__init__()
         self.group = context.group
@@ -37,7 +37,9 @@ class Experts(nn.Module):
         self.gate_up_bias = context.empty(num_experts, 2 * self.inner_size) if bias else None
         self.down_bias = context.empty(num_experts, hidden_size) if bias and self._is_first else None
         self.weights = context.methods.experts(
-            ExpertsRequest(num_experts, hidden_size, self.inner_size, gate, self.gate_up_bias, self.down_bias, is_mxfp4)
+            ExpertsRequest(
+                num_experts, hidden_size, self.inner_size, gate, self.gate_up_bias, self.down_bias, packed_type
+            )
         )
 
     def forward(

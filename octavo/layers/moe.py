@@ -41,7 +41,7 @@ class SparseMLP(nn.Module):
     """x + Σ weight · down(gate(gate_up(norm(x)))) over the experts that are chosen for each token.
 
     The inner width of every expert is split over ranks. `bias`: the router and the experts have them.
-    `is_mxfp4`: the experts' weights come as MXFP4."""
+    `packed_type`: as which all experts' weights arrive, where weights arrive packed."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class SparseMLP(nn.Module):
         context: BuildContext,
         *,
         bias: bool = False,
-        is_mxfp4: bool = False,
+        packed_type: str = "",
     ) -> None:
         super().__init__()
         self.norm = norm
         self.routing = routing
         self.router = Router(hidden_size, routing.num_experts, context, bias)
-        self.experts = Experts(hidden_size, inner_size, routing.num_experts, gate, context, bias, is_mxfp4)
+        self.experts = Experts(hidden_size, inner_size, routing.num_experts, gate, context, bias, packed_type)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""

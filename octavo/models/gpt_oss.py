@@ -94,7 +94,7 @@ class Layer(llama.Layer):
             norm,
             context,
             bias=True,
-            is_mxfp4=is_mxfp4(config),
+            packed_type="MXFP4" if is_mxfp4(config) else "",
         )
 
     def slots(self, name: str) -> Slots:

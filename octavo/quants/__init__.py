@@ -4,7 +4,7 @@ A packed tensor is a sequence of quants of equal size. A quant is what ggml call
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ _AT_ONCE_SMALL, _AT_ONCE_LARGE, _AT_ONCE_GPU = (1 << 15) - 256, 1 << 20, 1 << 24
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Type → (weights, bytes) of a quant. IQ2_WIDE is Octavo's own and occurs in no file: IQ2_XXS with four bits per weight.
 QUANT = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.values()} | {"IQ2_WIDE": (256, 138)}
+QuantSizes = Mapping[str, tuple[int, int]]  # a table like QUANT, of some types
 _DECODERS = _BLOCKS | _TABLES
 
 PACKED_TYPES = tuple(type for type in _DECODERS if type != "IQ2_WIDE")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.quants import QUANT, Quants
+from octavo.quants import QUANT, Quants, QuantSizes
 from octavo.quants.blocks import q3_k_parts
 from octavo.quants.tables import FP4_LEVELS, half_power, iq2_xxs_nibbles, levels
 from octavo.quants.writers import iq2_wide, q5_0, q6_k
@@ -21,13 +21,16 @@ HELD_AS = {
 
 _MORE = {"Q2_K": 16}  # extra bytes of a quant in memory: its 4-bit scales and minimums are widened to 8 bits
 
+HELD_SIZES: QuantSizes = {type: (QUANT[held][0], QUANT[held][1] + _MORE.get(type, 0)) for type, held in HELD_AS.items()}
+"""Type in the file → (weights, bytes) of a quant in memory."""
 
-def held_bytes(type: str, num_weights: int, itemsize: int) -> int:
-    """Bytes that `num_weights` take in memory; `itemsize`: bytes of a decoded weight."""
-    if type not in HELD_AS:
+
+def held_bytes(type: str, num_weights: int, itemsize: int, sizes: QuantSizes = HELD_SIZES) -> int:
+    """Bytes that `num_weights` take in memory. `itemsize`: bytes of a decoded weight, as those are whose type `sizes` lacks."""
+    if type not in sizes:
         return num_weights * itemsize
-    weights, num_bytes = QUANT[HELD_AS[type]]
-    return num_weights // weights * (num_bytes + _MORE.get(type, 0))
+    weights, num_bytes = sizes[type]
+    return num_weights // weights * num_bytes
 
 
 def held_exactly(weight: Quants) -> Quants | None:

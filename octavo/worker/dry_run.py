@@ -46,15 +46,16 @@ class DryRun:
         self._context = loader.choose(self._checkpoint)
         # Kernels hold weights in their own layouts, which need the data; slots and their shapes are the same with torch.
         dtype = loader.weight_dtype
+        rank = self._context.methods.settings
         outline = dataclasses.replace(
-            self._context.methods.settings,
+            rank,
             device=_META,
             dtype=dtype,
             ops=torch_ops(_META, dtype),
             quantization="",
             has_triton=False,
         )
-        loader.build(self._checkpoint, dataclasses.replace(self._context, methods=Methods(outline)))
+        loader.build(self._checkpoint, dataclasses.replace(self._context, methods=Methods(outline, rank)))
         report = self._report()
         pages = f"KV pages in {report.kv_dtype}" if report.can_generate else "an encoder"
         return "; ".join([f"{report.device}, {report.dtype}, {pages}", *report.notes])
@@ -66,7 +67,7 @@ class DryRun:
             return "none are needed: --load-format dummy makes random ones"
         tensors = list(self._checkpoint.tensors(_META, self._loader.weight_dtype))
         self._loader.model.load(iter(tensors))
-        stored = f"packed ({weights.packing})" if weights.packing else weights.stored_dtype
+        stored = f"packed ({weights.packing_label})" if weights.packing_label else weights.stored_dtype
         return (
             f"{len(tensors)} tensors, {in_words(weights.num_bytes)}, {stored}; none is missing, and every shape is what "
             "the configuration asks for"

@@ -51,8 +51,9 @@ def _held(context: BuildContext, model: DecoderModel) -> str:
         # Weights that are decoded to float32 give the same bits as float32.
         return "+".join(sorted({"float32" if kind.is_decoded else kind.name.lower() for kind in kinds_of(model)}))
     settings = context.methods.settings
-    packed = settings.quantization or ("mxfp4" if settings.keeps_packed else "")
-    return "+".join(filter(None, (packed, _name(settings.weight_dtype))))
+    rounded = [settings.quantization] if settings.quantization else []
+    packed = sorted(type.lower() for type in settings.packed_types)  # on a GPU only those that some method holds
+    return "+".join([*rounded, *packed, _name(settings.weight_dtype)])
 
 
 def _kernels(context: BuildContext, chip: str) -> str:

@@ -26,7 +26,7 @@ def page_dtype(
     if not is_native:
         return dtype
     is_rounded = config.model.quantization in ("int8", "int4")
-    is_packed = limits.keeps_packed and not limits.decodes_packed and weights is not None and weights.has_packed
+    is_packed = limits.keeps_packed and not limits.decodes_packed and weights is not None and bool(weights.packed_types)
     return torch.float16 if is_rounded or is_packed else dtype
 
 

@@ -30,7 +30,7 @@ from octavo.sampling.grammar.masks import Grammars
 from octavo.spec import ModelSpec, PageLayout
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.methods.base import Settings
-from octavo.weights.methods.registry import Methods, gpu_packings
+from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.cores import usable_cores
@@ -142,19 +142,29 @@ class Loader:
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
         ops = _choose_ops(self.device, dtype, self._native, is_invariant)
-        packing = "" if checkpoint.weights is None else checkpoint.weights.packing
-        by_triton = bool(packing) and ops.kernels == "triton" and packing in gpu_packings()
         settings = Settings(
             place,
             dtype,
             ops,
             quantization=config.model.quantization if config.model.quantization in ("fp8", "int8", "int4") else "",
             weight_dtype=self.weight_dtype,
-            keeps_packed=self.limits.keeps_packed and (self._native is not None or by_triton),
+            packed_types=self._packed_types(checkpoint, ops),
             decodes=self.limits.decodes_packed,
             has_triton=_has_triton(self.device),
         )
         return BuildContext(self.group, self.attention, Methods(settings), self.limits.max_model_len)
+
+    def _packed_types(self, checkpoint: Checkpoint, ops: DeviceOps) -> frozenset[str]:
+        """Types in which weights arrive at the layers; the reader decodes all others."""
+        if checkpoint.weights is None or not self.limits.keeps_packed:
+            return frozenset()
+        match ops.kernels:
+            case "native":
+                return checkpoint.weights.packed_types
+            case "triton":
+                return kept_on_gpu(checkpoint.weights.packed_types)
+            case _:
+                return frozenset()
 
     def build(self, checkpoint: Checkpoint, context: BuildContext) -> None:
         """Build the model with memory for its weights, none of them loaded yet."""
@@ -163,9 +173,8 @@ class Loader:
         settings = context.methods.settings
         if settings.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
             self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
-        keeps_packed = settings.keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed
         self.weights = Weights(
-            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, keeps_packed
+            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, context.methods
         )
 
     def _measure(self, ops: DeviceOps) -> DeviceMemory:

@@ -12,6 +12,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.model import DecoderModel
 from octavo.weights.formats.checkpoint import Checkpoint
 from octavo.weights.formats.dummy import dummy_tensors
+from octavo.weights.methods.registry import Methods
 from octavo.weights.methods.torch_fp8 import check_fp8, saving
 from octavo.worker.memory.page_count import decoded_weights, weights_too_large
 
@@ -25,7 +26,12 @@ class Weights:
     dtype: torch.dtype  # of weights that are not packed
     device: Device
     num_ranks: int
-    keeps_packed: bool  # and the checkpoint has packed weights
+    methods: Methods  # which hold the model's weights
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Some weights arrive packed."""
+        return bool(self.methods.settings.packed_types)
 
     def fill(self, checkpoint: Checkpoint, available: int) -> list[str]:
         """Load the weights. → notes for the start report."""
@@ -36,10 +42,10 @@ class Weights:
         else:
             tensors = checkpoint.tensors(place, self.dtype, keep_packed=self.keeps_packed)
         self.model.load(tensors)
-        if checkpoint.weights is None or not checkpoint.weights.packing:
+        if checkpoint.weights is None or not checkpoint.weights.packing_label:
             return []
         stored = checkpoint.num_bytes // self.num_ranks
-        note = decoded_weights(self.model.weights_bytes, stored, checkpoint.weights.packing, self._dtype_name)
+        note = decoded_weights(self.model.weights_bytes, stored, checkpoint.weights.packing_label, self._dtype_name)
         return [note] if note else []
 
     def check_fit(self, checkpoint: Checkpoint, available: int) -> None:
@@ -60,7 +66,8 @@ class Weights:
                 return int(whole / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
             case _:
                 if self.keeps_packed and checkpoint.weights is not None:
-                    return min(whole, checkpoint.weights.held_bytes(self.dtype.itemsize) // self.num_ranks)
+                    held = checkpoint.weights.held_bytes(self.dtype.itemsize, self.methods.packings)
+                    return min(whole, held // self.num_ranks)
                 return whole
 
     def in_bfloat16(self) -> int:

@@ -211,7 +211,7 @@ def test_experts_of_four_bits_are_held_as_they_come_where_a_kernel_multiplies_th
     mend(monkeypatch)
     generator = torch.Generator().manual_seed(12)
     decoded, packed = (
-        Experts(64, 32, 3, SILU, context(keeps_packed=True, has_triton=has_triton), False, is_mxfp4=True)
+        Experts(64, 32, 3, SILU, context(packed_types=frozenset({"MXFP4"}), has_triton=has_triton), False, "MXFP4")
         for has_triton in (False, True)
     )
     assert (decoded.weights.name, packed.weights.name) == ("float32", "mxfp4")

@@ -1,6 +1,7 @@
 """Families with experts against transformers: their traits over ragged batches from sharded files, two ranks, what is refused.
 The products themselves are tested in tests/layers/test_layers_experts.py."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +24,17 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from octavo import LLM
 from octavo.attention.choose import choose
+from octavo.config import ModelConfig
+from octavo.device import device_of
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.build import NoCompiler
 from octavo.kernels.cpu.library import Kind
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.methods.registry import Methods
 from octavo.worker.cpu_steps import CpuSteps, record
+from octavo.worker.weights import Weights
 from tests.contexts import context
 from tests.engine.exactness import check, greedy_references, scores
 from tests.models import checkpoints
@@ -330,6 +335,27 @@ def test_the_engine_says_what_decoding_experts_of_four_bits_costs(tmp_path: Path
         assert scores(llm, references) == decoded
     with LLM(str(folder), page_size=4, kv_cache_memory_bytes=2**20) as llm:
         assert any("5 bits" in note for note in llm.report.notes), llm.report.notes
+
+
+def test_the_estimate_counts_experts_of_four_bits_as_a_gpu_holds_them(tmp_path: Path) -> None:
+    """17 bytes for 32 of them, and not the 22 of native CPU kernels. A dry run, which holds nothing so, counts the same."""
+    pytest.importorskip("triton")
+    checkpoint = open_checkpoint(pack_experts(gpt_oss(num_local_experts=16), tmp_path))
+    family = load_family("gpt_oss")
+    spec = family.spec(checkpoint.config)
+
+    def needed_and_held(methods: Methods) -> tuple[int, int]:
+        model = family.Model(checkpoint.config, spec, dataclasses.replace(context(), methods=methods))
+        weights = Weights(model, ModelConfig(), torch.bfloat16, device_of("cpu"), 1, methods)
+        model.load(checkpoint.tensors(methods.settings.device, torch.bfloat16, keep_packed=True))
+        return weights.needed(checkpoint), model.weights_bytes
+
+    settings = context(dtype=torch.bfloat16, packed_types=frozenset({"MXFP4"}), has_triton=True).methods.settings
+    without = dataclasses.replace(settings, has_triton=False)
+    packed, decoded = needed_and_held(Methods(settings)), needed_and_held(Methods(without))
+    assert decoded[0] - packed[0] == decoded[1] - packed[1] == 16 * 2 * 3 * 64 * 64 * (2 - 17 / 32)
+    outline = dataclasses.replace(without, device=torch.device("meta"))
+    assert needed_and_held(Methods(outline, settings))[0] == packed[0]
 
 
 # ── what is read of a configuration, and what is refused ────────────────────────────────────────────

@@ -17,7 +17,7 @@ from octavo.parallel import Group
 from octavo.quants import Weight
 from octavo.weights.methods.base import ExpertsRequest, Gate, HeldWeight, Settings, Use, WeightRequest
 from octavo.weights.methods.onednn import can_pack
-from octavo.weights.methods.registry import Methods, gpu_packings
+from octavo.weights.methods.registry import Methods, gpu_packings, kept_on_gpu
 from tests.contexts import CPU, context
 from tests.native import native
 
@@ -26,6 +26,7 @@ ODD = WeightRequest((30,), 64)
 VOCABULARY = WeightRequest((48,), 64, Use.VOCABULARY)
 ROUTER = WeightRequest((16,), 64, Use.ROUTER)
 REQUESTS = {"product": PRODUCT, "odd": ODD, "vocabulary": VOCABULARY, "router": ROUTER}
+MXFP4 = frozenset({"MXFP4"})
 
 
 def picks(**settings: Any) -> dict[str, str]:
@@ -65,10 +66,10 @@ def test_triton_holds_what_it_multiplies() -> None:
 @pytest.mark.parametrize(
     ("hidden", "settings", "name"),
     [
-        (64, {"keeps_packed": True, "has_triton": True}, "triton_mxfp4"),
-        (48, {"keeps_packed": True, "has_triton": True}, "triton_experts"),  # a group of 32 would be cut
+        (64, {"packed_types": MXFP4, "has_triton": True}, "triton_mxfp4"),
+        (48, {"packed_types": MXFP4, "has_triton": True}, "triton_experts"),  # a group of 32 would be cut
         (64, {"has_triton": True}, "triton_experts"),
-        (64, {"keeps_packed": True}, "torch_experts"),
+        (64, {"packed_types": MXFP4}, "torch_experts"),
     ],
 )
 def test_experts_are_kept_packed_where_a_kernel_multiplies_them(
@@ -77,13 +78,17 @@ def test_experts_are_kept_packed_where_a_kernel_multiplies_them(
     if settings.get("has_triton"):
         pytest.importorskip("triton")
     methods = context(**settings).methods
-    methods.experts(ExpertsRequest(2, hidden, 32, Gate(), is_mxfp4=True))
+    methods.experts(ExpertsRequest(2, hidden, 32, Gate(), packed_type="MXFP4"))
     assert [picked for picked, _ in methods.picked] == [name]
 
 
 def test_what_a_gpu_multiplies_as_it_is_stored() -> None:
     pytest.importorskip("triton")
-    assert gpu_packings() == {"MXFP4"}
+    assert gpu_packings() == MXFP4
+    assert kept_on_gpu(MXFP4) == MXFP4
+    # A label for people may be the same text as a type: types decide.
+    for types in (MXFP4 | {"Q8_0"}, frozenset({"Q4_0"}), frozenset({"MXFP4, Q8_0"}), frozenset[str]()):
+        assert kept_on_gpu(types) == frozenset()
 
 
 def test_the_report_says_which_and_why() -> None:
@@ -113,11 +118,12 @@ import sys, torch
 from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.kernels.torch_ops import TorchOps
 from octavo.weights.methods.base import ExpertsRequest, Gate, Settings, WeightRequest
-from octavo.weights.methods.registry import Methods, gpu_packings
+from octavo.weights.methods.registry import Methods, kept_on_gpu
 
 methods = Methods(Settings(torch.device("cpu"), torch.float32, TorchOps()))
 methods.linear(WeightRequest((8,), 8)), methods.table(WeightRequest((8,), 8))
-methods.experts(ExpertsRequest(2, 32, 32, Gate(), is_mxfp4=True))
+methods.experts(ExpertsRequest(2, 32, 32, Gate(), packed_type="MXFP4"))
+assert kept_on_gpu(frozenset()) == frozenset()
 assert "triton" not in sys.modules
 """
 

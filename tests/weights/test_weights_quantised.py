@@ -17,6 +17,7 @@ from octavo import LLM
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.build import NoCompiler
 from octavo.quants import Quants
+from octavo.quants.exact import HELD_SIZES
 from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.formats.quantised import methods
 from tests.engine.exactness import check, greedy_references, scores
@@ -128,9 +129,9 @@ def test_what_kernels_can_hold_exactly_stays_packed(kind: str, tmp_path: Path) -
     outlines = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors("meta", torch.float32)}
     assert outlines == {name: tuple(tensor.shape) for name, tensor in plain.items()}
     if type:
-        assert checkpoint.weights is not None and checkpoint.weights.has_packed
+        assert checkpoint.weights is not None and checkpoint.weights.packed_types == types
         taken = sum(w.rows.nbytes if isinstance(w, Quants) else w.nbytes for w in kept.values())
-        assert checkpoint.weights.held_bytes(4) == taken
+        assert checkpoint.weights.held_bytes(4, HELD_SIZES) == taken
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,22 @@ import pytest
 import torch
 
 from octavo import LLM
+from octavo.config import ModelConfig
 from octavo.kernels.cpu.library import isa, use_isa
-from octavo.worker.fingerprint import NUMERICS
+from octavo.models import load_family
+from octavo.weights.sources.source import local
+from octavo.worker.fingerprint import NUMERICS, fingerprint_of
+from tests.contexts import context
 from tests.doubles import write_byte_tokenizer
 from tests.native import native
 from tests.worker.tiny import MIXED, random_prompts, write_tiny_llama
 
 OPTIONS = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory_bytes": 2**20, "cpu_threads": 1}
+
+
+GPT_OSS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+GPT_OSS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS |= {"quantization_config": {"quant_method": "mxfp4"}}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +71,23 @@ def test_parts(folder: Path, tmp_path: Path) -> None:
     assert differing(parts, parts_of(copy)) == {"words"}
     write_tiny_llama(copy, seed=1, vocab_size=300)
     assert differing(parts, parts_of(copy)) == {"model", "words"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, "float32"),
+        ({"packed_types": frozenset({"MXFP4"})}, "mxfp4+float32"),
+        ({"quantization": "fp8"}, "fp8+float32"),
+    ],
+)
+def test_weights_that_stay_packed_on_a_gpu_are_named(folder: Path, settings: dict[str, Any], weights: str) -> None:
+    pytest.importorskip("triton")
+    family, surroundings = load_family("gpt_oss"), context(**settings, has_triton=True)
+    spec = family.spec(GPT_OSS)
+    model = family.Model(GPT_OSS, spec, surroundings)
+    parts = fingerprint_of(surroundings, ModelConfig(), local(folder), spec, model, "float32", "")
+    assert parts["weights"] == weights
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:

@@ -18,19 +18,22 @@ from octavo.weights.sources.source import ModelSource, local
 if TYPE_CHECKING:
     import torch
 
-    from octavo.quants import Weight
+    from octavo.quants import QuantSizes, Weight
 
 
 class Weights(Protocol):
     """The reader of one format."""
 
     stored_dtype: str
-    has_packed: bool  # whether tensors(keep_packed=True) yields any Quants
-    packing: str  # name of the packed format, for log lines; "": the weights are not packed
+    packed_types: frozenset[str]
+    """Types of the Quants that tensors(keep_packed=True) yields, as the headers say. A weight that turns out not to fit its
+    type comes in another, or decoded."""
+    packing_label: str  # the packed format in words, for people only; "": the weights are not packed
     num_bytes: int
 
-    def held_bytes(self, itemsize: int) -> int:
-        """Bytes of tensors(keep_packed=True) if kernels multiply packed weights and the others take `itemsize` bytes each."""
+    def held_bytes(self, itemsize: int, sizes: QuantSizes) -> int:
+        """Bytes of tensors(keep_packed=True) in memory, where a quant takes what `sizes` says. Weights of types that are not
+        in there, and those that are not packed, take `itemsize` bytes each."""
         ...
 
     def tensors(

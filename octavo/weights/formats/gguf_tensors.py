@@ -13,7 +13,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile, TensorEntry
-from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, SameWeight, Weight, dequantise
+from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, QuantSizes, SameWeight, Weight, dequantise
 from octavo.quants.exact import held_bytes
 
 # A tensor that a layer computes with. Some old files also hold RoPE frequencies, which follow from the metadata.
@@ -40,14 +40,14 @@ class GGUFTensors:
         for _, entry in self._plan:
             _require_decodable(file, entry)
         self.num_bytes = sum(entry.num_bytes for _, entry in self._plan)
-        self.has_packed = any(self._stays_packed(entry) for _, entry in self._plan)
+        self.packed_types = frozenset(entry.type for _, entry in self._plan if self._stays_packed(entry))
         self.stored_dtype = _stored_dtype([entry for _, entry in self._plan])
         types = {entry.type for _, entry in self._plan if entry.type in PACKED_TYPES}
-        self.packing = ", ".join(sorted(types))
+        self.packing_label = ", ".join(sorted(types))
 
-    def held_bytes(self, itemsize: int) -> int:
+    def held_bytes(self, itemsize: int, sizes: QuantSizes) -> int:
         return sum(
-            held_bytes(entry.type if self._stays_packed(entry) else "", math.prod(entry.shape), itemsize)
+            held_bytes(entry.type if self._stays_packed(entry) else "", math.prod(entry.shape), itemsize, sizes)
             for _, entry in self._plan
         )
 

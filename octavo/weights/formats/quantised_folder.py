@@ -14,7 +14,7 @@ from octavo.weights.formats.safetensors_files import QUANTISED_TYPES, Safetensor
 if TYPE_CHECKING:
     import torch
 
-    from octavo.quants import Quants, Weight
+    from octavo.quants import Quants, QuantSizes, Weight
 
 _AT_ONCE = 1 << 24  # weights decoded together
 
@@ -25,10 +25,10 @@ class QuantisedFiles:
     def __init__(self, files: SafetensorsFiles, settings: Any) -> None:
         self._files = files
         self._plan = plan(settings, files.entries, files.small)
-        self.packing = self._plan.about
+        self.packing_label = self._plan.about
         self.num_bytes = files.num_bytes
         self.stored_dtype = files.stored_dtype
-        self.has_packed = any(recipe.held_as for recipe in self._plan.recipes)
+        self.packed_types = frozenset(recipe.held_as for recipe in self._plan.recipes if recipe.held_as)
         self._recipe_of: dict[str, Recipe] = {}
         for recipe in self._plan.recipes:
             if recipe.name in files.entries and recipe.name not in recipe.parts.values():
@@ -37,15 +37,17 @@ class QuantisedFiles:
         for name, entry in files.entries.items():
             if entry.type in QUANTISED_TYPES and self._is_plain(name):
                 raise ConfigError(
-                    f"tensor {name} is stored as {entry.type}, which {self.packing} does not account for: "
+                    f"tensor {name} is stored as {entry.type}, which {self.packing_label} does not account for: "
                     "config.json and weights do not belong together"
                 )
 
-    def held_bytes(self, itemsize: int) -> int:
+    def held_bytes(self, itemsize: int, sizes: QuantSizes) -> int:
         from octavo.quants.exact import held_bytes
 
         plain = sum(math.prod(entry.shape) for name, entry in self._files.entries.items() if self._is_plain(name))
-        made = sum(held_bytes(recipe.held_as, math.prod(recipe.shape), itemsize) for recipe in self._plan.recipes)
+        made = sum(
+            held_bytes(recipe.held_as, math.prod(recipe.shape), itemsize, sizes) for recipe in self._plan.recipes
+        )
         return plain * itemsize + made
 
     def tensors(

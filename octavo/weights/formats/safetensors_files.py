@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.device import Device
+    from octavo.quants import QuantSizes
     from octavo.weights.pinned_reader import Region
 
 # stored type → (bytes of an element, torch's name, the arithmetic type that holds it; "": not a weight)
@@ -58,7 +59,8 @@ class SafetensorsFiles:
     """A reader of safetensors files. The constructor reads headers and checks sizes, so that a damaged file is refused
     before memory is allocated. `is_quantised`: allow QUANTISED_TYPES too."""
 
-    has_packed, packing = False, ""
+    packed_types: frozenset[str] = frozenset()
+    packing_label = ""
 
     def __init__(self, folder: Path, is_quantised: bool = False) -> None:
         files = find_weights(folder)
@@ -83,7 +85,7 @@ class SafetensorsFiles:
             raise ConfigError(f"{folder} holds safetensors files without a weight in them: fetch them again")
         self.stored_dtype = bytes_of.most_common(1)[0][0] if bytes_of else "float32"
 
-    def held_bytes(self, itemsize: int) -> int:
+    def held_bytes(self, itemsize: int, sizes: QuantSizes) -> int:
         return sum(math.prod(entry.shape) * itemsize for entry in self.entries.values() if entry.arithmetic)
 
     def small(self, name: str) -> bytes:

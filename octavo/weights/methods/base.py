@@ -8,7 +8,7 @@ and of all experts of a layer (HeldExperts). A method offers those that it can h
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.device_ops import Activation, DeviceOps, Norm
-from octavo.quants import Quants, Weight
+from octavo.quants import Quants, QuantSizes, Weight
 
-Request = TypeVar("Request")
+RequestKind = TypeVar("RequestKind")
 HeldKind = TypeVar("HeldKind", bound="Held")
 
 
@@ -32,8 +32,9 @@ class Settings:
     ops: DeviceOps
     quantization: str = ""  # "" as they come, "fp8", "int8", "int4"
     weight_dtype: torch.dtype = torch.float32  # in which the native CPU kernels hold weights that are not packed
-    keeps_packed: bool = False
-    """Weights that are packed in the checkpoint arrive so. A method that cannot hold them decodes."""
+    packed_types: frozenset[str] = frozenset()
+    """Types of the Quants that weights may arrive as, of quants.PACKED_TYPES; empty: all arrive as tensors. Which of the
+    weights arrive packed is known only when they are filled: a method that cannot hold what arrives decodes it."""
     decodes: bool = False
     """The native CPU kernels multiply packed weights in float32, as if they had been decoded."""
     has_triton: bool = False
@@ -194,7 +195,9 @@ class ExpertsRequest:
     gate: Gate
     gate_up_bias: Tensor | None = None  # [experts, 2 inner]
     down_bias: Tensor | None = None  # [experts, hidden]
-    is_mxfp4: bool = False  # how they come
+    packed_type: str = (
+        ""  # of Quants as which all of them arrive, if settings.packed_types has it; "": not known before
+    )
 
 
 class HeldExperts(Held):
@@ -222,18 +225,18 @@ class HeldExperts(Held):
 
 
 @dataclass(frozen=True, slots=True)
-class Method(Generic[Request, HeldKind]):
+class Method(Generic[RequestKind, HeldKind]):
     """A way of holding weights on some devices.
 
     A method around another one (an adapter's, say) has that one hold the weight, and returns what it holds around it."""
 
     name: str
-    supports: Callable[[Request, Settings], str | None]
+    supports: Callable[[RequestKind, Settings], str | None]
     """None: it can hold such a weight here, and multiply with it; else why not."""
-    hold: Callable[[Request, Settings], HeldKind]
+    hold: Callable[[RequestKind, Settings], HeldKind]
     """Makes room for the weight. Only where supports() says None."""
-    packings: tuple[str, ...] = ()
-    """Of checkpoints whose weights its GPU kernels multiply as they are stored. (The native CPU kernels take any.)"""
+    packings: QuantSizes = field(default_factory=dict)
+    """Types of Quants that it holds without decoding them, each with the (weights, bytes) of a quant in its memory."""
 
 
 LinearMethod = Method[WeightRequest, HeldWeight]

@@ -14,7 +14,7 @@ from octavo.kernels.cpu.ops import Finish
 from octavo.kernels.device_ops import Activation, Norm
 from octavo.kernels.torch_ops import activate
 from octavo.quants import Quants, Weight
-from octavo.quants.exact import held_exactly
+from octavo.quants.exact import HELD_SIZES, held_exactly
 from octavo.weights.methods.base import (
     HeadsMethod,
     HeadsRequest,
@@ -220,6 +220,6 @@ def supports(request: object, settings: Settings) -> str | None:
     return None if isinstance(settings.ops, NativeOps) else other_kernels(settings)
 
 
-LINEAR: LinearMethod = Method("cpu_native", supports, hold)
-TABLE: TableMethod = Method("cpu_native", supports, hold)
+LINEAR: LinearMethod = Method("cpu_native", supports, hold, packings=HELD_SIZES)
+TABLE: TableMethod = Method("cpu_native", supports, hold, packings=HELD_SIZES)
 HEADS: HeadsMethod = Method("cpu_native", supports, NativeHeads)

@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo.kernels.cpu.experts import Choice, ExpertWeights
 from octavo.kernels.cpu.library import Kind, PackedWeight
 from octavo.quants import Quants, Weight
-from octavo.quants.exact import held_exactly
+from octavo.quants.exact import HELD_SIZES, held_exactly
 from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, HeldExperts, Method, Settings
 from octavo.weights.methods.cpu_native import NativeHeld, NativeWeight, native_ops, supports
 
@@ -76,4 +76,4 @@ def _whole(weight: NativeWeight) -> PackedWeight:
     return packed
 
 
-EXPERTS: ExpertsMethod = Method("cpu_native_experts", supports, NativeExperts)
+EXPERTS: ExpertsMethod = Method("cpu_native_experts", supports, NativeExperts, packings=HELD_SIZES)

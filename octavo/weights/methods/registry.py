@@ -5,7 +5,7 @@ To add a way of holding weights, write one file here (and its kernels in kernels
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.weights.methods.base import (
@@ -20,13 +20,17 @@ from octavo.weights.methods.base import (
     HeldWeight,
     LinearMethod,
     Method,
-    Request,
+    RequestKind,
     Settings,
     TableMethod,
     WeightRequest,
 )
 
-# Files of this folder, each of which has its method as LINEAR, TABLE, HEADS or EXPERTS. The last one holds everything.
+# Files of this folder, each of which has its method as LINEAR, TABLE, HEADS or EXPERTS. The first that supports a request
+# holds it, so the special come before the general: native CPU kernels, which compute everything or nothing; then methods of
+# few bits, whether --quantization or the checkpoint asks for them, because those after them would hold the weight decoded;
+# then --deterministic; then a device's own kernels; at last torch, which holds everything. Where two hold the same form, as
+# triton_fp8 and torch_fp8, the faster one comes first.
 _LINEAR = ("cpu_native", "triton_fp8", "torch_fp8", "triton_invariant", "triton_bf16", "onednn", "torch")
 _TABLE = ("cpu_native", "triton_invariant", "triton_bf16", "onednn", "torch")
 _HEADS = ("cpu_native", "torch")
@@ -42,26 +46,27 @@ Reasons = tuple[tuple[str, str], ...]
 class Methods:
     """How one rank holds its weights."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, rank: Settings | None = None) -> None:
+        """`rank`: in a dry run, the settings of the rank it stands for. They decide what is picked, and `settings` what is
+        held, because a device without memory has no kernels."""
         self.settings = settings
+        self._rank = settings if rank is None else rank
         self.picked: Counter[tuple[str, Reasons]] = Counter()
         """How many weights each method holds: by its name and by why the methods before it do not."""
+        self.packings: dict[str, tuple[int, int]] = {}
+        """Those of the picked methods. A type that one of them holds packed and another decodes is in here, too."""
 
     def linear(self, request: WeightRequest) -> HeldWeight:
-        methods: Sequence[LinearMethod] = _methods("LINEAR", _LINEAR, self.settings.has_triton)
-        return self._held(methods, request)
+        return self._held(_linear, request)
 
     def table(self, request: WeightRequest) -> HeldTable:
-        methods: Sequence[TableMethod] = _methods("TABLE", _TABLE, self.settings.has_triton)
-        return self._held(methods, request)
+        return self._held(_table, request)
 
     def heads(self, request: HeadsRequest) -> HeldHeads:
-        methods: Sequence[HeadsMethod] = _methods("HEADS", _HEADS, self.settings.has_triton)
-        return self._held(methods, request)
+        return self._held(_heads, request)
 
     def experts(self, request: ExpertsRequest) -> HeldExperts:
-        methods: Sequence[ExpertsMethod] = _methods("EXPERTS", _EXPERTS, self.settings.has_triton)
-        return self._held(methods, request)
+        return self._held(_experts, request)
 
     def in_words(self) -> str:
         """Which methods hold the weights, and why not another that holds some, for the report of a start."""
@@ -72,15 +77,18 @@ class Methods:
             parts.append(f"{count} by {name}" + (f" ({why})" if why else ""))
         return f"weights held: {', '.join(parts)}"
 
-    def _held(self, methods: Sequence[Method[Request, HeldKind]], request: Request) -> HeldKind:
-        method, reasons = pick(methods, request, self.settings)
+    def _held(self, order: Callable[[bool], Sequence[Method[RequestKind, HeldKind]]], request: RequestKind) -> HeldKind:
+        method, reasons = pick(order(self._rank.has_triton), request, self._rank)
         self.picked[method.name, reasons] += 1
+        self.packings |= method.packings
+        if self._rank is not self.settings:
+            method, _ = pick(order(self.settings.has_triton), request, self.settings)
         return method.hold(request, self.settings)
 
 
 def pick(
-    methods: Sequence[Method[Request, HeldKind]], request: Request, settings: Settings
-) -> tuple[Method[Request, HeldKind], Reasons]:
+    methods: Sequence[Method[RequestKind, HeldKind]], request: RequestKind, settings: Settings
+) -> tuple[Method[RequestKind, HeldKind], Reasons]:
     """The first that supports the request, and why those before it do not."""
     reasons: list[tuple[str, str]] = []
     for method in methods:
@@ -92,12 +100,31 @@ def pick(
 
 
 def gpu_packings() -> set[str]:
-    """Of checkpoints whose weights some method's GPU kernels multiply as they are stored. Only where Triton is installed."""
-    methods: list[Method[Any, Any]] = [
-        *_methods("LINEAR", _LINEAR, has_triton=True),
-        *_methods("EXPERTS", _EXPERTS, has_triton=True),
-    ]
-    return {packing for method in methods for packing in method.packings}
+    """Types of Quants that some method's GPU kernels multiply as they are stored. Only where Triton is installed."""
+    methods: list[Method[Any, Any]] = [*_linear(True), *_experts(True)]
+    return {type for method in methods if method.name.startswith(_NEEDS_TRITON) for type in method.packings}
+
+
+def kept_on_gpu(types: frozenset[str]) -> frozenset[str]:
+    """Of the packed types in a checkpoint, those that are kept on a GPU: all where its kernels multiply every one of them, else
+    none. Only where Triton is installed."""
+    return types if types and types <= gpu_packings() else frozenset()
+
+
+def _linear(has_triton: bool) -> Sequence[LinearMethod]:
+    return _methods("LINEAR", _LINEAR, has_triton)
+
+
+def _table(has_triton: bool) -> Sequence[TableMethod]:
+    return _methods("TABLE", _TABLE, has_triton)
+
+
+def _heads(has_triton: bool) -> Sequence[HeadsMethod]:
+    return _methods("HEADS", _HEADS, has_triton)
+
+
+def _experts(has_triton: bool) -> Sequence[ExpertsMethod]:
+    return _methods("EXPERTS", _EXPERTS, has_triton)
 
 
 @functools.cache

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from octavo.quants import Quants, Weight
+from octavo.quants import QUANT, Quants, Weight
 from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, HeldExperts, Method, Settings
 from octavo.weights.methods.triton_experts import ExpertSums
 
+_TYPE = "MXFP4"
 _GROUP = 32  # weights that share a scale
 
 
@@ -45,7 +46,7 @@ def _room(num_experts: int, num_rows: int, width: int, device: torch.device) -> 
 
 
 def _fill(codes: Tensor, scales: Tensor, weight: Weight) -> None:
-    assert isinstance(weight, Quants) and weight.type == "MXFP4", "they were to be kept packed"
+    assert isinstance(weight, Quants) and weight.type == _TYPE, "they were to be kept packed"
     count = weight.shape[0]
     quants = weight.rows.reshape(count, -1, 1 + _GROUP // 2)  # a scale, then 16 bytes
     scales[:count].copy_(quants[:, :, 0])
@@ -55,11 +56,11 @@ def _fill(codes: Tensor, scales: Tensor, weight: Weight) -> None:
 
 
 def supports(request: ExpertsRequest, settings: Settings) -> str | None:
-    if not request.is_mxfp4 or not settings.keeps_packed:
+    if request.packed_type != _TYPE or _TYPE not in settings.packed_types:
         return "they do not come as MXFP4"
     if request.hidden_size % _GROUP or request.inner_size % _GROUP:
         return f"a group of {_GROUP} weights would be cut, so that this rank's must be decoded"
     return None
 
 
-EXPERTS: ExpertsMethod = Method("triton_mxfp4", supports, Mxfp4Experts, packings=("MXFP4",))
+EXPERTS: ExpertsMethod = Method("triton_mxfp4", supports, Mxfp4Experts, packings={_TYPE: QUANT[_TYPE]})
