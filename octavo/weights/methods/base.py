@@ -47,7 +47,7 @@ class Settings:
 class Use(Enum):
     PRODUCT = "product"
     VOCABULARY = "vocabulary"  # a head's: an error in a logit is an error in the answer, so it stays more exact
-    ROUTER = "router"  # never rounded: a token that goes to another expert is not nearly the same token
+    ROUTER = "router"  # never rounded: a small error can select another expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Held(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Of memory, once it is filled."""
+        """Bytes of memory that it takes, once it is filled."""
 
     @property
     @abstractmethod
@@ -246,7 +246,7 @@ ExpertsMethod = Method[ExpertsRequest, HeldExperts]
 
 
 def supports_all(request: object, settings: Settings) -> None:
-    """Of the last method in an order."""
+    """Support everything: the last method of an order."""
     return None
 
 

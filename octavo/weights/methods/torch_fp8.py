@@ -115,7 +115,7 @@ class Fp8Weight(HeldWeight):
 
     def _multiply(self, x: Tensor, scales: Tensor) -> Tensor:
         """x [T, in] float8 with scales [T, 1] → [T, out]."""
-        # Fast accumulation keeps about 14 bits of the sums: far less is lost by it than by rounding to 4 bits before.
+        # Fast accumulation keeps about 14 bits of the sums: rounding the operands to e4m3 (4 significant bits) loses far more.
         product: Tensor = torch._scaled_mm(
             x, self.numbers.t(), scale_a=scales, scale_b=self.scales, out_dtype=self._dtype, use_fast_accum=True
         )
