@@ -20,7 +20,8 @@ from tests.models.batches import Row, make_batch
 from tests.native import native
 
 CPU = torch.device("cpu")
-BACKENDS = ["torch_cpu", "native_cpu"]
+# Every backend that runs on a CPU, compared with the reference. Those of GPUs have files of their own.
+BACKENDS = [name for name in ATTENTION_BACKENDS if name not in ("triton", "flashinfer", "reference")]
 HEADS = [(1, 1, 8), (4, 4, 16), (9, 3, 64), (8, 1, 32), (6, 2, 20)]  # query heads, KV heads, head size
 # (computed before, in this step) of each row
 MIXES = {
