@@ -29,11 +29,6 @@ class Recovery:
         """Whether all requests have been handed out: new ones need not pass through here any more."""
         return self._groups is not None and not (self._groups or self._on_trial or self._newcomers)
 
-    @property
-    def num_held(self) -> int:
-        groups = [self._survivors] if self._groups is None else [*self._groups]
-        return sum(map(len, groups)) + len(self._newcomers)
-
     def hello(self, hello: Hello) -> None:
         self._absent.discard(hello.origin)
         if self._groups is None:
