@@ -39,7 +39,7 @@ class Shape:
     is_shared: bool = False  # all rows share the prefix's pages
 
     @property
-    def is_whole(self) -> bool:
+    def has_no_prefix(self) -> bool:
         return all(before == 0 for before, _ in self.rows)
 
     def operations(self, num_heads: int) -> float:
@@ -62,12 +62,12 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Variant:
-    is_whole: bool
+    has_no_prefix: bool
     tile: Tile
     in_turn: bool = False
 
     def __str__(self) -> str:
-        tile, kind = self.tile, "whole" if self.is_whole else "pages"
+        tile, kind = self.tile, "whole" if self.has_no_prefix else "pages"
         if tile.is_specialised:
             return f"ws {kind} n{tile.block_n} s{tile.num_stages}{' in turn' if self.in_turn else ''}"
         return f"{kind} {tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
@@ -78,8 +78,8 @@ PLAIN = [
     *(Variant(True, Tile(*numbers)) for numbers in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3))),
 ]
 SPECIALISED = [
-    Variant(is_whole, Tile(128, block_n, 12, stages, is_specialised=True), in_turn)
-    for is_whole in (True, False)
+    Variant(has_no_prefix, Tile(128, block_n, 12, stages, is_specialised=True), in_turn)
+    for has_no_prefix in (True, False)
     for block_n, stages, in_turn in ((128, 2, False), (128, 2, True), (64, 4, False), (64, 4, True))
 ]
 
@@ -123,9 +123,9 @@ class Step:
         tensors = (self.heads, self.pages, self.page_table, self.plans[tokens], self.out)
         scale, tile = HEAD**-0.5, variant.tile
         if not tile.is_specialised:
-            return lambda: paged_prefill(*tensors, tile, scale=scale, is_whole=variant.is_whole)
+            return lambda: paged_prefill(*tensors, tile, scale=scale, has_no_prefix=variant.has_no_prefix)
         return lambda: paged_prefill_hopper.launch(
-            *tensors, scale=scale, is_whole=variant.is_whole, block_n=tile.block_n, num_stages=tile.num_stages,
+            *tensors, scale=scale, has_no_prefix=variant.has_no_prefix, block_n=tile.block_n, num_stages=tile.num_stages,
             in_turn=variant.in_turn,
         )  # fmt: skip
 
@@ -184,7 +184,7 @@ def compile_all(variants: list[Variant]) -> dict[str, str]:
     """Run each variant on a small step, many at a time. Return the failures."""
 
     def attempt(layout: tuple[int, int], variant: Variant) -> str:
-        before = 0 if variant.is_whole else 200
+        before = 0 if variant.has_no_prefix else 200
         step = Step(Shape("small", [(before, 150), (0, 20)]), layout)
         try:
             step.call(variant)()
@@ -209,7 +209,7 @@ def measure(variants: list[Variant]) -> None:
         for layout in LAYOUTS:
             step = Step(shape, layout)
             for variant in variants:
-                if (variant.is_whole and not shape.is_whole) or f"{layout[0]} {variant}" in failed:
+                if (variant.has_no_prefix and not shape.has_no_prefix) or f"{layout[0]} {variant}" in failed:
                     continue
                 try:
                     step.out.fill_(math.nan)
@@ -238,7 +238,7 @@ def host_microseconds(call: Callable[[], object]) -> float:
 def measure_torch() -> None:
     """Time scaled dot product attention where all rows are equally long, and cuDNN for rows of any length."""
     for shape in SHAPES:
-        if not shape.is_whole:
+        if not shape.has_no_prefix:
             continue
         for layout in LAYOUTS:
             step, count = Step(shape, layout), shape.rows[0][1]

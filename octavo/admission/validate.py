@@ -111,7 +111,7 @@ def choose_pooling(
 def longest_embedding(pooling: PoolingParams, pooling_config: PoolingConfig, report: EngineReport) -> int:
     """Number of tokens of the longest prompt that can be embedded."""
     limits = [report.max_model_len, pooling_config.max_len or report.max_model_len]
-    if _is_whole(pooling, report):
+    if _needs_one_step(pooling, report):
         limits.append(report.max_num_batched_tokens)
     return min(limits)
 
@@ -137,7 +137,7 @@ def admit_embedding(
         raise ContextTooLong(field + f" has {len(prompt_ids)} tokens; at most {longest} can be embedded{hint}")
     check_ids(prompt_ids, report, field)
     params = SamplingParams(max_tokens=1, seed=0)
-    is_whole = _is_whole(pooling, report)
+    needs_one_step = _needs_one_step(pooling, report)
     return GenerateRequest(
         request_id,
         prompt_ids,
@@ -145,7 +145,7 @@ def admit_embedding(
         [],
         arrived=arrived,
         pooling=pooling,
-        is_whole=is_whole,
+        needs_one_step=needs_one_step,
         priority=priority,
     )
 
@@ -163,7 +163,7 @@ def cut_to(truncate: int | None, longest: int) -> int | None:
     return longest if truncate == -1 else truncate
 
 
-def _is_whole(pooling: PoolingParams, report: EngineReport) -> bool:
+def _needs_one_step(pooling: PoolingParams, report: EngineReport) -> bool:
     """Whether the whole prompt must be computed in one step, nothing of it from the prefix cache."""
     return not report.can_generate or pooling.kind != "last"
 

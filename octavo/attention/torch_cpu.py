@@ -102,10 +102,10 @@ class TorchCpuAttention:
         return [list(range(batch.num_decodes))] if len(groups) == 1 else groups
 
     def _plan_group(self, batch: Batch, rows: list[int]) -> _DecodeGroup:
-        is_whole = len(rows) == batch.num_decodes
+        has_all_rows = len(rows) == batch.num_decodes
         index = torch.tensor(rows)
-        table = batch.page_table[: len(rows)] if is_whole else batch.page_table[index]
-        lengths = batch.seq_lens[: len(rows)] if is_whole else batch.seq_lens[index]
+        table = batch.page_table[: len(rows)] if has_all_rows else batch.page_table[index]
+        lengths = batch.seq_lens[: len(rows)] if has_all_rows else batch.seq_lens[index]
         num_pages = -(-max(batch.seq_lens_host[row] for row in rows) // self._page_size)
         runs = self._runs_of(table[:, :num_pages])
         empty: tuple[torch.Tensor | slice, ...] = (slice(None), slice(None), slice(batch.seq_lens_host[rows[0]], None))
@@ -113,7 +113,7 @@ class TorchCpuAttention:
             is_empty = torch.arange(num_pages * self._page_size) >= lengths[:, None]
             empty_rows, empty_positions = is_empty.nonzero().unbind(1)
             empty = (empty_rows, slice(None), empty_positions)
-        return _DecodeGroup(None if is_whole else index, runs, empty, len(rows))
+        return _DecodeGroup(None if has_all_rows else index, runs, empty, len(rows))
 
     def _plan_long_row(self, batch: Batch, row: int, first: int, last: int) -> _LongRow:
         length = batch.seq_lens_host[row]

@@ -31,7 +31,7 @@ class TritonAttention:
         # Of the planned step: the work of the decode rows by window, the tiles of the longer rows by tile shape.
         self._works: dict[int, DecodeWork] = {}
         self._tiles: dict[Tile, torch.Tensor] = {}
-        self._is_whole = False
+        self._has_no_prefix = False
         self._chosen: dict[bool, Tile] = {}  # by whether a layer needs the general kernel
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
@@ -58,13 +58,13 @@ class TritonAttention:
         rows = slice(batch.num_decodes, None)
         # If every prompt is computed whole in this step, keys and values are read from the QKV product, in larger blocks
         # than pages. An 8-bit store is always read back: a prompt must give the same answer whole and in chunks.
-        self._is_whole = batch.query_lens_host[rows] == batch.seq_lens_host[rows]
+        self._has_no_prefix = batch.query_lens_host[rows] == batch.seq_lens_host[rows]
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         kv, norms = self._kv[layer.index], layer.norms
         has_long = batch.num_decodes < batch.num_rows
         size = layer.head_size
-        is_whole = has_long and self._is_whole and kv.dtype == heads.dtype and size & (size - 1) == 0
+        has_no_prefix = has_long and self._has_no_prefix and kv.dtype == heads.dtype and size & (size - 1) == 0
         qk_norm_rope_store(
             heads,
             layer.num_heads,
@@ -75,7 +75,7 @@ class TritonAttention:
             0.0 if norms is None else norms.epsilon,
             kv,
             batch.slots,
-            is_whole,
+            has_no_prefix,
             is_fixed=self.is_fixed,
             pdl=True,
         )
@@ -83,7 +83,7 @@ class TritonAttention:
         if batch.num_decodes:
             self._attend_decodes(layer, heads, kv, out, batch)
         if has_long:
-            self._attend_long(layer, heads, kv, out, batch, is_whole)
+            self._attend_long(layer, heads, kv, out, batch, has_no_prefix)
         return out
 
     def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor) -> Tile:
@@ -131,7 +131,13 @@ class TritonAttention:
         )
 
     def _attend_long(
-        self, layer: LayerHeads, heads: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, batch: Batch, is_whole: bool
+        self,
+        layer: LayerHeads,
+        heads: torch.Tensor,
+        kv: torch.Tensor,
+        out: torch.Tensor,
+        batch: Batch,
+        has_no_prefix: bool,
     ) -> None:
         group = layer.num_heads // layer.num_kv_heads
         tile = self._tile_of(layer, heads.dtype, kv)
@@ -152,7 +158,7 @@ class TritonAttention:
             window=layer.window,
             softcap=layer.softcap,
             sinks=layer.sinks,
-            is_whole=is_whole,
+            has_no_prefix=has_no_prefix,
         )
 
 

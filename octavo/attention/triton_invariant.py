@@ -24,7 +24,7 @@ class InvariantTritonAttention(TritonAttention):
         self._long_tiles: torch.Tensor | None = None
 
     def plan(self, batch: Batch) -> None:
-        self._is_whole = False
+        self._has_no_prefix = False
         self._decode_tiles = self._long_tiles = None
 
     def _attend_decodes(
@@ -35,7 +35,13 @@ class InvariantTritonAttention(TritonAttention):
         self._attend(layer, heads, kv, out, batch, self._decode_tiles, is_decode=True)
 
     def _attend_long(
-        self, layer: LayerHeads, heads: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, batch: Batch, is_whole: bool
+        self,
+        layer: LayerHeads,
+        heads: torch.Tensor,
+        kv: torch.Tensor,
+        out: torch.Tensor,
+        batch: Batch,
+        has_no_prefix: bool,
     ) -> None:
         if self._long_tiles is None:
             tokens = choose_tile(layer.head_size, heads.dtype).tokens(layer.num_heads // layer.num_kv_heads)

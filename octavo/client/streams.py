@@ -44,7 +44,7 @@ class _Stream:
             reader.set_result(None)
 
     @property
-    def is_whole(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether no token has arrived and no choice has ended."""
         return len(self.open_choices) == len(self.outputs) and not any(self.outputs)
 
@@ -185,7 +185,7 @@ class Streams:
     def untaken(self, was_taken: Callable[[GenerateRequest], bool]) -> list[GenerateRequest]:
         """Requests that no engine has taken in, so the next one may refuse them. All others are survivors."""
         return [
-            stream.request for stream in self._streams.values() if stream.is_whole and not was_taken(stream.request)
+            stream.request for stream in self._streams.values() if stream.is_untouched and not was_taken(stream.request)
         ]
 
     def survivors(self, untaken: Collection[str] = ()) -> list[GenerateRequest]:

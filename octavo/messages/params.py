@@ -206,8 +206,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         for name, values, fits, kind in (
             ("stop", stop, _is_text, "a string or a list of strings, all valid Unicode"),
-            ("stop_token_ids", self.stop_token_ids, _is_whole, "a list of 64-bit integers"),
-            ("allowed_token_ids", self.allowed_token_ids, _is_whole, "a list of 64-bit integers"),
+            ("stop_token_ids", self.stop_token_ids, _is_int64, "a list of 64-bit integers"),
+            ("allowed_token_ids", self.allowed_token_ids, _is_int64, "a list of 64-bit integers"),
             ("bad_words", self.bad_words, _is_text, "a list of strings, all valid Unicode"),
         ):
             if values is None and name == "allowed_token_ids":
@@ -275,12 +275,12 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
-def _is_whole(value: object) -> bool:
+def _is_int64(value: object) -> bool:
     return type(value) is int and value in _INT64
 
 
 def _is_bias(item: tuple[object, object]) -> bool:
-    return _is_whole(item[0]) and type(item[1]) in (int, float)
+    return _is_int64(item[0]) and type(item[1]) in (int, float)
 
 
 def _is_text(value: object) -> bool:

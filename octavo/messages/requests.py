@@ -26,7 +26,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     origin: int = 0  # number of the API process that its tokens go to
     arrived: float = 0.0  # CLOCK_MONOTONIC seconds at which the server received it
     pooling: PoolingParams | None = None  # return a vector of the prompt instead of tokens; max_tokens is then 1
-    is_whole: bool = False  # the whole prompt must be computed in one step, without the prefix cache
+    needs_one_step: bool = False  # the whole prompt must be computed in one step, without the prefix cache
     wants_progress: bool = False  # send deltas that report how much of the prompt is computed
     submitted: float = 0.0  # CLOCK_MONOTONIC seconds: the order of arrival across all API processes
     begun: list[

@@ -61,7 +61,7 @@ class Arrived(msgspec.Struct, array_like=True, tag=1, gc=False):
     begun_len: list[int | None]
     begun: list[list[int] | None]  # empty: not recorded
     pooling: PoolingParams | None
-    is_whole: bool
+    needs_one_step: bool
     wants_progress: bool
     priority: int
     received: int  # microseconds, when the server received it; 0: not known

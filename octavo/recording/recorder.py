@@ -104,7 +104,7 @@ class Recorder(StepObserver):
                 [None if tokens is None else len(tokens) for tokens in begun],
                 begun if with_tokens else [],
                 request.pooling,
-                request.is_whole,
+                request.needs_one_step,
                 request.wants_progress,
                 request.priority,
                 int(request.arrived * 1e6),

@@ -239,7 +239,7 @@ class Replay:
             params_of(record.params),
             record.stop_ids,
             pooling=record.pooling,
-            is_whole=record.is_whole,
+            needs_one_step=record.needs_one_step,
             wants_progress=record.wants_progress,
             begun=begun,
             priority=record.priority,

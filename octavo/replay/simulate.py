@@ -112,7 +112,7 @@ class SimulatedRun:
         budget, prompt_len = scheduler.max_step_tokens, len(source.prompt_ids)
         if params.num_sequences > scheduler.max_rows or params.n > scheduler.max_rows:
             return False
-        if source.is_whole and prompt_len > budget:
+        if source.needs_one_step and prompt_len > budget:
             return False
         if not cache.pool.num_pages:
             return True

@@ -145,7 +145,7 @@ def _alive(replay: Replay, name: str, start: float) -> Told:
     if one.params.use_beam_search or not any(begun):
         begun = []
     source = GenerateRequest(
-        name, one.tokens[: one.prompt_len], one.params, one.stop_ids, pooling=one.pooling, is_whole=one.is_whole,
+        name, one.tokens[: one.prompt_len], one.params, one.stop_ids, pooling=one.pooling, needs_one_step=one.needs_one_step,
         begun=begun, priority=one.rank if replay.header.report.scheduling_policy == "priority" else 0,
     )  # fmt: skip
     told = Told(source, start)

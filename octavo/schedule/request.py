@@ -22,9 +22,9 @@ class Request:
         "index",
         "is_finished",
         "is_swapped",
-        "is_whole",
         "max_len",
         "min_len",
+        "needs_one_step",
         "num_cached",
         "num_preemptions",
         "num_published",
@@ -51,7 +51,7 @@ class Request:
         self.params: SamplingParams = params
         self.seed = choice_seed(params.seed, index)
         self.stop_ids = source.stop_ids
-        self.pooling, self.is_whole = source.pooling, source.is_whole
+        self.pooling, self.needs_one_step = source.pooling, source.needs_one_step
         begun = source.begun[index] if source.begun else None
         self.tokens = [*source.prompt_ids, *(begun or ())]  # prompt and output, as far as known here
         self.prompt_len = len(source.prompt_ids)

@@ -65,7 +65,7 @@ class Scheduler:
         assert num_rows <= self.max_rows, "refused at admission"
         if params.use_beam_search and source.begun:  # its answers come all at once: if it goes on, it has none
             source = msgspec.structs.replace(source, begun=[])
-        assert not source.is_whole or len(source.prompt_ids) <= self.max_step_tokens, "refused at admission"
+        assert not source.needs_one_step or len(source.prompt_ids) <= self.max_step_tokens, "refused at admission"
         # A beam is no choice before the end: observers take each for one of the n.
         choices = [Request(self._next_sequence + at, source, min(at, params.n - 1)) for at in range(num_rows)]
         for choice in choices:
@@ -276,7 +276,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> WaitReason | None:
         """Give the request (and the choices that will fork from it) rows, and pages for every token it has."""
         # A prompt that must be computed whole waits for a step that has room for all of it; none overtakes it meanwhile.
-        if budget < (request.length if request.is_whole else 1):
+        if budget < (request.length if request.needs_one_step else 1):
             return "budget"
         beams = request.special if isinstance(request.special, BeamGroup) else None
         others = request.followers if beams is None else beams.others
@@ -299,7 +299,7 @@ class Scheduler:
                 request.sequence,
                 request.tokens if beams is None else request.tokens[: request.prompt_len],
                 spare,
-                reuse=not (request.is_whole or request.lacks_scores),
+                reuse=not (request.needs_one_step or request.lacks_scores),
             )
             if admission is None:
                 return "pages"

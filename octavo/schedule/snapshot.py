@@ -25,7 +25,7 @@ Wishes = dict[str, Any]
 
 # Attributes of a Request that are stored as they are, in this order.
 _KEPT = (
-    "sequence", "id", "index", "seed", "stop_ids", "pooling", "is_whole", "prompt_len", "max_len", "min_len", "computed",
+    "sequence", "id", "index", "seed", "stop_ids", "pooling", "needs_one_step", "prompt_len", "max_len", "min_len", "computed",
     "epoch", "row", "capacity", "num_published", "num_cached", "num_preemptions", "num_scored", "is_swapped", "rank",
 )  # fmt: skip
 _kept_of = attrgetter(*_KEPT)

@@ -274,9 +274,9 @@ def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch,
 
 
 @of_process
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("has_no_prefix", [False, True])
 @pytest.mark.parametrize("is_specialised", [False, True])
-def test_prefill_gets_the_same_as_through_triton(gpu, monkeypatch, is_whole, is_specialised):
+def test_prefill_gets_the_same_as_through_triton(gpu, monkeypatch, has_no_prefix, is_specialised):
     monkeypatch.setattr(paged_prefill_hopper, "_num_processors", lambda device: 132)
     pages, table = torch.zeros(3, 2, 2, 16, 64, dtype=torch.bfloat16), torch.zeros(4, 5, dtype=torch.int32)
     tile = paged_prefill.Tile(128, 128, 12, 2, True) if is_specialised else paged_prefill.Tile(64, 64, 4, 2)
@@ -286,13 +286,15 @@ def test_prefill_gets_the_same_as_through_triton(gpu, monkeypatch, is_whole, is_
         tiles = torch.zeros(num_tokens, 4, dtype=torch.int32)
 
         def call(heads=heads, tiles=tiles, out=out):
-            paged_prefill.paged_prefill(heads, pages, table, tiles, out, tile, scale=0.125, is_whole=is_whole)
+            paged_prefill.paged_prefill(heads, pages, table, tiles, out, tile, scale=0.125, has_no_prefix=has_no_prefix)
             maps.append([x[1] for x in Recorder.calls[-1] if isinstance(x, tuple) and x[:1] == ("map",)])
 
         with pytest.MonkeyPatch.context() as inner:
             check(inner, call)
         base = heads.data_ptr()
-        expected = [base, base if is_whole else pages.data_ptr()] if is_specialised else [base] if is_whole else []
+        expected = (
+            [base, base if has_no_prefix else pages.data_ptr()] if is_specialised else [base] if has_no_prefix else []
+        )
         assert maps[-2:] == [expected, expected]
 
 

@@ -79,7 +79,9 @@ def expected(case: Case, heads: torch.Tensor, pages: torch.Tensor, page_table: t
     return torch.cat(out)
 
 
-def check(case: Case, device: torch.device, is_whole: bool = False, tolerance: float = 2e-5, seed: int = 0) -> None:
+def check(
+    case: Case, device: torch.device, has_no_prefix: bool = False, tolerance: float = 2e-5, seed: int = 0
+) -> None:
     heads, pages, page_table = make_step(case, device, seed)
     counts = [count for _, count in case.rows]
     group = case.heads[0] // case.heads[1]
@@ -88,7 +90,7 @@ def check(case: Case, device: torch.device, is_whole: bool = False, tolerance: f
     out = torch.full((heads.shape[0], case.heads[0] * case.heads[2]), 7.0, dtype=case.dtype, device=device)
     paged_prefill(
         heads, pages, page_table, torch.from_numpy(plan).to(device), out, case.tile,
-        scale=case.heads[2] ** -0.5, window=case.window, softcap=case.softcap, is_whole=is_whole,
+        scale=case.heads[2] ** -0.5, window=case.window, softcap=case.softcap, has_no_prefix=has_no_prefix,
     )  # fmt: skip
     skipped = sum(counts[: case.first_row])
     want = expected(case, heads, pages, page_table)[skipped:]
@@ -159,7 +161,7 @@ def test_dtypes(dtype, kv_dtype, device):
 @pytest.mark.parametrize("window", [0, 9])
 def test_whole_prompts_from_the_heads(rows, group, window, device):
     case = Case(rows, heads=(2 * group, 2, 64), dtype=HALF, spare=16, window=window, tile=MIDDLE)
-    check(case, device, is_whole=True, tolerance=1e-2)
+    check(case, device, has_no_prefix=True, tolerance=1e-2)
 
 
 @pytest.mark.parametrize(("size", "max_query_len"), cases(product([64, 128], [16, 40]), (64, 40), (128, 16)))
@@ -183,7 +185,7 @@ def test_the_specialised_kernel(rows, heads, device):
     case = Case(rows, heads=heads, dtype=torch.bfloat16, tile=SPECIALISED, first_row=1, spare=64)
     check(case, device, tolerance=1e-2)
     if rows is WHOLE:
-        check(case, device, is_whole=True, tolerance=1e-2)
+        check(case, device, has_no_prefix=True, tolerance=1e-2)
 
 
 def test_the_specialised_kernel_is_chosen_only_where_it_fits():

@@ -89,10 +89,10 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "return budget if preemptions == self.num_preemptions else -1",
         "return budget",
     ),
-    "what must be computed whole is cut": (SCHEDULER, "request.length if request.is_whole else 1", "1"),
+    "what must be computed whole is cut": (SCHEDULER, "request.length if request.needs_one_step else 1", "1"),
     "what must be computed whole begins in the cache": (
         SCHEDULER,
-        "reuse=not (request.is_whole or request.lacks_scores)",
+        "reuse=not (request.needs_one_step or request.lacks_scores)",
         "reuse=True",
     ),
     "a window lets go of a page that is still seen": (

@@ -135,9 +135,9 @@ def test_waiting_requests_cost_a_step_nothing():
     assert Watched.num_looks <= 4 and len(scheduler.waiting) == 999
 
 
-def embedding(name: str, prompt: list[int], is_whole: bool = True) -> GenerateRequest:
+def embedding(name: str, prompt: list[int], needs_one_step: bool = True) -> GenerateRequest:
     params = SamplingParams(max_tokens=1, seed=0)
-    return GenerateRequest(name, prompt, params, [], pooling=PoolingParams("mean"), is_whole=is_whole)
+    return GenerateRequest(name, prompt, params, [], pooling=PoolingParams("mean"), needs_one_step=needs_one_step)
 
 
 def test_what_must_be_computed_whole_waits_for_a_step_with_room_and_nobody_overtakes_it():
@@ -163,12 +163,12 @@ def test_what_must_be_computed_whole_takes_nothing_from_the_prefix_cache_and_off
     cache = KVCache(100, 4)
     scheduler = Scheduler(cache, max_rows=8, max_step_tokens=100)
     prompt = list(range(17))
-    for at, is_whole in enumerate((True, True, False)):
-        scheduler.add(embedding(f"e{at}", prompt, is_whole))
+    for at, needs_one_step in enumerate((True, True, False)):
+        scheduler.add(embedding(f"e{at}", prompt, needs_one_step))
         plan = scheduler.plan().plan
-        assert plan.counts == [17 if is_whole else 1]
+        assert plan.counts == [17 if needs_one_step else 1]
         (delta,) = scheduler.commit(plan, StepResult(plan.step, [], [b"v"])).deltas
-        assert delta.finish is not None and delta.finish.num_cached_tokens == (0 if is_whole else 16)
+        assert delta.finish is not None and delta.finish.num_cached_tokens == (0 if needs_one_step else 16)
     assert cache.pool.num_used == 0
 
 

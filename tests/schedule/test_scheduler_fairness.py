@@ -35,7 +35,7 @@ class Asked:
     n: int
     stops_after: int  # tokens: then the model ends it
     leaves_after: int  # steps; 0: its client stays
-    is_whole: bool = False  # a vector of its prompt is wanted, computed in one step; where a step has room for it
+    needs_one_step: bool = False  # a vector of its prompt is wanted, computed in one step; where a step has room for it
 
 
 ASKED = st.builds(
@@ -77,9 +77,9 @@ class Queue:
         params = SamplingParams(n=min(asked.n, self.rows), seed=1, max_tokens=asked.max_tokens)
         costs = [self._alone(older) for older in self.scheduler.requests()]
         source = GenerateRequest(name, prompt, params, [STOP])
-        if asked.is_whole and len(prompt) <= self.budget:
+        if asked.needs_one_step and len(prompt) <= self.budget:
             params = SamplingParams(seed=1, max_tokens=1)
-            source = GenerateRequest(name, prompt, params, [], pooling=PoolingParams("last"), is_whole=True)
+            source = GenerateRequest(name, prompt, params, [], pooling=PoolingParams("last"), needs_one_step=True)
         self.scheduler.add(source)
         self.stops[name] = asked.stops_after
         self.untouched[self.scheduler.choices(name)[0].sequence] = (self.now, sum(costs) + 1)
@@ -94,9 +94,9 @@ class Queue:
         if not plan.is_empty:
             issued = zip(planned.requests, plan.samples, plan.starts, plan.counts, strict=True)
             sampling = [(request, start, count) for request, samples, start, count in issued if samples]
-            whole = [(start, count, request.prompt_len) for request, start, count in sampling if request.is_whole]
+            whole = [(start, count, request.prompt_len) for request, start, count in sampling if request.needs_one_step]
             assert all(start == 0 and count == prompt_len for start, count, prompt_len in whole), "computed in pieces"
-            tokens = [self._token(request) for request, _, _ in sampling if not request.is_whole]
+            tokens = [self._token(request) for request, _, _ in sampling if not request.needs_one_step]
             self.flight.append((plan, StepResult(plan.step, tokens, [b"vector"] * len(whole))))
         while len(self.flight) > self.depth or (self.flight and plan.is_empty):
             scheduler.commit(*self.flight.popleft())
@@ -138,7 +138,7 @@ class Queue:
         since, _ = self.untouched.pop(request.sequence)
         if self.now > since:
             self.num_waits += 1
-            self.num_whole_waits += request.is_whole
+            self.num_whole_waits += request.needs_one_step
             since, bound, _ = self.heads.get(request.sequence, (0, 1000, 0))
             self.closest = min(self.closest, bound - (self.now - since))
 
@@ -189,5 +189,5 @@ def test_a_prompt_that_takes_a_whole_step_waits_for_those_who_run_and_for_no_one
     """As many tokens as a step may compute, so it enters when nobody runs; all that came later stay behind it."""
     queue = Queue(5, 24, LONGEST // PAGE_SIZE + 90, 0, depth)
     later = [Asked(step, 0, 4, 16, 1, 99, 0) for step in range(2, 20)]
-    queue.run([Asked(0, 0, 20, 16, 1, 99, 0), Asked(1, 0, 24, 1, 1, 99, 0, is_whole=True), *later])
+    queue.run([Asked(0, 0, 20, 16, 1, 99, 0), Asked(1, 0, 24, 1, 1, 99, 0, needs_one_step=True), *later])
     assert queue.num_whole_waits == 1 and 0 <= queue.closest <= 6, queue.closest

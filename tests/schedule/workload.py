@@ -154,9 +154,14 @@ class Workload:
         for at, (step, request) in enumerate(self.arrivals):
             if r.random() < 0.2:
                 params = SamplingParams(seed=0, max_tokens=1)
-                is_whole = len(request.prompt_ids) <= self.budget and r.random() < 0.7
+                needs_one_step = len(request.prompt_ids) <= self.budget and r.random() < 0.7
                 pooled = GenerateRequest(
-                    request.id, request.prompt_ids, params, [], pooling=PoolingParams("last"), is_whole=is_whole
+                    request.id,
+                    request.prompt_ids,
+                    params,
+                    [],
+                    pooling=PoolingParams("last"),
+                    needs_one_step=needs_one_step,
                 )
                 self.arrivals[at] = (step, pooled)
 
@@ -185,7 +190,7 @@ class Workload:
                     continue
                 needed = max(needed, pages)
             priority = r.randrange(-1, 2) if self.policy == "priority" else 0
-            pooling = {"pooling": source.pooling, "is_whole": source.is_whole, "priority": priority}
+            pooling = {"pooling": source.pooling, "needs_one_step": source.needs_one_step, "priority": priority}
             self.arrivals[at] = (step, GenerateRequest(source.id, source.prompt_ids, params, stop_ids, **pooling))
         self.num_pages = needed + r.choice([0, 0, 1, 5])
         self._start_engine()
@@ -306,7 +311,7 @@ class Workload:
         *_, state = [sequence.state_after(token) for token in source.prompt_ids]
         start = int.from_bytes(vector[:8])
         assert vector == vector_of(start, state), f"vector of {source.id}"
-        assert start == 0 or not source.is_whole, "computed in pieces"
+        assert start == 0 or not source.needs_one_step, "computed in pieces"
         self.tally.vectors += 1
 
     def check_invariants(self) -> None:

@@ -69,12 +69,12 @@ async def test_how_vectors_are_made_is_the_models_advice_unless_it_is_said(serve
     first, second = (request.pooling for request in scripted.requests)
     assert first is not None and (first.kind, first.normalize, first.dimensions) == ("mean", True, 0)
     assert second is not None and (second.kind, second.normalize, second.dimensions) == ("last", False, 3)
-    assert all(request.is_whole for request in scripted.requests)
+    assert all(request.needs_one_step for request in scripted.requests)
     decoder = ScriptedEngine(embeds, msgspec.structs.replace(REPORT, hidden_size=4))
     client = serve(decoder)
     for body in ({"input": "a"}, {"input": "a", "pooling": "mean"}):
         assert (await client.post("/v1/embeddings", json=body)).status_code == 200
-    kinds = [(request.pooling.kind, request.is_whole) for request in decoder.requests if request.pooling]
+    kinds = [(request.pooling.kind, request.needs_one_step) for request in decoder.requests if request.pooling]
     assert kinds == [("last", False), ("mean", True)], "only a decoder's last state may come in chunks"
 
 

@@ -130,10 +130,10 @@ class Tape:
         fields = [field for reads, writes in self._fields[begin:end] for field in (*reads, *writes)]
         entering = {b.start: b for b in (self._buffer_of(*field) for field in fields) if b.first < begin}
         gathered, result = self._buffer_of(move, "x"), self._buffer_of(move, "y")
-        is_whole = (move.x, move.x_stride, move.size) == (gathered.start, move.y_stride, result.width)
-        is_whole = is_whole and (gathered.start in entering or gathered.first >= begin)
+        is_same_range = (move.x, move.x_stride, move.size) == (gathered.start, move.y_stride, result.width)
+        is_same_range = is_same_range and (gathered.start in entering or gathered.first >= begin)
         used_later = any(b.last > end or b.width == 0 for b in entering.values())
-        if begin >= end or not is_whole or used_later or not _BY_ROW.issuperset(codes[begin:end]):
+        if begin >= end or not is_same_range or used_later or not _BY_ROW.issuperset(codes[begin:end]):
             return
         moved = {
             start: self._take(self.max_samples * b.width * 4, ops.Count.PER_SAMPLE, b.width)

@@ -147,12 +147,12 @@ class OpenJourney:
         at = stages[-1].end if stages else self.received
         if last is not None:
             # A stop string ends a response before the engine hears of it.
-            is_whole = ended and self.delivered and status < 400
+            is_complete = ended and self.delivered and status < 400
             if self._losses:
                 untold = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
                 stages += self._untold(at, last.stages[0].start, untold)
                 at = stages[-1].end if stages else self.received
-            stages += _cut(last.stages, "hand_over", at, self.delivered if is_whole else end)
+            stages += _cut(last.stages, "hand_over", at, self.delivered if is_complete else end)
         elif self.requests:
             until = min(self.delivered or end, end)
             stages += self._untold(at, until, 0)

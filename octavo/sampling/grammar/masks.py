@@ -208,9 +208,9 @@ class Grammars:
             matcher = row.ready or self._compiled_for(row)
             if matcher is None:
                 continue
-            is_whole = self._recalls(row, matcher)
+            is_restored = self._recalls(row, matcher)
             new = row.tokens[row.num_taken :]
-            if not is_whole or (new and not matcher.consume_tokens(new)):
+            if not is_restored or (new and not matcher.consume_tokens(new)):
                 row.failure = _error_of(matcher)
                 continue
             row.num_taken = len(row.tokens)

@@ -88,7 +88,7 @@ class _Passage:
         self._receive = receive
         self._headers = Headers(scope=scope)
         self._num_body_bytes = 0
-        self._is_whole = False  # the body
+        self._is_body_complete = False  # the body
         # Seconds waited for the next BODY_STEP bytes, and how many of them have arrived.
         self._waited, self._num_late_bytes = 0.0, 0
         self._patience = service.patience.request
@@ -124,7 +124,7 @@ class _Passage:
             await error_response(error, self.request_id, method, path)(self._scope, self.receive, self.send)
 
     async def receive(self) -> Message:
-        message = await self._receive() if self._is_whole else await self._receive_in_time()
+        message = await self._receive() if self._is_body_complete else await self._receive_in_time()
         if message["type"] == "http.request":
             num_bytes = len(message.get("body", b""))
             self._num_body_bytes += num_bytes
@@ -133,7 +133,7 @@ class _Passage:
             if self._num_late_bytes >= BODY_STEP:
                 self._waited, self._num_late_bytes = 0.0, 0
             if not message.get("more_body", False):
-                self._is_whole = True
+                self._is_body_complete = True
                 self.journey.reach("receive")
         return message
 

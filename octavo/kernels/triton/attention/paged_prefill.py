@@ -247,11 +247,11 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [H] float32: per head, one more score in the softmax, without a value
-    is_whole: bool = False,
+    has_no_prefix: bool = False,
 ) -> None:
     """Attend: each query token sees the cells of its row up to its own position, or the last `window` of them.
 
-    `is_whole`: no row has a prefix, and `heads` holds keys and values as the pages do (normalised, rotated, finite): read
+    `has_no_prefix`: no row has a prefix, and `heads` holds keys and values as the pages do (normalised, rotated, finite): read
     them from there, in blocks instead of page by page. Needs a head size that is a power of two."""
     num_kv_heads, page_size, size = pages.shape[2:]
     group = heads.shape[1] // num_kv_heads - 2
@@ -267,15 +267,15 @@ def paged_prefill(
         from octavo.kernels.triton.attention import paged_prefill_hopper
 
         assert not window and not softcap and sinks is None
-        paged_prefill_hopper.launch(heads, pages, page_table, tiles, out, scale=scale, is_whole=is_whole)
+        paged_prefill_hopper.launch(heads, pages, page_table, tiles, out, scale=scale, has_no_prefix=has_no_prefix)
         return
-    kv = whole_blocks(heads, tile.block_n) if is_whole else pages
+    kv = whole_blocks(heads, tile.block_n) if has_no_prefix else pages
     pack = tile.heads(group)
     _launch_prefill(
         (num_kv_heads * -(-group // pack), tiles.shape[0], 1),
         (heads, kv, page_table, tiles, out, sinks, heads.stride(0), page_table.stride(0)),
         (
-            num_kv_heads, group, pack, size, padded, 0 if is_whole else page_size, window, softcap, scale,
+            num_kv_heads, group, pack, size, padded, 0 if has_no_prefix else page_size, window, softcap, scale,
             tile.block_m, tile.block_n,
         ),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},

@@ -332,7 +332,7 @@ def launch(
     out: torch.Tensor,  # [T, H * D]
     *,
     scale: float,
-    is_whole: bool,
+    has_no_prefix: bool,
     block_n: int = 128,
     num_stages: int = 2,
     in_turn: bool = False,
@@ -345,7 +345,7 @@ def launch(
     pack = 1 << (group - 1).bit_length()
     strides = heads.stride()
     q = _queries(heads, (num_tokens, all_heads, size), strides, (ROWS.value // pack, pack, PANEL.value))
-    if is_whole:
+    if has_no_prefix:
         kv = _panels(heads, (num_tokens, all_heads * size), (strides[0], 1), (block_n, PANEL.value))
     else:
         kv = _panels(pages, (pages.numel() // size, size), (size, 1), (min(page_size, block_n), PANEL.value))
@@ -353,6 +353,6 @@ def launch(
     _launch_prefill(
         (min(num_items, _num_processors(heads.device)), 1, 1),
         (q, kv, page_table, tiles, out, page_table.stride(0), num_items),
-        (num_kv_heads, group, size, 0 if is_whole else page_size, block_n, num_stages, scale * LOG2E, in_turn),
+        (num_kv_heads, group, size, 0 if has_no_prefix else page_size, block_n, num_stages, scale * LOG2E, in_turn),
         {"num_warps": 4, "maxnreg": MAX_REGISTERS},
     )
