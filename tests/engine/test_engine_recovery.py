@@ -100,7 +100,7 @@ class Server:
             self.given[f"r{number}"] = 0
 
     def run_engine(self) -> list[str]:
-        """→ who was seated when it ended; nobody: all work is done."""
+        """Return the requests in rows when the engine ended; none: all work is done."""
         self.num_engines += 1
         recovery = Recovery(2)
         for origin, streams in enumerate(self.streams):

@@ -21,7 +21,7 @@ from tests.schedule.workload import Workload
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
 SPAN, OUTCOME, ROWS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
 BEAMS = octavo.schedule.beams.group
-MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, ROWS, SCHEDULER)  # whoever is imported comes first
+MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, ROWS, SCHEDULER)  # a module comes after those it imports
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (

@@ -1,4 +1,4 @@
-"""How long a request waits for its grammar, as bounds that do not depend on who comes after it: those of octavo/schedule/grammar_cache.py.
+"""How long a request waits for its grammar, as bounds that do not depend on later requests: those of octavo/schedule/grammar_cache.py.
 
 ready   after so many more have been made ready: those ordered, those that older requests need and that are not ordered, its own
 room    where too many are in use: after so many more are used no longer: those that older requests have no room for, its own"""
