@@ -15,7 +15,7 @@ from tests.processes import is_alive
 
 FLAGS = ("--kv-cache-memory-bytes", "512M", "--api-processes", "2", "--step-timeout", "20")
 _STREAM = b'{"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": true, "stream": true}'
-_REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+_REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,13 +80,13 @@ class AloneCampaign:
             thief.listen()
             _, said = process.communicate(timeout=120)
         lines = [line for line in said.splitlines() if "error" in line]
-        is_told = process.returncode == 2 and len(lines) == 1 and str(port) in lines[0]
+        is_reported = process.returncode == 2 and len(lines) == 1 and str(port) in lines[0]
         saw = "refused; the server ended with code 2 and one line"
         return Row(
             "port stolen at start",
-            saw if is_told else f"code {process.returncode}: {said[-200:]}",
+            saw if is_reported else f"code {process.returncode}: {said[-200:]}",
             None,
-            0 if is_told else 1,
+            0 if is_reported else 1,
             0,
         )
 
@@ -177,9 +177,13 @@ class AloneCampaign:
             time.sleep(0.01)
         os.kill(engines[0], signal.SIGSTOP)
         _, said = process.communicate(timeout=60)
-        is_told = process.returncode == 1 and "--start-timeout" in said and not is_alive(engines[0])
-        saw = "refused; the server ended with code 1 and said why" if is_told else f"code {process.returncode}: {said}"
-        return Row("engine hangs while loading", saw, time.monotonic() - began, 0 if is_told else 1, 0)
+        is_reported = process.returncode == 1 and "--start-timeout" in said and not is_alive(engines[0])
+        saw = (
+            "refused; the server ended with code 1 and said why"
+            if is_reported
+            else f"code {process.returncode}: {said}"
+        )
+        return Row("engine hangs while loading", saw, time.monotonic() - began, 0 if is_reported else 1, 0)
 
     def kill_supervisor(self) -> Row:
         """Nothing outlives the supervisor: no process, no file, no shared memory, no socket."""
@@ -218,8 +222,8 @@ def _start(*flags: str) -> "subprocess.Popen[str]":
 async def _get(house: House, path: str) -> dict[str, int]:
     client = house.client()
     try:
-        told: dict[str, int] = json.loads(await client.get(path))
-        return told
+        figures: dict[str, int] = json.loads(await client.get(path))
+        return figures
     finally:
         await client.close()
 

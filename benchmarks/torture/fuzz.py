@@ -116,7 +116,7 @@ async def _dribble(port: int, dice: random.Random, tally: Tally) -> None:
     """Send requests a byte a second, slow in the head or in the body, one after the other; some are complete in time."""
     while True:
         body = b'{"prompt": "a", "max_tokens": 0}'[: dice.choice([9, 32])].ljust(dice.choice([9, 32, 200]))
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body)
         at_once = dice.choice([0, len(head), len(head)])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:

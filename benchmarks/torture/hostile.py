@@ -46,7 +46,7 @@ def hostile(dice: random.Random, ids: list[str]) -> Hostile:
 
 
 def _post(body: bytes, kind: str, path: str = "/v1/completions", headers: bytes = b"") -> Hostile:
-    head = b"POST %s HTTP/1.1\r\nHost: x\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     return Hostile(kind, head % (path.encode(), headers, len(body)) + body)
 
 
@@ -113,7 +113,7 @@ def _lines(dice: random.Random, ids: list[str]) -> Hostile:
         b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"GET /%00%2e%2e%2f HTTP/1.1", b"GET http://other/ HTTP/1.1", b"POST /v1/completions",
         b"GET /\xff\xfe HTTP/1.1", b"CONNECT a:1 HTTP/1.1", b"GET * HTTP/1.1", b"OPTIONS * HTTP/1.1", b"GET //// HTTP/1.0",
     ])  # fmt: skip
-    return Hostile("wrong lines", line + b"\r\nHost: x\r\n\r\n", "status")
+    return Hostile("wrong lines", line + b"\r\nHost: 127.0.0.1\r\n\r\n", "status")
 
 
 def _methods(dice: random.Random, ids: list[str]) -> Hostile:
@@ -121,7 +121,7 @@ def _methods(dice: random.Random, ids: list[str]) -> Hostile:
         dice.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "BREW"]),
         dice.choice((*_POSTS, "/v1/files", "/v1/models", "/nowhere", "/v1/../v1")),
     )
-    return Hostile("wrong methods", f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return Hostile("wrong methods", f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
 
 
 def _objects(dice: random.Random, ids: list[str]) -> Hostile:
@@ -130,7 +130,7 @@ def _objects(dice: random.Random, ids: list[str]) -> Hostile:
     names = [dice.choice((*_IDS, *ids[-6:])) for _ in range(path.count("{}"))]
     method = "POST" if path.endswith("cancel") else dice.choice(["GET", "GET", "DELETE"])
     return Hostile(
-        "objects", f"{method} {path.format(*names)} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()
+        "objects", f"{method} {path.format(*names)} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n".encode()
     )
 
 
@@ -146,7 +146,7 @@ def _forms(dice: random.Random, ids: list[str]) -> Hostile:
 
 def _files(dice: random.Random, ids: list[str]) -> Hostile:
     kind, body = upload(dice)
-    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
     return Hostile("files", head % (kind, len(body)) + body)
 
 

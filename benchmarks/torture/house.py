@@ -65,14 +65,24 @@ def held(pids: list[int]) -> Held:
     return Held(sizes["Pss"], sizes["Pss_Anon"] + sizes["Pss_Shmem"], num_files, num_threads, len(pids))
 
 
+class ServerNotStarted(RuntimeError):
+    pass
+
+
 class House:
     """`octavo serve` on a free port, until the block ends."""
 
     def __init__(
-        self, *flags: str, environment: dict[str, str] | None = None, log: str = "", module: str = "octavo.cli.main"
+        self,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        log: str = "",
+        module: str = "octavo.cli.main",
+        key: str = "",
     ) -> None:
-        """`log`: a file for the server's output; empty: discard it. `module`: the module that serves."""
-        self._module = module
+        """`log`: a file for the server's output; empty: discard it. `module`: the module that serves. `key`: the key of its
+        clients."""
+        self._module, self._key = module, key
         self.port = free_port()
         self._log = open(log, "w") if log else open(os.devnull, "w")  # noqa: SIM115
         self._flags, self._environment = flags, environment or {}
@@ -95,7 +105,7 @@ class House:
         self._log.close()
 
     def client(self) -> Client:
-        return Client(Target("127.0.0.1", self.port, False, ""))
+        return Client(Target("127.0.0.1", self.port, False, ""), self._key)
 
     def engine(self) -> int:
         (pid,) = (
@@ -145,7 +155,7 @@ class House:
         deadline = time.monotonic() + START_LIMIT_S
         while not await self.is_well():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start: exit code {self.process.poll()}")
+                raise ServerNotStarted(f"the server did not start: exit code {self.process.poll()}")
             await asyncio.sleep(0.05)
 
 

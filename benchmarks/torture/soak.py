@@ -2,6 +2,7 @@
 memory held at each look."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -14,8 +15,12 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from benchmarks.torture.attacks import CATALOGUE
+from benchmarks.torture.attacks.base import Attack, Door, Send, several
+from benchmarks.torture.hostile import Hostile, hostile
 from benchmarks.torture.house import Held, House, held, read_metric
 from benchmarks.torture.mixed import ask
+from benchmarks.torture.strike import Battle
 from octavo.cli.bench.http_stream import Client, HTTPFailure
 
 FLAGS = (
@@ -24,6 +29,8 @@ FLAGS = (
     # Histories of past requests have limits and are full within minutes: growth after that is a leak.
     *("--journey-bytes", "512K", "--max-stored-responses", "20"),
 )
+HOSTILE_FLAGS = ("--trust-request-chat-template",)
+_NUM_HOSTILE = 4
 _CANARY = {"prompt": "Once upon a time there was a", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 """Asked again and again among the load: its answer must never change."""
 _REST_S = 2.5
@@ -53,11 +60,14 @@ class Count:
     errors: list[str] = field(default_factory=list)
     killed: int = 0
     preemptions: int = 0
+    attacks: Counter[str] = field(default_factory=Counter)  # by name
 
 
 class Soak:
-    def __init__(self, house: House, minutes: float, seed: int, num_clients: int) -> None:
+    def __init__(self, house: House, minutes: float, seed: int, num_clients: int, is_hostile: bool = False) -> None:
+        """`is_hostile`: some more clients attack all the time."""
         self._house, self._minutes, self._num_clients = house, minutes, num_clients
+        self._num_hostile = _NUM_HOSTILE if is_hostile else 0
         self._dice = random.Random(seed)
         self._song = ""
         self._most_pages = 0
@@ -106,7 +116,12 @@ class Soak:
         clients = [random.Random(self._dice.random()) for _ in range(self._num_clients)]
         watching = asyncio.create_task(self._watch())
         killing = asyncio.create_task(self._kill((until - time.monotonic()) / 2)) if kills else None
-        await asyncio.gather(self._canary(until), *(self._client(dice, until) for dice in clients))
+        attackers = [random.Random(self._dice.random()) for _ in range(self._num_hostile)]
+        await asyncio.gather(
+            self._canary(until),
+            *(self._client(dice, until) for dice in clients),
+            *(self._attacker(dice, until) for dice in attackers),
+        )
         watching.cancel()
         await asyncio.wait({watching})
         if killing is not None:
@@ -162,6 +177,17 @@ class Soak:
                 self.count.errors.append(f"{asked.kind}: {type(error).__name__}: {error}"[:300])
         await client.close()
 
+    async def _attacker(self, dice: random.Random, until: float) -> None:
+        door = Door(self._house.port)
+        while time.monotonic() < until:
+            attack = dice.choice(_CHEAP) if dice.random() < 0.5 else _as_attack(hostile(dice, []))
+            battle = Battle(dataclasses.replace(attack, is_flood=True), door, dice)
+            await battle.fight()
+            self.count.attacks[attack.name] += 1
+            if problem := battle.problem:
+                self.count.errors.append(f"{attack.name}: {problem}"[:300])
+            await asyncio.sleep(dice.random())
+
     async def _read(self, client: Client, kind: str, path: str, body: bytes, leaves_after: int | None) -> None:
         num_events = 0
         async with aclosing(client.post_events(path, body)) as events:
@@ -175,9 +201,20 @@ class Soak:
         self.count.answers += 1
 
 
+_CHEAP = [attack for attack in CATALOGUE if attack.is_cheap and attack.check is None and attack.needs == "any"]
+
+
+def _as_attack(made: Hostile) -> Attack:
+    return several(
+        made.kind.replace(" ", "-"),
+        lambda door: [Send([made.request], "leave" if made.waits == "nothing" else "answer")],
+        seconds=30.0,
+    )
+
+
 def _is_error(event: bytes) -> bool:
-    told = json.loads(event)
-    return bool(told.get("error")) or told.get("type") == "error"
+    decoded = json.loads(event)
+    return bool(decoded.get("error")) or decoded.get("type") == "error"
 
 
 def steady(looks: list[Look]) -> list[Look]:

@@ -1,0 +1,14 @@
+"""The catalogue of attacks: one list per theme, one entry per attack."""
+
+from benchmarks.torture.attacks import connections, files, grammars, heads, lists, prompts, sites
+from benchmarks.torture.attacks.base import Attack
+
+CATALOGUE: list[Attack] = [
+    *sites.ATTACKS,
+    *heads.ATTACKS,
+    *connections.ATTACKS,
+    *lists.ATTACKS,
+    *prompts.ATTACKS,
+    *files.ATTACKS,
+    *grammars.ATTACKS,
+]
