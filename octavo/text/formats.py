@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from octavo.config import AUTO
 from octavo.errors import ConfigError
-from octavo.text.chat.template import ChatTemplate
+from octavo.text.chat.template import ChatTemplate, DescribedTemplate
 from octavo.text.chat.tool_prompt import FORMAT
 from octavo.text.parsers import (
     ThinkFormat,
@@ -33,7 +33,9 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
         reasoning_format(reasoning_parser)
 
 
-def choose_formats(template: ChatTemplate, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerFormats:
+def choose_formats(
+    template: ChatTemplate | DescribedTemplate, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO
+) -> AnswerFormats:
     """Choose by name (--tool-call-parser, --reasoning-parser), or by what the template shows if the name is AUTO.
 
     A template that takes tools but shows a call format without a parser is not given the tools. They are then described in

@@ -132,7 +132,7 @@ def _file_tokenizer(file: Path, folder: Path, settings: dict[str, Any]) -> Token
 
 
 def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
-    from octavo.text.tokenize.sentencepiece_vocab import Added, SentencePieceTokenizer, control_tokens
+    from octavo.text.tokenize.sentencepiece_vocab import AddedTokens, SentencePieceTokenizer, control_tokens
     from octavo.text.tokenize.tiktoken_vocab import is_tiktoken
 
     model = path.read_bytes()
@@ -157,7 +157,7 @@ def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any])
     )
     return SentencePieceTokenizer(
         model,
-        Added(id_of, frozenset(special_ids)),
+        AddedTokens(id_of, frozenset(special_ids)),
         before=[bos] if bos is not None and settings.get("add_bos_token", True) else [],
         after=[eos] if eos is not None and settings.get("add_eos_token", False) else [],
         prefixes_every_part=settings.get("legacy") is not False,

@@ -1,21 +1,22 @@
 """Text: all text operations for one model: encode, decode, render a chat, stream an output. load.py builds it."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from octavo.errors import ConfigError, ContextTooLong, Field, InvalidRequest, Unsupported
+from octavo.errors import ConfigError, ContextTooLong, Field, InvalidRequest, RequestError, Unsupported
 from octavo.messages import SamplingParams
-from octavo.text.chat.template import ChatTemplate
+from octavo.text.chat.template import ChatTemplate, DescribedTemplate
 from octavo.text.chat.tool_prompt import spell_out
 from octavo.text.formats import AnswerFormats, choose_formats
 from octavo.text.pooling_config import PoolingConfig
 from octavo.text.stream import TextStream
 from octavo.text.tokenize.tokenizer import Tokenizer
 from octavo.text.tokenize.vocabulary import Vocabulary
+from octavo.text.tokenize.windows import WINDOW
 
-_MAX_REMEMBERED = 8
-"""Compiled templates of requests to keep: a client that sends its own template each time pays for compiling it once."""
 _MAX_SHRINKING = 4
 """Normalizing may shorten a text before it is tokenized (by composing characters), by less than this factor."""
 
@@ -24,11 +25,22 @@ _END = "\ue000\ue001\ue000"
 """Marks the end of the text of a message that is to be continued: private-use characters. The last occurrence counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class RenderCall:
+    """What a chat template is called with."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any]
+    is_open: bool  # the last message is to be continued
+
+
 class Text:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: ChatTemplate,
+        template: ChatTemplate | DescribedTemplate,
         eos_ids: Sequence[int],
         default_sampling: Mapping[str, float | int] | None = None,
         pooling_config: PoolingConfig | None = None,
@@ -41,7 +53,6 @@ class Text:
         self.formats = formats or choose_formats(template)  # formats of tool calls and reasoning
         self._tokenizer = tokenizer
         self._template = template
-        self._by_template = functools.lru_cache(_MAX_REMEMBERED)(self._replaced)
 
     def require_fit(self, model_vocab_size: int) -> None:
         """Raise ConfigError if the tokenizer's vocabulary is larger than the model's. Some tokenizers add a token or two after the
@@ -59,7 +70,8 @@ class Text:
         `max_tokens`, even if every token were the longest, is rejected without being tokenized. Text that reads like a control
         token becomes one, which is how completion prompts are written; chat messages go through encode_chat."""
         self._check(text, param, max_tokens)
-        return self._tokenizer.encode(text, add_special_tokens)
+        with _naming(param):
+            return _fitting(self._tokenizer.encode(text, add_special_tokens, max_tokens), text, max_tokens)
 
     def encode_cut(self, text: str, max_tokens: int, *, param: str = "prompt") -> list[int]:
         """Encode like encode(), but cut at the end to `max_tokens`. Special tokens that the vocabulary adds around a text stay."""
@@ -106,10 +118,10 @@ class Text:
         tokens as the first: many words that are one token after a space are two tokens without it, and are not banned there."""
         found: list[list[int]] = []
         for word in words:
-            plain = self._tokenizer.encode(word.lstrip(), False)
+            unspaced = self._tokenizer.encode(word.lstrip(), False)
             spaced = self._tokenizer.encode(" " + word.lstrip(), False)
-            found.append(plain)
-            if plain and spaced[-len(plain) :] != plain:  # else the first ban covers both
+            found.append(unspaced)
+            if unspaced and spaced[-len(unspaced) :] != unspaced:  # else the first ban covers both
                 found.append(spaced)
         return tuple(map(tuple, found))
 
@@ -125,25 +137,30 @@ class Text:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template.is_there
+        return isinstance(self._template, DescribedTemplate) or self._template.is_there
+
+    @property
+    def template_variables(self) -> dict[str, str]:
+        """Variables that every chat template gets: bos_token, eos_token, …"""
+        assert isinstance(self._template, ChatTemplate)
+        return self._template.variables
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template uses a variable of this name, such as enable_thinking."""
         return self._template.reads(variable)
 
-    def with_template(self, source: str) -> "Text":
-        """Return this Text with a request's own chat template, which is subject to template_limits.py. Do not call it in an event
-        loop: compiling takes a while, and so may rendering."""
-        return self._by_template(source)
-
-    def _replaced(self, source: str) -> "Text":
-        """Build the Text for another template. The formats stay the model's own, because they come from its training. If the
-        template shows tools in another format, tools are described in words."""
-        template = self._template.replaced(source)
+    def with_template(self, template: ChatTemplate | DescribedTemplate) -> "Text":
+        """Return this Text with a request's own chat template. The formats stay the model's own, because they come from its
+        training. If the template shows tools in another format, tools are described in words."""
         shown, own = choose_formats(template), self.formats
         takes_tools = shown.template_takes_tools and shown.tools is own.tools
         formats = AnswerFormats(own.tools, own.thinking, takes_tools)
         return Text(self._tokenizer, template, self.eos_ids, self.default_sampling, self.pooling_config, formats)
+
+    @property
+    def described_template(self) -> DescribedTemplate | None:
+        """The request's own template, which is rendered in another process. None: this Text renders its template itself."""
+        return self._template if isinstance(self._template, DescribedTemplate) else None
 
     def render_chat(
         self,
@@ -154,8 +171,8 @@ class Text:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        text = self._render_to(messages, add_generation_prompt, continue_final_message, tools, variables)
-        return self._tokenizer.lookalikes.reveal(text)
+        call = self.render_call(messages, add_generation_prompt, continue_final_message, tools, variables)
+        return self._tokenizer.lookalikes.reveal(self._finished(call, self._render(call)))
 
     def encode_chat(
         self,
@@ -169,24 +186,67 @@ class Text:
     ) -> list[int]:
         """Render and encode a chat. No special tokens are added: the template writes the BOS itself if the model wants one. Only
         the template can write control tokens: text that reads like one in a message, a tool or a variable stays text."""
-        text = self._render_to(messages, add_generation_prompt, continue_final_message, tools, variables)
-        self._check(text, "messages", max_tokens)
-        return self._tokenizer.encode_chat(text)
+        call = self.render_call(messages, add_generation_prompt, continue_final_message, tools, variables)
+        return self.encode_called(call, max_tokens)
 
-    def _render_to(
+    def encode_called(self, call: RenderCall, max_tokens: int | None = None) -> list[int]:
+        """Render and encode a chat by render_call()."""
+        return self.encode_rendered(call, self._render(call), max_tokens)
+
+    def render_call(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         continue_final_message: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
-    ) -> str:
-        """Render up to the beginning of the output, to the end of the last message, or to the end of its text. The latter is
+    ) -> RenderCall:
+        """What the template is called with: look-alikes of control tokens are hidden (special_token_escape.py), and tools are
+        described in messages if the template does not take any.
+
+        It renders up to the beginning of the output, to the end of the last message, or to the end of its text. The latter is
         marked with _END, because a template may write anything after it and trim what is before it."""
-        if not continue_final_message:
-            return self._render(messages, add_generation_prompt, tools, variables)
-        last = {**messages[-1], "content": messages[-1]["content"] + _END}
-        before, found, _ = self._render([*messages[:-1], last], False, tools, variables).rpartition(_END)
+        if continue_final_message:
+            last = {**messages[-1], "content": messages[-1]["content"] + _END}
+            messages, add_generation_prompt = [*messages[:-1], last], False
+        if not self.formats.template_takes_tools and (tools or any(map(_is_about_tools, messages))):
+            messages, tools = spell_out(messages, tools or (), self._template), None
+        hide = self._tokenizer.lookalikes.hide
+        try:
+            return RenderCall(
+                hide(messages),
+                add_generation_prompt,
+                hide(tools) if tools else None,
+                hide(variables),
+                continue_final_message,
+            )
+        except RecursionError:
+            raise InvalidRequest(Field("messages") + " are nested too deeply") from None
+
+    def encode_rendered(self, call: RenderCall, rendered: str, max_tokens: int | None = None) -> list[int]:
+        """Encode what the template has rendered."""
+        text = self._finished(call, rendered)
+        self._check(text, "messages", max_tokens)
+        with _naming("messages"):
+            return _fitting(self._tokenizer.encode_chat(text, max_tokens), text, max_tokens)
+
+    def revealed(self, error: InvalidRequest) -> InvalidRequest:
+        """The error of a template, whose message may quote hidden text."""
+        return InvalidRequest(error.sentence.reworded(self._tokenizer.lookalikes.reveal), error.field)
+
+    def _render(self, call: RenderCall) -> str:
+        assert isinstance(self._template, ChatTemplate), "a described template is rendered in another process"
+        try:
+            return self._template.render(
+                call.messages, add_generation_prompt=call.add_generation_prompt, tools=call.tools, **call.variables
+            )
+        except InvalidRequest as error:
+            raise self.revealed(error) from error
+
+    def _finished(self, call: RenderCall, rendered: str) -> str:
+        if not call.is_open:
+            return rendered
+        before, found, _ = rendered.rpartition(_END)
         if not found:
             raise InvalidRequest(
                 "the chat template does not render the last message unchanged, so it cannot be continued",
@@ -194,34 +254,27 @@ class Text:
             )
         return before
 
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Render with look-alikes of control tokens hidden (special_token_escape.py). If the template does not take tools, they
-        are described in messages."""
-        if not self.formats.template_takes_tools and (tools or any(map(_is_about_tools, messages))):
-            messages, tools = spell_out(messages, tools or (), self._template), None
-        hide, reveal = self._tokenizer.lookalikes.hide, self._tokenizer.lookalikes.reveal
-        try:
-            messages, tools, variables = hide(messages), tools and hide(tools), variables and hide(variables)
-        except RecursionError:
-            raise InvalidRequest(Field("messages") + " are nested too deeply") from None
-        try:
-            return self._template.render(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-            )
-        except InvalidRequest as error:  # the message may quote hidden text
-            raise InvalidRequest(error.sentence.reworded(reveal), error.field) from error
-
     def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = (), marks: Sequence[str] = ()) -> TextStream:
         """Return a stream for one choice, whose text continues the prompt's (detokenizer.py). `marks`: special tokens that are
         part of the text."""
         detokenizer = self._tokenizer.detokenizer(prompt_ids, params.skip_special_tokens, marks)
         return TextStream(detokenizer, params, self.eos_ids)
+
+
+def _fitting(ids: list[int], text: str, max_tokens: int | None) -> list[int]:
+    """The ids. A long text with too many is rejected here, because some may be missing; a short one on admission."""
+    if max_tokens is not None and len(ids) > max_tokens and len(text) > WINDOW:
+        raise ContextTooLong(f"the text has more than {max_tokens} tokens, which is what the context holds")
+    return ids
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Name the field in errors about its text."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(Field(param) + f": {error.message}") from error
 
 
 def _is_about_tools(message: Mapping[str, Any]) -> bool:

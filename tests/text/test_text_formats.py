@@ -66,11 +66,11 @@ def test_templates_may_also_look_into_arguments() -> None:
 
 
 def test_tools_in_words_join_the_system_message() -> None:
-    told = spell_out(
+    rewritten = spell_out(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], TOOLS, template(PLAIN)
     )
-    assert [message["role"] for message in told] == ["system", "user"]
-    assert told[0]["content"].startswith("Be brief.\n\n") and '"name": "look"' in told[0]["content"]
+    assert [message["role"] for message in rewritten] == ["system", "user"]
+    assert rewritten[0]["content"].startswith("Be brief.\n\n") and '"name": "look"' in rewritten[0]["content"]
     (first, second) = spell_out([{"role": "user", "content": "Hi"}], TOOLS, template(PLAIN))
     assert (first["role"], second) == ("system", {"role": "user", "content": "Hi"})
 
@@ -82,7 +82,7 @@ def test_tools_in_words_join_the_users_message_where_there_is_no_system() -> Non
 
 
 def test_calls_and_results_become_text_in_turns_that_alternate() -> None:
-    told = spell_out(
+    rewritten = spell_out(
         [
             {"role": "user", "content": "Hi"},
             {"role": "assistant", "content": "Well.", "tool_calls": [CALL, CALL]},
@@ -93,9 +93,12 @@ def test_calls_and_results_become_text_in_turns_that_alternate() -> None:
         [],
         template(PLAIN),
     )
-    assert [message["role"] for message in told] == ["user", "assistant", "user", "assistant"]
-    assert told[1]["content"].startswith("Well.\n\n<tool_call>\n{") and told[1]["content"].count("</tool_call>") == 2
-    assert told[2]["content"].count("<tool_response>") == 2 and "two" in told[2]["content"]
+    assert [message["role"] for message in rewritten] == ["user", "assistant", "user", "assistant"]
+    assert (
+        rewritten[1]["content"].startswith("Well.\n\n<tool_call>\n{")
+        and rewritten[1]["content"].count("</tool_call>") == 2
+    )
+    assert rewritten[2]["content"].count("<tool_response>") == 2 and "two" in rewritten[2]["content"]
 
 
 def test_marks_are_kept_though_they_are_special_tokens(tmp_path: Path) -> None:

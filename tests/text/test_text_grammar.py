@@ -1,7 +1,9 @@
 """Output formats as grammars: random answers within their masks are valid, and everything else is refused by name."""
 
+import contextlib
 import json
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -10,6 +12,7 @@ import pytest
 from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
 from octavo.text.chat.tools import calls_schema, parse_tool_choice, parse_tools
 from octavo.text.grammar.build import MAX_CHOICES, grammar_of, schema_grammar, wish_of_response_format
+from octavo.text.grammar.limits import longest_chain
 from tests.doubles import byte_text
 from tests.schemas import peoples, suite
 from tests.walks import VOCABULARY, walk
@@ -85,6 +88,9 @@ def test_the_suite_is_enforced_or_refused():
         ({"minLength": -1}, "#/minLength must be a whole number from 0 to 100000"),
         ({"minItems": 10**9}, "#/minItems must be a whole number from 0 to 100000"),
         ({"minimum": 10**300}, "#/minimum must be a number between"),
+        ({"minimum": 10**400}, "#/minimum must be a number between"),  # more than a float holds
+        ({"multipleOf": 10**400}, "#/multipleOf must be"),
+        ({"maxLength": 10**400}, "#/maxLength must be"),
         ({"enum": []}, "#/enum must be a non-empty list"),
         ({"required": "a"}, "#/required must be a list of strings"),
         ({"properties": []}, "#/properties must be an object of schemas"),
@@ -114,6 +120,11 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(schema: Any, words:
     assert words in error.value.message and error.value.message.startswith("schema") and error.value.param == "schema"
 
 
+def object_with(**values: int) -> Any:
+    properties = {name: {"const": value} for name, value in values.items()}
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
 def bomb(depth: int) -> Any:
     schema: Any = {"type": "integer"}
     for _ in range(depth):
@@ -129,6 +140,54 @@ def bomb(depth: int) -> Any:
 def test_bombs_are_refused(schema: Any):
     with pytest.raises(RequestError):
         schema_grammar(schema, VOCABULARY, field=Field("schema"), max_bytes=2**22)
+
+
+@pytest.mark.parametrize(
+    ("edges", "longest"),
+    [
+        ({}, 0),
+        ({"a": []}, 1),
+        ({"a": ["a"]}, 1),
+        ({"a": ["b"], "b": ["c"], "c": []}, 3),
+        ({"a": ["b", "c"], "b": ["d"], "c": ["b"], "d": []}, 4),  # a c b d
+        ({"a": ["b"], "b": ["c", "a"], "c": ["d"], "d": []}, 4),  # all of a cycle, and what it leads to
+        ({str(at): [str(at + 1)] for at in range(9999)} | {"9999": []}, 10_000),
+    ],
+)
+def test_the_longest_chain_of_references(edges: dict[str, list[str]], longest: int):
+    assert longest_chain(edges) == longest
+    assert longest_chain(dict(reversed(edges.items()))) == longest
+
+
+SECONDS = 5.0
+"""Of computing, for what takes some tenths of one, and took much longer when its time grew by the square of its size."""
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"json": {"oneOf": [{"const": at} for at in range(9000)]}},
+        {"grammar": 'start: "' + '\\"' * 120_000},
+        {"grammar": "start: /" + "\\/" * 120_000},
+        {"grammar": "start: " + "%json {} " * 60_000},
+    ],
+    ids=["oneOf", "open text", "open regex", "%json"],
+)  # fmt: skip
+def test_checks_take_no_longer_than_their_size(wish: dict[str, Any]):
+    """Without the compiler, which has limits of its own."""
+    started = time.process_time()
+    with contextlib.suppress(RequestError), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.text.grammar.build._problem", lambda *_: "not compiled")
+        grammar_of(wish, VOCABULARY, max_bytes=2**22)
+    assert time.process_time() - started < SECONDS
+
+
+def test_one_of_many_is_told_apart_by_two_properties_together():
+    schema = {"oneOf": [object_with(k=at // 20, v=at % 20) for at in range(400)]}
+    assert "anyOf" in compiled(schema)
+    schema["oneOf"].append(object_with(k=3, v=4))
+    with pytest.raises(InvalidRequest, match="oneOf"):
+        compiled(schema)
 
 
 def doubling(num_lines: int) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 from vocabularies import (
     CORPUS,
     SAMPLES,
@@ -228,6 +229,39 @@ def test_a_lone_surrogate_is_the_callers_mistake(bad: str, folder: Path) -> None
     assert raised.value.param == "messages"
 
 
+def test_a_panic_of_the_library_is_one_line(folder: Path) -> None:
+    """Its panics are no Exceptions: this prefix is longer than the merged pieces that should have it."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "longer"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="cannot be read as a tokenizer"):
+        load_text(folder)
+
+
+def test_a_sentencepiece_model_with_a_piece_that_is_not_utf8(tmp_path: Path) -> None:
+    sentencepiece_model("bpe", tmp_path)
+    model = (tmp_path / "tokenizer.model").read_bytes()
+    place = model.rindex("▁".encode())
+    (tmp_path / "tokenizer.model").write_bytes(model[: place + 1] + b"\xff" + model[place + 2 :])
+    with pytest.raises(ConfigError, match="SentencePiece model cannot be read"):
+        load_text(tmp_path)
+
+
+def test_a_text_that_a_vocabulary_cannot_spell_is_the_callers_mistake(tmp_path: Path) -> None:
+    """It has no token for unknown characters, and the library raises a bare Exception."""
+    library = Tokenizer(models.Unigram([("a", -1.0), ("b", -2.0)], None, False))
+    library.save(str(tmp_path / "tokenizer.json"))
+    text = load_text(tmp_path)
+    assert text.encode("ab") == [0, 1]
+    with pytest.raises(InvalidRequest, match="cannot encode this text"):
+        text.encode("abc")
+
+
+def test_a_role_that_no_token_can_have_is_left_out(folder: Path) -> None:
+    text = load_text(write(folder, tokenizer_config={"eos_token": "\ud800"}, config={"eos_token_id": 1}))
+    assert text.eos_ids == (1,)
+
+
 def one_line(error: ConfigError) -> str:
     assert "\n" not in error.message
     return error.message
@@ -384,14 +418,14 @@ def test_what_happens_to_vectors_before_they_are_pooled_is_not_forgotten(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("metadata", "told"),
+    ("metadata", "problem"),
     [
         ({"tokenizer.ggml.tokens": [1, 2]}, "holds no vocabulary"),
         ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": 7}, "2 tokens but no list of token types"),
     ],
 )
-def test_a_gguf_vocabulary_of_the_wrong_types_is_refused(metadata: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_gguf_vocabulary_of_the_wrong_types_is_refused(metadata: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         read_vocabulary(metadata)
 
 

@@ -3,20 +3,33 @@
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.text.chat.template import MAX_REQUEST_SOURCE
+from octavo.text import Text
+from octavo.text.chat.template import MAX_REQUEST_SOURCE, ChatTemplate, request_template
 from tests.doubles import byte_text
 
 HI = [{"role": "user", "content": "hi <|end|>"}]
 
 
+def with_template(source: str) -> Text:
+    text = byte_text()
+    return text.with_template(request_template(source, text.template_variables))
+
+
 def test_it_replaces_the_models_own() -> None:
     text = byte_text()
-    own = text.with_template("{{ messages[0].content }}|{{ eos_token }}")
+    own = with_template("{{ messages[0].content }}|{{ eos_token }}")
     assert own.render_chat(HI) == "hi <|end|>|<|end|>"
     assert own.encode_chat(HI)[:10] == [*b"hi <|end|>"], "what a person writes is no control token here either"
     assert own.encode_chat(HI)[10:] == [*b"|", 256]
     assert text.render_chat(HI) != own.render_chat(HI)
-    assert text.with_template("{{ messages[0].content }}|{{ eos_token }}") is own, "compiled once"
+
+
+def test_its_code_renders_without_its_source() -> None:
+    text = byte_text()
+    compiled = request_template("{{ messages[0].content }}|{{ eos_token }}{{ mood }}", text.template_variables)
+    loaded = ChatTemplate.of_code(compiled.code, text.template_variables)
+    assert loaded.render(HI, mood="!") == compiled.render(HI, mood="!") == "hi <|end|>|<|end|>!"
+    assert {"messages", "eos_token", "mood"} <= compiled.names
 
 
 @pytest.mark.parametrize(
@@ -36,6 +49,6 @@ def test_it_replaces_the_models_own() -> None:
 )
 def test_what_it_may_not_do(source: str, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        byte_text().with_template(source).encode_chat(HI)
+        with_template(source).encode_chat(HI)
     assert words in caught.value.message and "\n" not in caught.value.message
     assert caught.value.param in ("chat_template", "messages")

@@ -58,6 +58,12 @@ ENORMOUS = [
     "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
     "{{ 5 | round(-1000000000) }}",
     "{{ 'a'.translate('a'.maketrans({'a': 'b'})) }}",
+    "{{ '{:.{}f}'.format(1.5, 2000000000) }}",
+    "{{ '{:{width}}'.format(1, width='>2000000000') }}",
+    "{{ '{0:{1[0]}}'.format('a', [2000000000]) }}",
+    "{{ '{:{}{}}'.format('a', '20000', '00000') }}",
+    "{{ (' ' * 1000000) | wordwrap(1) }}",
+    "{{ (1).to_bytes(2000000000, 'big') | length }}",
 ]
 
 
@@ -82,6 +88,10 @@ def test_hard_work_is_not() -> None:
     assert text.startswith("<user>message 0 aaa")
     assert text.count("\n") == 2000
     assert len(text) > 2_000_000
+
+
+def test_widths_that_are_values_are_rendered() -> None:
+    assert render("{{ '{:>{}}|{:.{n}f}'.format('a', 4, 1.25, n=1) }}") == "   a|1.2"
 
 
 def test_one_rendering_does_not_pay_for_another() -> None:

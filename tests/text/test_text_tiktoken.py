@@ -172,6 +172,8 @@ def broken_tekken(folder: Path, **config: Any) -> Path:
         (lambda folder: tekken(folder, vocab=[{"token_bytes": "?"}]), "cannot be read as a tekken"),
         (lambda folder: tekken(folder, special_tokens=[{"token_str": "a"}]), "gives 'a' two ids"),
         (lambda folder: tekken(folder, special_tokens=[{"token_str": "<s>"}] * 2), "damaged"),
+        (lambda folder: tekken(folder, special_tokens=[{"token_str": "\ud800"}]), "cannot be read as a tekken"),
+        (lambda folder: tekken(folder, num_special=10**9), "announces 1000000000 special tokens"),
         (lambda folder: (folder / "qwen.tiktoken").write_text("YQ== 0\nnothing\n"), "line 2"),
         (lambda folder: (folder / "qwen.tiktoken").write_text("YQ== 0\nYg== 2\n"), "ranks"),
         (lambda folder: (folder / "qwen.tiktoken").write_text(""), "cut short"),

@@ -3,9 +3,12 @@ Jinja's sandbox, within the limits of template_limits.py."""
 
 import functools
 import json
+import marshal
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from types import CodeType
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, nodes
@@ -20,6 +23,8 @@ from octavo.text.tokenize.special_token_escape import is_mark
 _MAX_SOURCE = 1024 * 1024  # characters; the longest templates in use have some ten thousand
 MESSAGES = Field("messages")
 MAX_REQUEST_SOURCE = 32 * 1024  # characters of a request's own template: compile time grows with the length
+_ASK_SECONDS = 0.2  # to find out whether a template takes a system message
+_MAX_REASON = 1000  # characters of an error that a template words itself
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
@@ -66,17 +71,19 @@ def _environment() -> LimitedEnvironment:
     return environment
 
 
-def _compile(environment: LimitedEnvironment, name: str, source: str) -> Template:
+def _compile(environment: LimitedEnvironment, name: str, source: str) -> CodeType:
     advice = "give another one with --chat-template FILE"
     if len(source) > _MAX_SOURCE:
         raise ConfigError(f"the chat template {name!r} has {len(source):,} characters, which is too long; {advice}")
     try:
         with limited():  # Jinja evaluates constant expressions while it compiles
-            return environment.from_string(source)
+            return environment.compile(source)
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template {name!r} is not valid Jinja (line {error.lineno}: {error.message}); {advice}"
         ) from error
+    except MemoryError:
+        raise
     except Exception as error:  # for example nested too deeply for Jinja or Python
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"the chat template {name!r} cannot be compiled ({reason}); {advice}") from error
@@ -107,32 +114,40 @@ class ChatTemplate:
         self._environment = _environment()
         self._sources = dict(sources)
         self._names: dict[str, frozenset[str]] = {}  # source → names of the variables that it reads
-        self._variables = dict(variables)
-        self._templates = {name: _compile(self._environment, name, source) for name, source in sources.items()}
+        self.variables = dict(variables)
+        self._codes: dict[str, CodeType] = {}
+        self._templates: dict[str, Template] = {}
+        for name, source in sources.items():
+            self._add(name, _compile(self._environment, name, source))
 
-    def replaced(self, source: str) -> "ChatTemplate":
-        """Return a ChatTemplate with a request's own template instead. Compiling takes a while: do not call it in an event
-        loop."""
-        if len(source) > MAX_REQUEST_SOURCE:
-            raise InvalidRequest(
-                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_SOURCE} are allowed",
-                param="chat_template",
-            )
-        try:
-            return ChatTemplate({"default": source}, self._variables)
-        except ConfigError as error:
-            cause = error.__cause__
-            at = f" in line {cause.lineno}" if isinstance(cause, TemplateSyntaxError) else ""
-            reason = str(cause).partition("\n")[0] or type(cause).__name__
-            raise InvalidRequest(f"chat_template is not valid Jinja{at}: {reason}", param="chat_template") from error
+    def _add(self, name: str, code: CodeType) -> None:
+        self._codes[name] = code
+        self._templates[name] = Template.from_code(self._environment, code, self._environment.make_globals(None))
+
+    @classmethod
+    def of_code(cls, code: bytes, variables: Mapping[str, str]) -> "ChatTemplate":
+        """The template that has this `code`, without its source. The code is executed: call it where that may do no harm."""
+        template = cls({}, variables)
+        template._add("default", marshal.loads(code))
+        return template
+
+    @property
+    def code(self) -> bytes:
+        """The template as byte code of this Python version, which renders without being compiled again."""
+        return marshal.dumps(self._codes["default"])
 
     @property
     def is_there(self) -> bool:
-        return "default" in self._templates
+        return "default" in self._codes
 
     def source(self, with_tools: bool = False) -> str:
         """Text of the template that renders a request with, or without, tools. Empty: there is none."""
         return (self._sources.get("tool_use") if with_tools else None) or self._sources.get("default", "")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the variables that the template reads."""
+        return self._names_in(self.source())
 
     def reads(self, variable: str, with_tools: bool = False) -> bool:
         """Whether the template reads a variable of this name."""
@@ -149,9 +164,12 @@ class ChatTemplate:
         """Whether a system message may come first: some templates reject one, some ignore it."""
         mark = "Octavo asks whether this is shown."
         messages = [{"role": "system", "content": mark}, {"role": "user", "content": "Hi"}]
+        if not self.is_there:
+            return False
         try:
-            return mark in self.render(messages)
-        except InvalidRequest:
+            with limited(_ASK_SECONDS):
+                return mark in self._templates["default"].render(self._values(messages, True, None, {}))
+        except Exception:  # foreign code: any error means no
             return False
 
     def render(
@@ -170,32 +188,81 @@ class ChatTemplate:
                 + MESSAGES
                 + ": send a plain prompt instead, or set a template with --chat-template FILE"
             )
-        values = {
-            **self._variables,
-            "documents": None,
-            **variables,
-            "messages": [_plain(message, at) for at, message in enumerate(messages)],
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools or None,
-        }
+        values = self._values(messages, add_generation_prompt, tools, variables)
         try:
             with limited():
                 return template.render(values)
         except TemplateLimit as error:
             raise InvalidRequest(f"{error.message}: change the template or the " + MESSAGES) from error
+        except MemoryError:
+            raise
         except Exception as error:
             # The template is foreign code and these messages are its only input: whatever it raises is about them.
-            raise InvalidRequest("the chat template rejected the " + MESSAGES + f": {error}") from error
+            reason = str(error)[:_MAX_REASON]
+            raise InvalidRequest("the chat template rejected the " + MESSAGES + f": {reason}") from error
+
+    def _values(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        return {
+            **self.variables,
+            "documents": None,
+            **variables,
+            "messages": [_with_text(message, at) for at, message in enumerate(messages)],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools or None,
+        }
 
 
-def _plain(message: Mapping[str, Any], at: int) -> dict[str, Any]:
+def request_template(source: str, variables: Mapping[str, str]) -> ChatTemplate:
+    """Compile a request's own template. To be called in a confined process (octavo/sandbox): it takes time, and so may
+    rendering."""
+    check_length(source)
+    try:
+        return ChatTemplate({"default": source}, variables)
+    except ConfigError as error:
+        cause = error.__cause__
+        at = f" in line {cause.lineno}" if isinstance(cause, TemplateSyntaxError) else ""
+        reason = str(cause).partition("\n")[0][:_MAX_REASON] or type(cause).__name__
+        raise InvalidRequest(f"chat_template is not valid Jinja{at}: {reason}", param="chat_template") from error
+
+
+def check_length(source: str) -> None:
+    if len(source) > MAX_REQUEST_SOURCE:
+        raise InvalidRequest(
+            f"chat_template has {len(source)} characters; at most {MAX_REQUEST_SOURCE} are allowed",
+            param="chat_template",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTemplate:
+    """A request's own template that was compiled in another process, where it is rendered, too."""
+
+    text: str
+    names: frozenset[str]  # of the variables that it reads
+    takes_system: bool  # as ChatTemplate has it
+    code: bytes  # as ChatTemplate has it: not to be executed in this process
+
+    def source(self, with_tools: bool = False) -> str:
+        return self.text
+
+    def reads(self, variable: str, with_tools: bool = False) -> bool:
+        return variable in self.names
+
+
+def _with_text(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     """Return the message with its content as one string, as templates of text models expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(MESSAGES / at + " must be an object with a 'role'")
-    plain = {**message, "content": plain_content(message.get("content"), at)}
+    rendered = {**message, "content": content_text(message.get("content"), at)}
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_call(call) for call in calls]
-    return plain
+        rendered["tool_calls"] = [_call(call) for call in calls]
+    return rendered
 
 
 def _call(call: Any) -> Any:
@@ -206,7 +273,7 @@ def _call(call: Any) -> Any:
             return call
 
 
-def plain_content(content: Any, at: int) -> str:
+def content_text(content: Any, at: int) -> str:
     """Return the content of messages[at] as one string."""
     match content:
         case None:

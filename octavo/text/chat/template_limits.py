@@ -6,7 +6,10 @@ slices, output) adds its size to one sum; where the result could be far larger t
 a single operation nor all of them together take long.
 """
 
+import contextlib
+import itertools
 import re
+import string
 import threading
 import time
 from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
@@ -22,6 +25,11 @@ MAX_SECONDS = 2.0  # CPU time of one thread; a long chat takes some hundredths
 MAX_MADE = 128 * 1024 * 1024  # characters and list entries that one rendering may create in total
 MAX_NUMBER = 100_000  # widths, indentations and repetitions in filters and methods
 MAX_BITS = 4096  # size of integers
+MAX_WRAPPED = 20_000  # characters of a text to wrap, which takes time by the square of them
+
+
+_WIDE = re.compile(r"\d{5}")
+_FORMATTER = string.Formatter()
 
 
 class TemplateLimit(SecurityError):
@@ -31,9 +39,9 @@ class TemplateLimit(SecurityError):
 class _Spent:
     __slots__ = ("deadline", "made")
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self.made = 0
-        self.deadline = time.thread_time() + MAX_SECONDS
+        self.deadline = time.thread_time() + seconds
 
 
 class _Running(threading.local):
@@ -44,10 +52,13 @@ _running = _Running()
 
 
 class limited:
-    """Context manager: what Jinja does inside counts against the limits."""
+    """Context manager: what Jinja does inside counts against the limits. `seconds`: None for MAX_SECONDS."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._seconds = seconds
 
     def __enter__(self) -> None:
-        _running.spent = _Spent()
+        _running.spent = _Spent(MAX_SECONDS if self._seconds is None else self._seconds)
 
     def __exit__(self, *exc_info: object) -> None:
         _running.spent = None
@@ -173,6 +184,10 @@ def _before(name: str, value: Any, given: list[Any]) -> None:
             makes(_text_size(value) + _widest(given) * len(value))
         case "indent":
             makes(_written(value).count("\n") * _widest(given))
+        case "wordwrap" if len(_written(value)) > MAX_WRAPPED:
+            raise TemplateLimit(
+                f"the chat template wraps a text of more than {MAX_WRAPPED:,} characters, which is not allowed"
+            )
         case "wordwrap":
             makes(_text_size(value) * (1 + _widest([each for each in given if isinstance(each, str)])))
         case "expandtabs":
@@ -199,11 +214,31 @@ def _widest(given: list[Any]) -> int:
 
 
 def _before_format(pattern: str, given: Iterable[Any]) -> None:
-    if re.search(r"\d{5}", pattern) or "*" in pattern:
+    if _WIDE.search(pattern) or "*" in pattern:
         raise TemplateLimit("the chat template formats a text to a very large width, which is not allowed")
     places = pattern.count("{") + pattern.count("%")
     widths = sum(map(int, re.findall(r"\d+", pattern)))
     makes(len(pattern) + widths + places * max(map(_text_size, given), default=0))
+
+
+def _check_nested_widths(pattern: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Check the widths of str.format that are values themselves: "{:{}}".format(text, width)."""
+    automatic = itertools.count()
+
+    def value_of(field: str) -> str:
+        if field and not field.isidentifier() and not field.isdecimal():
+            raise TemplateLimit("the chat template looks up a width inside a value, which is not allowed")
+        return _written(named[field] if field.isidentifier() else arguments[int(field or next(automatic))])
+
+    for _, field, width, _ in _FORMATTER.parse(pattern):
+        if field is not None and (not field or field[0] in ".["):
+            next(automatic)
+        if "{" in (width or ""):
+            parts = _FORMATTER.parse(width or "")
+            written = "".join([text + ("" if inner is None else value_of(inner)) for text, inner, _, _ in parts])
+            if _WIDE.search(written):
+                raise TemplateLimit("the chat template formats a text to a very large width, which is not allowed")
+            makes(sum(map(int, re.findall(r"\d+", written))))
 
 
 def _limited_filter(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,7 +290,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             if name == "join" and args:
                 args = (list(args[0]), *args[1:])
+            if name == "format":
+                with contextlib.suppress(LookupError, ValueError):  # it raises the same, in its own words
+                    _check_nested_widths(owner, args, kwargs)
             _before(name, owner, [*args, *kwargs.values()])
+        elif name == "to_bytes":
+            raise TemplateLimit("the chat template turns a number into bytes, which is not allowed")
         return counted(SandboxedEnvironment.call(__self, __context, __obj, *args, **kwargs))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.text.chat.template import ChatTemplate, plain_content
+from octavo.text.chat.template import ChatTemplate, DescribedTemplate, content_text
 
 FORMAT = "hermes"
 
@@ -22,40 +22,42 @@ The results come back between the tags <tool_response> and </tool_response>. Whe
 
 
 def spell_out(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: ChatTemplate
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    template: ChatTemplate | DescribedTemplate,
 ) -> list[dict[str, Any]]:
     """Rewrite the conversation for a template that only knows the roles system, user and assistant."""
-    told = _history(messages)
+    history = _history(messages)
     if not tools:
-        return told
+        return history
     lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     words = _WORDS.format(tools="\n".join(lines))
     role = "system" if template.takes_system else "user"
-    if not told or told[0].get("role") != role:
-        return [{"role": role, "content": words}, *told]
-    first = plain_content(told[0].get("content"), 0)
+    if not history or history[0].get("role") != role:
+        return [{"role": role, "content": words}, *history]
+    first = content_text(history[0].get("content"), 0)
     parts = [first, words] if role == "system" else [words, first]
-    return [{**told[0], "content": _joined(parts)}, *told[1:]]
+    return [{**history[0], "content": _joined(parts)}, *history[1:]]
 
 
 def _history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = []
-    was_result = False
+    history: list[dict[str, Any]] = []
+    results: list[str] = []  # consecutive results become one message: many templates require alternating roles
     for at, message in enumerate(messages):
-        is_result = message.get("role") == "tool"
-        if is_result:
-            content = f"<tool_response>\n{plain_content(message.get('content'), at)}\n</tool_response>"
-            if was_result:  # join consecutive results: many templates require alternating roles
-                told[-1]["content"] += "\n" + content
-            else:
-                told.append({"role": "user", "content": content})
-        elif calls := message.get("tool_calls"):
-            content = _joined([plain_content(message.get("content"), at), *map(_call, calls)])
-            told.append({"role": message["role"], "content": content})
+        if message.get("role") == "tool":
+            results.append(f"<tool_response>\n{content_text(message.get('content'), at)}\n</tool_response>")
+            continue
+        if results:
+            history.append({"role": "user", "content": "\n".join(results)})
+            results = []
+        if calls := message.get("tool_calls"):
+            content = _joined([content_text(message.get("content"), at), *map(_call, calls)])
+            history.append({"role": message["role"], "content": content})
         else:
-            told.append(dict(message))
-        was_result = is_result
-    return told
+            history.append(dict(message))
+    if results:
+        history.append({"role": "user", "content": "\n".join(results)})
+    return history
 
 
 def _call(call: Mapping[str, Any]) -> str:

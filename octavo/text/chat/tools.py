@@ -62,7 +62,7 @@ def _tool(entry: object, where: Field) -> Tool:
     if not isinstance(function, Mapping):
         raise InvalidRequest(where + " must be an object")
     name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not _is_plain(name):
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not _is_allowed_name(name):
         raise InvalidRequest(where / "name" + f" must be 1 to {_MAX_NAME} letters, digits, '_', '-' or '.'")
     description = function.get("description")
     if description is not None and not isinstance(description, str):
@@ -73,7 +73,7 @@ def _tool(entry: object, where: Field) -> Tool:
     return Tool(name, description or "", _parameters(function.get("parameters"), where / "parameters"), bool(strict))
 
 
-def _is_plain(name: str) -> bool:
+def _is_allowed_name(name: str) -> bool:
     return name.isascii() and all(character.isalnum() or character in "_-." for character in name)
 
 

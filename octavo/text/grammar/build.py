@@ -9,22 +9,30 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
 from octavo.text.grammar.grammar_errors import in_words
 from octavo.text.grammar.json_schema import prepare
 from octavo.text.grammar.lark import settle
+from octavo.text.grammar.limits import parser_limits
 from octavo.text.grammar.multiples import Budget
-from octavo.text.grammar.regex import plain_classes, slashed, without_anchors
+from octavo.text.grammar.regex import ascii_classes, slashed, without_anchors
 from octavo.text.grammar.schema_tree import rebuilt
 from octavo.text.grammar.structural_tag import tags_rules
 from octavo.text.tokenize.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 STRUCTURED_OUTPUTS, RESPONSE_FORMAT = Field("structured_outputs"), Field("response_format")
 MAX_BYTES = 256 * 2**10  # default limit on the size of a schema, grammar or regex
 MAX_CHOICES = 4096
 _MAX_NESTING = 100  # nested brackets
+_BRACKETS = re.compile(r"[()\[\]{}]")
+_MAX_TRIED = 8  # bytes of the output that is tried
+_LONG_ROW, _NO_TOKEN = "Current row has", "NoExtension"  # as in the parser's errors
+_TRIED = sorted(range(256), key=lambda byte: (bytes([byte]).isspace(), byte))
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _STYLES = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 # Tokens are sampled one by one under the grammar's mask, so it need not tokenize forced text itself.
@@ -48,18 +56,9 @@ def grammar_of(
 ) -> str:
     """Build the grammar. `wish`: vLLM's structured_outputs, with exactly one of its kinds. `field`: the request's field that it
     came in; `where`: the path of the value, if it is not field.kind."""
-    given = {key: value for key, value in wish.items() if value is not None and value is not False}
-    kinds = [key for key in given if key in _KINDS]
-    if unknown := [key for key in given if key not in (*_KINDS, *_STYLES)]:
-        raise Unsupported(field / unknown[0][:60] + " is not supported")
-    if len(kinds) != 1:
-        named = " and ".join(kinds) if kinds else "none"
-        raise InvalidRequest(field + f" must have exactly one of {', '.join(_KINDS)}; got {named}")
-    require_llguidance(field)
-    kind = kinds[0]
-    value, where = given[kind], where or field / kind
-    budget = Budget()
-    _check_size(value, where, max_bytes)
+    kind, where = check_wish(wish, field=field, where=where, max_bytes=max_bytes)
+    given = _given(wish)
+    value, budget = given[kind], Budget()
     match kind:
         case "json":
             return schema_grammar(_parsed(value, where), vocabulary, field=where, style=given)
@@ -84,6 +83,31 @@ def grammar_of(
     return _checked(rules, vocabulary, where, is_own_text=rules == value)
 
 
+def check_wish(
+    wish: Mapping[str, Any],
+    *,
+    field: Field = STRUCTURED_OUTPUTS,
+    where: Field | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> tuple[str, Field]:
+    """Check what takes no time: that there is one kind, and the size. Returns the kind, and the path of its value."""
+    given = _given(wish)
+    kinds = [key for key in given if key in _KINDS]
+    if unknown := [key for key in given if key not in (*_KINDS, *_STYLES)]:
+        raise Unsupported(field / unknown[0][:60] + " is not supported")
+    if len(kinds) != 1:
+        named = " and ".join(kinds) if kinds else "none"
+        raise InvalidRequest(field + f" must have exactly one of {', '.join(_KINDS)}; got {named}")
+    require_llguidance(field)
+    where = where or field / kinds[0]
+    check_size(given[kinds[0]], where, max_bytes)
+    return kinds[0], where
+
+
+def _given(wish: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in wish.items() if value is not None and value is not False}
+
+
 def schema_grammar(
     schema: object,
     vocabulary: Vocabulary,
@@ -94,7 +118,7 @@ def schema_grammar(
 ) -> str:
     """Grammar of an output that is JSON, validates against the schema, and has nothing around it."""
     require_llguidance(field)
-    _check_size(schema, field, max_bytes)
+    check_size(schema, field, max_bytes)
     return _checked(f"start: {_schema_rule(schema, field, style or {})}\n", vocabulary, field)
 
 
@@ -110,7 +134,7 @@ def framed_grammar(
     """Grammar of an output that is JSON of this schema within a frame. If it can repeat, several follow each other directly: if
     anything were allowed between them, a model that writes it, even a line break, would have to continue with another."""
     require_llguidance(field)
-    _check_size(schema, field, max_bytes)
+    check_size(schema, field, max_bytes)
     before, after = (literal(text, vocabulary) for text in frame)
     rules = f"start: part{'+' if can_repeat else ''}\npart: {before} {_schema_rule(schema, field, {})} {after}\n"
     return _checked(rules, vocabulary, field)
@@ -145,7 +169,7 @@ def regex_terminal(value: object, field: Field) -> str:
     pattern = without_anchors(_regex(value, field))
     if not pattern:
         raise InvalidRequest(field + " matches only the empty string")
-    return slashed(plain_classes(pattern))
+    return slashed(ascii_classes(pattern))
 
 
 def _regex(value: object, field: Field) -> str:
@@ -170,10 +194,10 @@ def quoted(text: str) -> str:
 
 def literal(text: str, vocabulary: Vocabulary) -> str:
     """Write a text as Lark strings, with control tokens by id: no text can stand for them."""
-    names = sorted(vocabulary.special_names, key=len, reverse=True)
-    if not any(name in text for name in names):
+    pattern = vocabulary.special_pattern
+    parts = [text] if pattern is None else pattern.split(text)
+    if len(parts) == 1:
         return quoted(text)
-    parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
     return " ".join(
         f"<[{vocabulary.special_names[part]}]>" if at % 2 else quoted(part) for at, part in enumerate(parts) if part
     )
@@ -207,22 +231,39 @@ def _checked(rules: str, vocabulary: Vocabulary, field: Field, is_own_text: bool
 
 @functools.lru_cache(maxsize=256)
 def _problem(grammar: str, vocabulary: Vocabulary) -> str:
-    """The compiler's error or warnings; empty: none. The grammar is also tried, because some allow no first token."""
-    from llguidance import LLMatcher, LLParserLimits
+    """The compiler's error or warnings; empty: none. The grammar is also tried: some allow no first token, others have a choice
+    that is too large for the parser after a few."""
+    from llguidance import LLMatcher
 
     try:
-        matcher = LLMatcher(vocabulary.stand_in, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-            if matcher.is_stopped() and not matcher.is_accepting():
-                return "no first token is possible"
+        matcher = LLMatcher(vocabulary.stand_in, grammar, log_level=0, limits=parser_limits())
         if matcher.is_error():
             return str(matcher.get_error())
-        return "; ".join(map(str, matcher.get_grammar_warnings()))
+        if warnings := matcher.get_grammar_warnings():
+            return "; ".join(map(str, warnings))
+        num_tried = 0
+        while num_tried < _MAX_TRIED and _advance(matcher, vocabulary):
+            num_tried += 1
+        error = str(matcher.get_error()) if matcher.is_error() else ""
+        if num_tried:
+            # Other limits may be exceeded by what was tried alone; rows are as long in every output.
+            return error if _LONG_ROW in error else ""
+        is_stuck = matcher.is_stopped() and not matcher.is_accepting() and (not error or _NO_TOKEN in error)
+        return "no first token is possible" if is_stuck else error
     except RequestError:
         raise
     except Exception as error:  # whatever the compiler cannot handle is this request's fault
         return str(error) or "unknown error"
+
+
+def _advance(matcher: "LLMatcher", vocabulary: Vocabulary) -> bool:
+    """Append the first byte that is allowed and is no whitespace. False: there is none, or an error."""
+    mask = matcher.compute_bitmask()
+    if matcher.is_error() or matcher.is_stopped():
+        return False
+    ids = vocabulary.byte_ids
+    token = next((ids[byte] for byte in _TRIED if mask[ids[byte] >> 3] >> (ids[byte] & 7) & 1), None)
+    return token is not None and matcher.consume_token(token)
 
 
 def _one_line(error: object) -> str:
@@ -239,24 +280,46 @@ def _parsed(value: object, field: Field) -> object:
         raise InvalidRequest(field + f" is not valid JSON: {_one_line(error)}") from error
 
 
-def _check_size(value: object, field: Field, max_bytes: int) -> None:
+def check_size(value: object, field: Field, max_bytes: int) -> None:
+    """Limit the bytes of a value as JSON. Takes time for no more than `max_bytes` of it."""
+    size = f"more than {max_bytes}"
     try:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        size = len(text.encode())
+        if _least_size(value, max_bytes) <= max_bytes:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            if (exact := len(text.encode())) <= max_bytes:
+                return
+            size = str(exact)
     except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as error:
         raise InvalidRequest(field + f" cannot be written as JSON: {_one_line(error)}") from error
-    if size > max_bytes:
-        raise InvalidRequest(field + f" has {size} bytes; at most {max_bytes} are allowed (--max-schema-bytes)")
+    raise InvalidRequest(field + f" has {size} bytes; at most {max_bytes} are allowed (--max-schema-bytes)")
+
+
+def _least_size(value: object, enough: int) -> int:
+    """A lower bound of a value's size as JSON. Stops counting above `enough`."""
+    size, open_values = 0, [value]
+    while open_values and size <= enough:
+        match open_values.pop():
+            case str(text):
+                size += len(text)
+            case Mapping() as mapping:
+                size += sum(map(len, mapping)) + len(mapping)
+                open_values.extend(mapping.values())
+            case list() | tuple() as many:
+                size += len(many)
+                open_values.extend(many)
+            case _:
+                size += 1
+    return size
 
 
 def _check_nesting(text: str, field: Field) -> None:
     """Limit the nesting of brackets: compilers recurse on it, and the stack is finite."""
     depth = deepest = 0
-    for character in text:
-        if character in "([{":
+    for bracket in _BRACKETS.findall(text):
+        if bracket in "([{":
             depth += 1
             deepest = max(deepest, depth)
-        elif character in ")]}":
+        else:
             depth = max(0, depth - 1)
     if deepest > _MAX_NESTING:
         raise InvalidRequest(field + f" is nested too deeply: at most {_MAX_NESTING} levels of brackets are allowed")

@@ -9,6 +9,7 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 _LISTING = re.compile(r"(?m)^ *\d+ \| .*$(?:\n +\^+$)?")
 _ABOUT = re.compile(r'^(?:invalid regex "(?:[^"\\]|\\.)*" \(in regex\)|failed to compile JSON schema): ', re.S)
 _MARKED = re.compile(r"regex parse error:\n {4}(.*)\n {4}([ ^]+)\nerror: (.*)", re.S)
+_LONG_ROW = re.compile(r"Parser Error: Current row has (\d+) items; max is (\d+)")
 _ASSERTION = re.compile(r"lookarounds not supported yet; (\w+) in regex .*", re.S)
 
 _EDGES = {"Start": "^", "StartLF": "^", "StartCRLF": "^", "End": "$", "EndLF": "$", "EndCRLF": "$"}
@@ -36,6 +37,8 @@ def in_words(problem: str, num_lines_before: int | None = None) -> str:
         pattern, marks, fault = found.groups()
         start = marks.index("^")
         words = f"{_WORDS.get(fault, fault)}: {pattern[start : start + _MAX_SHOWN]!r}"
+    elif found := _LONG_ROW.match(words):
+        words = f"too many properties or choices are possible at one place ({found[1]} items; at most {found[2]} are allowed)"
     elif found := _ASSERTION.fullmatch(words):
         edge = _EDGES.get(found[1])
         words = (

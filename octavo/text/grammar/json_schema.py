@@ -1,19 +1,23 @@
 """Prepares a JSON schema for the grammar compiler. Each construct is either one that the grammar enforces, or is rejected by
 name."""
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 from urllib.parse import quote, unquote
 
 from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.text.grammar.limits import MAX_OPTIONAL, MAX_REFERENCES, longest_chain
 from octavo.text.grammar.multiples import MAX_MULTIPLE, Budget, scaled
-from octavo.text.grammar.regex import plain_classes
+from octavo.text.grammar.regex import ascii_classes
 
 Schema = dict[str, Any]
 
 MAX_DEPTH = 64  # nested schemas
 MAX_NODES = 20_000
+_MAX_PLACE = 4096  # characters of a place: names of nested properties together
 _MAX_SAFE = 2**53  # beyond this, readers of JSON no longer agree on integers
 _MAX_COUNT = 100_000  # characters, items or properties
 
@@ -35,11 +39,13 @@ _BY_NAME = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties")
 _TAG_DEPTH = 2  # levels of properties to search for what distinguishes the alternatives of oneOf
+_MAX_PAIRS = 50_000  # of alternatives of oneOf that are compared one by one
 _SAME_PLACE = ("allOf", "anyOf", "oneOf")
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    # Not isfinite for integers: it overflows where they are larger than any float.
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _is_bound(value: object) -> bool:
@@ -112,6 +118,7 @@ class _Checker:
         self._num_nodes = 0
         self._at: dict[str, Schema | bool] = {}  # place (a JSON pointer) → the schema there
         self._written: dict[str, str] = {}  # place → its $ref as a URI fragment
+        self._shapes: dict[tuple[str, int], Schema] = {}  # (place, depth) → what _shape() returns
 
     def run(self) -> Schema | bool:
         prepared = self._schema(self._root, "#", 0)
@@ -124,6 +131,7 @@ class _Checker:
             )
         if self._written:  # without references there are no cycles
             self._check_loops()
+            self._check_chains()
             self._check_ends()
         for place, node in self._at.items():
             if isinstance(node, dict) and "oneOf" in node:
@@ -140,6 +148,10 @@ class _Checker:
             raise InvalidRequest(
                 self._field
                 + f" is too large: at most {MAX_DEPTH} levels of schemas and {MAX_NODES} schemas in total are allowed"
+            )
+        if len(place) > _MAX_PLACE:
+            raise InvalidRequest(
+                self._field + f": names of nested properties have more than {_MAX_PLACE} characters together"
             )
         if isinstance(schema, bool):
             self._at[place] = schema
@@ -164,7 +176,7 @@ class _Checker:
             if not isinstance(value, Mapping):
                 raise self._invalid(here, "must be an object of schemas")
             parts = {name: self._schema(part, f"{here}/{_escaped(name)}", depth + 1) for name, part in value.items()}
-            return {plain_classes(name): part for name, part in parts.items()} if key == "patternProperties" else parts
+            return {ascii_classes(name): part for name, part in parts.items()} if key == "patternProperties" else parts
         if key in _LISTS:
             if not isinstance(value, list) or not value:
                 raise self._invalid(here, "must be a non-empty list of schemas")
@@ -181,7 +193,7 @@ class _Checker:
         if will_do is _is_count and isinstance(value, float):
             return int(value)  # 2.0 is a valid count too
         if key == "pattern" and isinstance(value, str):
-            return plain_classes(value)
+            return ascii_classes(value)
         if key == "multipleOf" and _is_number(value) and not self._budget.spend(value):
             raise self._invalid(here, f"is too large: the sum of all multipleOf values must be at most {MAX_MULTIPLE}")
         return value
@@ -197,6 +209,8 @@ class _Checker:
                 self._field
                 + f": 'minProperties' (at {place}) is enforced up to 1, or up to the number of required properties, got {least}"
             )
+        if (optional := len(node.get("properties", {}).keys() - required)) > MAX_OPTIONAL:
+            raise self._invalid(place, f"has {optional} optional properties; at most {MAX_OPTIONAL} are allowed")
 
     # ── references ──
 
@@ -217,12 +231,17 @@ class _Checker:
             return None
         name = unquote(reference[1:])
         if name and not name.startswith("/"):
-            anchored = (
-                place for place, node in self._at.items() if isinstance(node, dict) and node.get("$anchor") == name
-            )
-            return next(anchored, None)
+            return self._anchors.get(name)
         place = "#" + name
         return place if place in self._at else None
+
+    @functools.cached_property
+    def _anchors(self) -> dict[str, str]:
+        """Anchor → its place; of several, the first."""
+        nodes = [
+            (node["$anchor"], place) for place, node in self._at.items() if isinstance(node, dict) and "$anchor" in node
+        ]
+        return dict(reversed(nodes))
 
     def _same(self, place: str) -> Iterator[str]:
         """Places of schemas that apply to the same value."""
@@ -238,64 +257,93 @@ class _Checker:
         """Reject a schema that refers back to itself for the same value: it would mean nothing."""
         done: set[str] = set()
         for start in self._at:
-            path: list[str] = []
+            path: set[str] = set()
             stack: list[tuple[str, Iterator[str]]] = []
             if start not in done:
                 stack.append((start, self._same(start)))
-                path.append(start)
+                path.add(start)
             while stack:
                 place, rest = stack[-1]
                 following = next(rest, None)
                 if following is None:
                     done.add(place)
                     stack.pop()
-                    path.pop()
+                    path.discard(place)
                 elif following in path:
                     raise InvalidRequest(self._field + f": {following} refers to itself")
                 elif following not in done:
                     stack.append((following, self._same(following)))
-                    path.append(following)
+                    path.add(following)
+
+    def _check_chains(self) -> None:
+        """Limit how deep references lead: the compiler recurses on them, and the stack is finite."""
+        targets = {self._at[place]["$ref"] for place in self._written}  # type: ignore[index]
+        edges: dict[str, list[str]] = {place: [] for place in ("#", *targets)}
+        for place in self._written:
+            edges[_innermost(place, edges)].append(self._at[place]["$ref"])  # type: ignore[index]
+        for target in targets - {"#"}:  # a schema contains those at places inside it
+            edges[_innermost(target.rpartition("/")[0], edges)].append(target)
+        if (chain := longest_chain(edges) - 1) > MAX_REFERENCES:
+            raise InvalidRequest(
+                self._field + f" has a chain of {chain} references ($ref); at most {MAX_REFERENCES} are allowed"
+            )
 
     def _check_ends(self) -> None:
         """Reject a schema that no finite value satisfies, such as one whose required parts contain itself."""
         ends: set[str] = set()
-        while True:
-            more = {place for place in self._at if place not in ends and self._can_end(place, ends)}
-            if not more:
-                break
-            ends |= more
+        searches = {place: self._search_end(place, ends) for place in self._at}
+        waiting: dict[str, list[str]] = {}  # place → the places of which one must end before its search goes on
+        awaited: dict[str, list[tuple[str, list[str]]]] = {}  # place → the searches that wait for it, and their wait
+        ready = [*self._at]  # the last is searched first: schemas inside others come after these
+        while ready:
+            place = ready.pop()
+            missing = next(searches[place], None)
+            if missing is not None:
+                waiting[place] = missing
+                for other in missing:
+                    awaited.setdefault(other, []).append((place, missing))
+            elif place not in ends:
+                ends.add(place)
+                ready += [other for other, wait in awaited.pop(place, ()) if waiting[other] is wait]
         if "#" not in ends:
             raise InvalidRequest(self._field + ": no finite output satisfies this schema")
 
-    def _can_end(self, place: str, ends: set[str]) -> bool:
+    def _search_end(self, place: str, ends: set[str]) -> Iterator[list[str]]:
+        """Search for a finite value of the schema at a place. Yields places, of which one must come into `ends` before the search
+        can go on; none: it is in vain. Is exhausted when there is such a value."""
         node = self._at[place]
         if not isinstance(node, dict):
-            return node
-        if "$ref" in node and node["$ref"] not in ends:
-            return False
-        if any(f"{place}/allOf/{at}" not in ends for at in range(len(node.get("allOf", ())))):
-            return False
+            if not node:
+                yield []
+            return
+        yield from _until_all([node["$ref"]] if "$ref" in node else [], ends)
+        yield from _until_all([f"{place}/allOf/{at}" for at in range(len(node.get("allOf", ())))], ends)
         for key in ("anyOf", "oneOf"):
-            if key in node and not any(f"{place}/{key}/{at}" in ends for at in range(len(node[key]))):
-                return False
-        if "const" in node or "enum" in node:
-            return True
+            parts = [f"{place}/{key}/{at}" for at in range(len(node.get(key, ())))]
+            if parts and ends.isdisjoint(parts):
+                yield parts
         types = node.get("type", _TYPES)
         names = [types] if isinstance(types, str) else types
-        return any(self._type_can_end(name, node, place, ends) for name in names)
+        if "const" in node or "enum" in node or not {*names} <= {"object", "array"}:
+            return
+        by_type = [_until_all(self._needed(name, node, place), ends) for name in names]
+        while True:
+            missing = [next(search, None) for search in by_type]
+            if None in missing:
+                return
+            yield [other for wait in missing for other in wait or ()]
 
-    def _type_can_end(self, name: str, node: Schema, place: str, ends: set[str]) -> bool:
+    def _needed(self, name: str, node: Schema, place: str) -> list[str]:
+        """Places of the schemas that every object or array of this schema has a value of."""
         if name == "object":
-            parts = [f"{place}/properties/{_escaped(required)}" for required in node.get("required", ())]
             others = f"{place}/additionalProperties"
+            parts = [f"{place}/properties/{_escaped(required)}" for required in node.get("required", ())]
             needed = [part if part in self._at else others for part in parts]
-            return all(part not in self._at or part in ends for part in needed)
-        if name == "array":
+        else:
             parts = [f"{place}/prefixItems/{at}" for at in range(len(node.get("prefixItems", ())))]
             least = int(node.get("minItems", 0))
             needed = [*parts[:least], *([f"{place}/items"] if least > len(parts) else [])]
-            return all(part not in self._at or part in ends for part in needed)
-        return True
+        return [part for part in needed if part in self._at]
 
     # ── oneOf ──
 
@@ -305,7 +353,7 @@ class _Checker:
         if "anyOf" in node:
             return
         parts = [self._shape(f"{place}/oneOf/{at}") for at in range(len(node["oneOf"]))]
-        if all(_differ(one, other) for at, one in enumerate(parts) for other in parts[:at]):
+        if _all_differ(parts):
             node["anyOf"] = node.pop("oneOf")
 
     def _shape(self, place: str, depth: int = 0) -> Schema:
@@ -316,14 +364,30 @@ class _Checker:
             node = self._at[place]
         if not isinstance(node, dict):
             return {}
-        required = [
-            name for name in node.get("required", ()) if name in node.get("properties", ()) and depth < _TAG_DEPTH
-        ]
-        inner = {name: self._shape(f"{place}/properties/{_escaped(name)}", depth + 1) for name in required}
-        return {**node, "properties": inner}
+        if (place, depth) not in self._shapes:
+            required = [
+                name for name in node.get("required", ()) if name in node.get("properties", ()) and depth < _TAG_DEPTH
+            ]
+            inner = {name: self._shape(f"{place}/properties/{_escaped(name)}", depth + 1) for name in required}
+            self._shapes[place, depth] = {**node, "properties": inner}
+        return self._shapes[place, depth]
 
     def _invalid(self, place: str, words: str) -> InvalidRequest:
         return InvalidRequest(self._field + f": {place} {words}")
+
+
+def _innermost(place: str, among: Mapping[str, object]) -> str:
+    """The place of `among` that is this one or the innermost around it."""
+    while place not in among:
+        place = place.rpartition("/")[0]
+    return place
+
+
+def _until_all(places: Sequence[str], ends: set[str]) -> Iterator[list[str]]:
+    """Yield each place until it is in `ends`."""
+    for place in places:
+        while place not in ends:
+            yield [place]
 
 
 def _translated(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -379,13 +443,66 @@ def _values(shape: Schema) -> Sequence[Any] | None:
     return values
 
 
+def _all_differ(shapes: Sequence[Schema]) -> bool:
+    """Whether it is certain that no value satisfies two of them. Divides them by their types, their values or those of a property,
+    in time that grows with their size; only few are compared pair by pair."""
+    if len(shapes) < 2:
+        return True
+    names = functools.reduce(operator.and_, (shape.get("properties", {}).keys() for shape in shapes))
+    properties = [[shape["properties"][name] for shape in shapes] for name in names]
+    is_object = all(_types(shape) == {"object"} for shape in shapes)
+    for told_by in (shapes, *(properties if is_object else ())):
+        groups = _divided(shapes, told_by)
+        if len(groups) > 1:
+            return all(map(_all_differ, groups))
+    if is_object and any(map(_all_differ, properties)):
+        return True
+    if len(shapes) * (len(shapes) - 1) // 2 > _MAX_PAIRS:
+        return False
+    return all(_differ(one, other) for at, one in enumerate(shapes) for other in shapes[:at])
+
+
+def _divided(shapes: Sequence[Schema], told_by: Sequence[Schema]) -> list[list[Schema]]:
+    """Groups of shapes; two of different groups have no type, or no value, in common. `told_by`: of each shape the schema to look
+    at: itself, or that of a property."""
+    keys: list[set[Hashable]] = [{*_types(told)} for told in told_by]
+    values = [_values(told) for told in told_by]
+    if all(own is not None for own in values):
+        keys = [{(_JSON_TYPES[type(value)], _frozen(value)) for value in own or ()} for own in values]
+    group_of: dict[Hashable, list[int]] = {}
+    for number, own_keys in enumerate(keys):
+        met = {id(group_of[key]): group_of[key] for key in own_keys if key in group_of}
+        largest = max(met.values(), key=len, default=[])
+        for group in met.values():
+            if group is not largest:
+                for member in group:
+                    group_of.update(dict.fromkeys(keys[member], largest))
+                largest += group
+        largest.append(number)
+        group_of.update(dict.fromkeys(own_keys, largest))
+    groups = {id(group): group for group in group_of.values()}
+    return [[shapes[number] for number in group] for group in groups.values()]
+
+
+def _frozen(value: object) -> Hashable:
+    """A value that hashes, and equals another's if their values are equal."""
+    match value:
+        case list():
+            return "list", *map(_frozen, value)
+        case dict():
+            return "dict", frozenset((key, _frozen(item)) for key, item in value.items())
+        case _:
+            assert isinstance(value, Hashable)
+            return value
+
+
 def _differ(one: Schema, other: Schema) -> bool:
     """Whether it is certain that no value satisfies both."""
     if _types(one).isdisjoint(_types(other)):
         return True
     own, others = _values(one), _values(other)
     if own is not None and others is not None:
-        return not any(value == another for value in own for another in others)
+        return {*map(_frozen, own)}.isdisjoint(map(_frozen, others))
     if _types(one) != {"object"} or _types(other) != {"object"}:
         return False
     shared = one.get("properties", {}).keys() & other.get("properties", {}).keys()

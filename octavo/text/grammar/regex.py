@@ -6,7 +6,7 @@ _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\x0b\x0c"}
 _PIECE = re.compile(r"\\.|\[\^?|\]|[^\\\[\]]+|.", re.S)
 
 
-def plain_classes(pattern: str) -> str:
+def ascii_classes(pattern: str) -> str:
     r"""Replace \d, \w and \s by their ASCII sets, which is their meaning in ECMAScript. The compiler would also match digits of all
     scripts, which ECMAScript does not; Python and others use other Unicode versions. Inside a negated class they stay: what
     it excludes is then excluded in every dialect."""

@@ -124,6 +124,8 @@ class _Rules:
         """Free text until one of the triggers; then one of the tags that begin with it; then free text again."""
         if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
             raise InvalidRequest(where / "triggers" + " must be a non-empty list of strings")
+        if len(triggers) > MAX_TAGS:
+            raise InvalidRequest(where / "triggers" + f" has {len(triggers)} entries; at most {MAX_TAGS} are allowed")
         names = []
         for number, tag in enumerate(tags):
             at = where / ("structures" if content == "schema" else "tags") / number

@@ -40,7 +40,7 @@ class BytePieces:
         self._spell = spell
         # Text of each id seen so far whose bytes are complete characters: at a character boundary it needs no decoder.
         # Without special ids, which some streams skip.
-        self.whole: dict[int, str] = {}
+        self.complete: dict[int, str] = {}
         self.special_ids = special_ids
         self.strips_first_space = strips_first_space
 
@@ -54,7 +54,7 @@ class BytePieces:
             piece = self._pieces[token_id] = self._spell(token_id)
             if token_id not in self.special_ids:
                 with contextlib.suppress(UnicodeDecodeError):
-                    self.whole[token_id] = piece.decode()
+                    self.complete[token_id] = piece.decode()
         return piece
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
@@ -88,12 +88,12 @@ class ByteDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._kept_ids = kept_ids
         self._strip_next = pieces.strips_first_space and not tail
-        self._whole = pieces.whole
+        self._complete = pieces.complete
         self._utf8: codecs.BufferedIncrementalDecoder = Utf8Decoder("replace")
         self._utf8.decode(tail)
 
     def push(self, token_id: int) -> str:
-        if not (self._strip_next or self._utf8.buffer) and (text := self._whole.get(token_id)) is not None:
+        if not (self._strip_next or self._utf8.buffer) and (text := self._complete.get(token_id)) is not None:
             return text
         piece = self._pieces.piece(token_id, self._skip_special_tokens and token_id not in self._kept_ids)
         if not piece:

@@ -18,7 +18,7 @@ from octavo.text.tokenize.sentencepiece_vocab import (
     CONTROL,
     UNKNOWN,
     USER_DEFINED,
-    Added,
+    AddedTokens,
     SentencePieceTokenizer,
     write_bpe_model,
 )
@@ -51,7 +51,7 @@ _FILLER = re.compile(r"\[PAD\d+\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """The file's checked lists of tokens and types. Every token has a name."""
 
     tokens: list[str]
@@ -79,19 +79,19 @@ class Vocabulary:
         found = self.id(role)
         return self.tokens.index(token) if found is None and token in self.tokens else found
 
-    def added(self) -> Added:
+    def added(self) -> AddedTokens:
         """Tokens that are matched literally in a text. Control tokens are special: they are left out of decoded text."""
         unknown = self.id("unknown")
         special = {i for i, kind in enumerate(self.types) if kind in (CONTROL, UNKNOWN)}
-        whole = {
+        id_of = {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
             if (kind in (CONTROL, USER_DEFINED) or i == unknown) and not _FILLER.fullmatch(token)
         }
-        return Added(whole, frozenset(special))
+        return AddedTokens(id_of, frozenset(special))
 
 
-def read_vocabulary(metadata: dict[str, Any]) -> Vocabulary:
+def read_vocabulary(metadata: dict[str, Any]) -> GgufVocabulary:
     tokens = metadata.get(_PREFIX + "tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise ConfigError(
@@ -101,10 +101,10 @@ def read_vocabulary(metadata: dict[str, Any]) -> Vocabulary:
     if not isinstance(types, list) or len(types) != len(tokens):
         found = len(types) if isinstance(types, list) else "no list of"
         raise ConfigError(f"the GGUF vocabulary has {len(tokens)} tokens but {found} token types: fetch it again")
-    return Vocabulary([token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)], types, metadata)
+    return GgufVocabulary([token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)], types, metadata)
 
 
-def gguf_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def gguf_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     kind = vocabulary.value("model")
     try:
         match kind:
@@ -128,17 +128,17 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     )
 
 
-def gguf_eos_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
+def gguf_eos_ids(vocabulary: GgufVocabulary) -> tuple[int, ...]:
     ids = {vocabulary.id(role) for role in ("eos", "eot", "eom")}
-    whole = vocabulary.added().id_of
-    ends = [token for token in _ENDS if token in whole]
-    if "<|return|>" in whole and "<|end|>" in ends:
+    id_of = vocabulary.added().id_of
+    ends = [token for token in _ENDS if token in id_of]
+    if "<|return|>" in id_of and "<|end|>" in ends:
         ends.remove("<|end|>")  # gpt-oss: it ends a message within the output
-    ids.update(whole[token] for token in ends)
+    ids.update(id_of[token] for token in ends)
     return tuple(sorted(token_id for token_id in ids if token_id is not None))
 
 
-def gguf_template_variables(vocabulary: Vocabulary) -> dict[str, str]:
+def gguf_template_variables(vocabulary: GgufVocabulary) -> dict[str, str]:
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {name: vocabulary.id(role) for name, role in roles.items()}
     return {name: vocabulary.tokens[token_id] for name, token_id in found.items() if token_id is not None}
@@ -153,7 +153,7 @@ def gguf_chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
     return {name: source for name, source in found.items() if isinstance(source, str)}
 
 
-def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
     # Files from before the key existed use "default", as in llama.cpp.
     words = pretokenizers.words_named(vocabulary.value("pre", "default"))
     tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, ignore_merges=words.ignore_merges, byte_fallback=False))
@@ -179,7 +179,7 @@ class _Names:
         return self._all[self._ends[token_id - 1] if token_id else 0 : self._ends[token_id]]
 
 
-def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:
+def _marked_bpe(vocabulary: GgufVocabulary) -> Tokenizer:
     """BPE with merges over raw characters, where ▁ is a space: a SentencePiece vocabulary with explicit merges."""
     tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, ignore_merges=False, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", SPACE_MARK)
@@ -195,7 +195,7 @@ def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:
     return LibraryTokenizer(tokenizer, len(tokens), pieces, before, after)
 
 
-def _word_piece(vocabulary: Vocabulary) -> Tokenizer:
+def _word_piece(vocabulary: GgufVocabulary) -> Tokenizer:
     """BERT's WordPiece as converters write it: ▁ before a token that starts a word, nothing before one that continues it."""
     tokens, added = vocabulary.tokens, vocabulary.added()
     lowercase = bool(vocabulary.value("normalizer.lowercase", True))
@@ -222,7 +222,7 @@ def _word_piece(vocabulary: Vocabulary) -> Tokenizer:
     return LibraryTokenizer(tokenizer, len(tokens), pieces, before, after)
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
     unknown = vocabulary.id("unknown")
     added = vocabulary.added()
     control_ids = {added.id_of[token] for token in added.control_tokens}
@@ -238,7 +238,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     return SentencePieceTokenizer(model, added, before=before, after=after)
 
 
-def _bpe(vocabulary: Vocabulary, *, ignore_merges: bool, byte_fallback: bool) -> models.BPE:
+def _bpe(vocabulary: GgufVocabulary, *, ignore_merges: bool, byte_fallback: bool) -> models.BPE:
     merges = vocabulary.value("merges")
     if not merges:
         raise ConfigError(
@@ -257,7 +257,7 @@ def _valid(token: str, token_id: int) -> str:
     return token if token.isascii() or not any("\ud800" <= c <= "\udfff" for c in token) else f"[BYTES_{token_id}]"
 
 
-def _add(tokenizer: tokenizers.Tokenizer, added: Added) -> None:
+def _add(tokenizer: tokenizers.Tokenizer, added: AddedTokens) -> None:
     by_kind: dict[bool, list[AddedToken]] = {True: [], False: []}
     for token, token_id in added.id_of.items():
         special = token_id in added.special_ids

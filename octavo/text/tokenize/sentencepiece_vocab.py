@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class AddedTokens:
     """Added tokens, which are cut out of a text before the model sees it."""
 
     id_of: Mapping[str, int]
@@ -38,7 +38,7 @@ class SentencePieceTokenizer:
     def __init__(
         self,
         model: bytes,
-        added: Added,
+        added: AddedTokens,
         *,
         before: Sequence[int] = (),
         after: Sequence[int] = (),
@@ -70,11 +70,12 @@ class SentencePieceTokenizer:
         names = (self._processor.id_to_piece(token_id) for token_id in range(self._processor.vocab_size()))
         return max(map(len, (*names, *self._added.id_of)), default=1)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    # The package releases the GIL, and takes some sixty bytes for each character: no text needs to be encoded in parts.
+    def encode(self, text: str, add_special_tokens: bool, max_ids: int | None = None) -> list[int]:
         ids = self._encode(text, _encode)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
-    def encode_chat(self, text: str) -> list[int]:
+    def encode_chat(self, text: str, max_ids: int | None = None) -> list[int]:
         return self._encode(text, self._encode_hidden)
 
     def _encode_hidden(self, processor: "SentencePieceProcessor", part: str) -> list[int]:
@@ -139,8 +140,8 @@ class SentencePieceTokenizer:
 def control_tokens(model: bytes) -> dict[str, int]:
     """The model's own control and unknown tokens, which `sentencepiece` itself never matches in a text."""
     processor = _load(model)
-    ids = range(processor.vocab_size())
-    return {processor.id_to_piece(i): i for i in ids if processor.is_control(i) or processor.is_unknown(i)}
+    names = enumerate(_names(processor))
+    return {name: i for i, name in names if processor.is_control(i) or processor.is_unknown(i)}
 
 
 def _encode(processor: "SentencePieceProcessor", text: str) -> list[int]:
@@ -150,8 +151,17 @@ def _encode(processor: "SentencePieceProcessor", text: str) -> list[int]:
 
 def _found_by_the_package(processor: "SentencePieceProcessor") -> list[str]:
     """User-defined tokens that read like control tokens: the package itself matches them in every text."""
-    names = [(i, processor.id_to_piece(i)) for i in range(processor.vocab_size())]
+    names = enumerate(_names(processor))
     return [name for i, name in names if reads_like_control(name) and i in processor.encode(name)]
+
+
+def _names(processor: "SentencePieceProcessor") -> list[str]:
+    try:
+        return [processor.id_to_piece(i) for i in range(processor.vocab_size())]
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the SentencePiece model cannot be read (a piece is not UTF-8: {error}): fetch it again"
+        ) from error
 
 
 def _load(model: bytes) -> "SentencePieceProcessor":

@@ -70,6 +70,7 @@ def _read_lines(path: Path) -> dict[bytes, int]:
     return ids
 
 
+_MOST_SPECIAL = 100_000  # real files have 1,000
 # The first ids of older files, which do not contain this list.
 _TEKKEN_SPECIAL = [
     "<unk>",
@@ -107,12 +108,15 @@ def read_tekken(path: Path) -> LibraryTokenizer:
         }
         named = content.get("special_tokens") or [{"token_str": token} for token in _TEKKEN_SPECIAL]
         names = [str(entry["token_str"]) for entry in named]
+        "".join(names).encode()  # a lone surrogate is no text
         is_control = [bool(entry.get("is_control", True)) for entry in named]
         cut = pre_tokenizers.Split(Regex(config["pattern"]), "isolated")
     except ConfigError:
         raise
     except Exception as error:  # missing keys, wrong types, bad base64, a bad pattern
         raise ConfigError(f"{path} cannot be read as a tekken vocabulary ({_words(error)}): fetch it again") from error
+    if num_special > _MOST_SPECIAL:
+        raise ConfigError(f"{path} is damaged: it announces {num_special} special tokens; fetch it again")
     if len(ids) != num_ordinary or len(names) > num_special or len(set(names)) < len(names):
         raise ConfigError(
             f"{path} is cut short or damaged: it announces {num_ordinary} tokens and {num_special} special ones, and holds "

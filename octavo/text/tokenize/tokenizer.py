@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.text.tokenize.chat_tokenizer import ChatTokenizer
 from octavo.text.tokenize.detokenizer import BytePieces, Detokenizer, WindowDetokenizer
 from octavo.text.tokenize.special_token_escape import SpecialTokenEscape
+from octavo.text.tokenize.windows import WINDOW, Encode, encode_in_windows
 
 SPACE_MARK = "▁"  # U+2581: stands for a space in SentencePiece vocabularies
 
@@ -29,11 +30,11 @@ class Tokenizer(Protocol):
     def longest_token(self) -> int:
         """Characters in the longest token's name."""
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, max_ids: int | None = None) -> list[int]:
         """Encode `text`, which is valid Unicode. Text that reads like a control token becomes one. `add_special_tokens`: add the
-        BOS and EOS that the vocabulary asks for."""
+        BOS and EOS that the vocabulary asks for. `max_ids`: if there are more, some of them may be missing at the end."""
 
-    def encode_chat(self, text: str) -> list[int]:
+    def encode_chat(self, text: str, max_ids: int | None = None) -> list[int]:
         """Encode a rendered chat with `lookalikes` hidden: hidden look-alikes become ordinary tokens."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -80,6 +81,7 @@ class LibraryTokenizer:
         self._after = list(after)
         self._chat = ChatTokenizer(tokenizer)
         self.lookalikes = self._chat.lookalikes
+        self._prepends = has_prepend(tokenizer)
 
     @property
     def pieces(self) -> BytePieces | None:
@@ -89,12 +91,27 @@ class LibraryTokenizer:
     def longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, max_ids: int | None = None) -> list[int]:
+        if len(text) > WINDOW:
+            before, after = self._special_around if add_special_tokens else ([], [])
+            return [*before, *_encode_long(self._tokenizer, self._prepends, text, max_ids), *after]
         ids = _encode(self._tokenizer, text, add_special_tokens)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
-    def encode_chat(self, text: str) -> list[int]:
-        return self._chat.translate(_encode(self._chat.tokenizer, text, add_special_tokens=False))
+    def encode_chat(self, text: str, max_ids: int | None = None) -> list[int]:
+        tokenizer = self._chat.tokenizer
+        if len(text) > WINDOW:
+            ids = _encode_long(tokenizer, self._prepends, text, max_ids)
+        else:
+            ids = _encode(tokenizer, text, add_special_tokens=False)
+        return self._chat.translate(ids)
+
+    @functools.cached_property
+    def _special_around(self) -> tuple[list[int], list[int]]:
+        """(ids before, ids after) a text that is encoded with special tokens."""
+        inner, ids = self.encode("a", False), self.encode("a", True)
+        at = next((at for at in range(len(ids)) if ids[at : at + len(inner)] == inner), 0)
+        return ids[:at], ids[at + len(inner) :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._pieces is not None:
@@ -121,7 +138,10 @@ class LibraryTokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode("utf-8", "surrogateescape")
 
     def token_id(self, token: str) -> int | None:
-        token_id: int | None = self._tokenizer.token_to_id(token)
+        try:
+            token_id: int | None = self._tokenizer.token_to_id(token)
+        except UnicodeEncodeError:  # a lone surrogate: no token has one
+            return None
         return token_id
 
     def token_name(self, token_id: int) -> str | None:
@@ -129,11 +149,33 @@ class LibraryTokenizer:
         return name
 
 
+def _encode_long(tokenizer: tokenizers.Tokenizer, prepends: bool, text: str, max_ids: int | None) -> list[int]:
+    def encode(part: str) -> list[int]:
+        return _encode(tokenizer, part, add_special_tokens=False)
+
+    return encode_in_windows(encode, rest_encoder(encode) if prepends else encode, text, max_ids)
+
+
+def rest_encoder(encode: Encode) -> Encode:
+    """The encoder of text that is not at the beginning, for a tokenizer that puts a space before every text: there the space is the
+    text's own. Text that does not begin with one cannot be encoded apart, and gives no ids."""
+    return lambda part: encode(part[1:]) if part.startswith(" ") else []
+
+
+def has_prepend(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether the normalizer puts something before every text, as Llama 2's does."""
+    normalizer = tokenizer.normalizer
+    return normalizer is not None and b'"Prepend"' in normalizer.__getstate__()
+
+
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    if len(text) > _LONG_TEXT:
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    else:
-        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    try:
+        if len(text) > _LONG_TEXT:
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except Exception as error:  # a bare Exception: the vocabulary has no unknown token, and cannot spell this text
+        raise InvalidRequest(f"the model's tokenizer cannot encode this text: {error}") from error
     ids: list[int] = encoding.ids
     return ids
 
@@ -141,7 +183,11 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
 def read_tokenizer_json(path: Path) -> LibraryTokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever it cannot read
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # a bare Exception for what the library cannot read, and panics, which are no Exceptions
         raise ConfigError(f"{path} cannot be read as a tokenizer ({error}): fetch it again") from error
     # Some files carry the padding and truncation of training; a server needs each prompt as it is.
     tokenizer.no_truncation()

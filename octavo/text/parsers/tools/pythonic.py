@@ -104,18 +104,18 @@ def _word(reader: Reader) -> Steps[Any]:
     if digits.isdigit():
         return load(sign + (digits.lstrip("0") or "0"))
     mantissa, _, exponent = digits.lower().partition("e")
-    whole, _, part = mantissa.partition(".")
-    return load(f"{sign}{whole.lstrip('0') or '0'}.{part or '0'}e{exponent or '0'}")
+    integer, _, part = mantissa.partition(".")
+    return load(f"{sign}{integer.lstrip('0') or '0'}.{part or '0'}e{exponent or '0'}")
 
 
 def _string(reader: Reader) -> Steps[str]:
     quote = yield from literal(reader, '"""', "'''", '""', "''", '"', "'")
     if len(quote) == 2:
         return ""
-    plain = re.compile(rf"[^{quote[0]}\\]*")
+    unquoted = re.compile(rf"[^{quote[0]}\\]*")
     parts = []
     while not (yield from find(reader, (quote,))):
-        found = plain.match(reader.text, reader.at)
+        found = unquoted.match(reader.text, reader.at)
         assert found is not None  # the pattern matches the empty text
         reader.at = found.end()
         parts.append(found[0])

@@ -1,0 +1,114 @@
+"""The jobs that compile what clients send: grammars in all their notations, and chat templates. They run in confined processes;
+prepare() runs in the fork server, once.
+
+Imports are few: all of this is in memory for each API process that has met a grammar."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from octavo.errors import Field, InvalidRequest
+from octavo.text.chat.template import ChatTemplate, request_template
+from octavo.text.grammar.build import framed_grammar, grammar_of, schema_grammar
+from octavo.text.tokenize.vocabulary import Vocabulary
+
+MODULE = __name__
+_LOADED_LATE = ("html", "jinja2.debug")  # by filters and by errors of templates
+
+Path = list[str | int]
+"""A Field as plain data."""
+
+
+class CompileSetup(msgspec.Struct, frozen=True):
+    """What jobs need of the model's text."""
+
+    size: int  # of the vocabulary; 0: it has none for grammars
+    special: dict[int, bytes]  # control tokens and their names
+    eos_ids: tuple[int, ...]
+    variables: dict[str, str]  # for templates: bos_token, …
+
+
+def prepare(data: bytes) -> Mapping[str, Callable[..., Any]]:
+    """Load everything that jobs use, and return them: a job can open no file."""
+    for name in _LOADED_LATE:
+        importlib.import_module(name)
+    setup = msgspec.msgpack.decode(data, type=CompileSetup)
+    vocabulary = Vocabulary(
+        setup.size, lambda token_id: setup.special.get(token_id, b""), frozenset(setup.special), setup.eos_ids
+    )
+    if setup.size and importlib.util.find_spec("llguidance") is not None:
+        for wish in (
+            {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
+            {"grammar": 'root ::= "a"'},
+        ):
+            grammar_of(wish, vocabulary)
+    messages = [{"role": "user", "content": "a"}]
+    assert request_template("{{ messages | tojson }}{{ strftime_now('%Y') }}", setup.variables).render(messages)
+    return _Jobs(vocabulary, setup.variables).by_name()
+
+
+class _Jobs:
+    def __init__(self, vocabulary: Vocabulary, variables: Mapping[str, str]) -> None:
+        self._vocabulary, self._variables = vocabulary, variables
+
+    def by_name(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "wish": self.wish,
+            "schema": self.schema,
+            "framed": self.framed,
+            "template": self.template,
+            "render": self.render,
+        }
+
+    def wish(self, field: Path, where: Path | None, max_bytes: int, wish: dict[str, Any]) -> str:
+        return _shallow(
+            field,
+            lambda: grammar_of(
+                wish,
+                self._vocabulary,
+                field=Field(*field),
+                where=None if where is None else Field(*where),
+                max_bytes=max_bytes,
+            ),
+        )
+
+    def schema(self, field: Path, max_bytes: int, schema: object) -> str:
+        return _shallow(
+            field, lambda: schema_grammar(schema, self._vocabulary, field=Field(*field), max_bytes=max_bytes)
+        )
+
+    def framed(self, field: Path, max_bytes: int, frame: tuple[str, str], can_repeat: bool, schema: object) -> str:
+        return _shallow(
+            field,
+            lambda: framed_grammar(
+                schema, frame, self._vocabulary, can_repeat=can_repeat, field=Field(*field), max_bytes=max_bytes
+            ),
+        )
+
+    def template(self, source: str) -> tuple[list[str], bool, bytes]:
+        """Compile a request's chat template: names that it reads, whether it takes a system message, its code."""
+        template = request_template(source, self._variables)
+        return sorted(template.names), template.takes_system, template.code
+
+    def render(
+        self,
+        code: bytes,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+    ) -> bytes:
+        """Render a template that was compiled by such a job, as UTF-8 that may have lone surrogates."""
+        template = ChatTemplate.of_code(code, self._variables)
+        text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+        return text.encode("utf-8", "surrogatepass")
+
+
+def _shallow(field: Path, build: Callable[[], str]) -> str:
+    try:
+        return build()
+    except RecursionError:
+        raise InvalidRequest(Field(*field) + " is nested too deeply") from None

@@ -1,0 +1,8 @@
+"""Threads for work on files, by kind: much work of one kind does not keep another waiting."""
+
+from octavo.server.threads import Pool
+
+FILES = Pool("files", num_threads=4, max_waiting=1024)
+"""Reads and writes files and batches for the requests that ask for them."""
+BATCHES = Pool("batches", num_threads=4, max_waiting=1024)
+"""Reads and writes them for the batches that run."""
