@@ -13,19 +13,19 @@ _CHUNK = 32  # beams held in float64 at a time
 
 
 @dataclass(slots=True)
-class Found:
+class FoundCandidates:
     """The candidates of P beams, grouped by number of candidates K; on the device, or being copied to the host."""
 
     places: list[list[int]]  # for each K: the beams' places among the step's samples
     token_ids: list[torch.Tensor]  # [p, K] int64, likeliest first
     logprobs: list[torch.Tensor]  # [p, K] float32
 
-    def sent_home(self) -> "Found":
+    def sent_home(self) -> "FoundCandidates":
         """Start asynchronous copies to the host; on a CPU the tensors are returned as they are."""
         ids, logprobs = (
             [part.to("cpu", non_blocking=True) for part in parts] for parts in (self.token_ids, self.logprobs)
         )
-        return Found(self.places, ids, logprobs)
+        return FoundCandidates(self.places, ids, logprobs)
 
     def entries(self) -> list[Candidates]:
         found: dict[int, Candidates] = {}
@@ -34,12 +34,12 @@ class Found:
         return [found[place] for place in sorted(found)]
 
 
-def find(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Found | None:
+def find(logits: torch.Tensor, state: SamplingState, rows: Ints) -> FoundCandidates | None:
     """Find candidates in the unchanged logits [S, V] of the rows [S]. None: none of the rows is a beam."""
     beams = [(at, state.num_candidates[row]) for at, row in enumerate(rows.tolist()) if row in state.num_candidates]
     if not beams:
         return None
-    found = Found([], [], [])
+    found = FoundCandidates([], [], [])
     # One K at a time: the order of equal logits must not depend on the K of other beams.
     for count in sorted({count for _, count in beams}):
         chosen = [at for at, its_count in beams if its_count == count]

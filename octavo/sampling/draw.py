@@ -126,10 +126,10 @@ def _candidate_weights(values: torch.Tensor, draws: Draws) -> torch.Tensor:
 def _chunk_sums(weights: torch.Tensor) -> torch.Tensor:
     """Sums of chunks, [G, C] float64: many short sums are much faster than one long running sum, and more exact."""
     vocab_size = weights.shape[1]
-    whole = vocab_size - vocab_size % _CHUNK
-    sums = weights[:, :whole].reshape(len(weights), -1, _CHUNK).sum(-1)
-    if whole < vocab_size:
-        sums = torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), -1)
+    aligned = vocab_size - vocab_size % _CHUNK
+    sums = weights[:, :aligned].reshape(len(weights), -1, _CHUNK).sum(-1)
+    if aligned < vocab_size:
+        sums = torch.cat((sums, weights[:, aligned:].sum(-1, keepdim=True)), -1)
     return sums.double()
 
 

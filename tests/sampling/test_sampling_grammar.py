@@ -1,17 +1,25 @@
 """Masks over logits: torch's, the CPU's native kernels' and the GPU's choose the same tokens, and follow the rows' own state."""
 
-from concurrent.futures import Future
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from octavo.messages import SamplingParams
-from octavo.sampling.grammar.masks import UNLIKELIEST, Grammars, Masks, apply
+from octavo.sampling.grammar.masks import FAILED, IN_TIME, LATE, UNLIKELIEST, GrammarLimits, Grammars, Masks, apply
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import SamplingState
 from tests.interpreter import mend
 from tests.native import native
+from tests.processes import is_alive
 from tests.walks import CALL, EOS, SIZE, VOCABULARY
 
 # The interpreter computes with numpy, which warns where a GPU does not.
@@ -107,8 +115,25 @@ HEAD = '%llguidance {"no_forcing": true}\n'
 ABC = HEAD + 'start: "a" "b"* "c"?'
 
 
-def grammars() -> Grammars:
-    return Grammars(SIZE, lambda: VOCABULARY, 2)
+PATIENT = GrammarLimits(most_wait=60.0)  # a busy machine may take long to start a process
+
+
+@pytest.fixture
+def make_grammars() -> Iterator[Callable[..., Grammars]]:
+    made = []
+
+    def make(num_threads: int = 2, **values) -> Grammars:
+        made.append(Grammars(SIZE, lambda: VOCABULARY, num_threads, **{"limits": PATIENT, **values}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def found(make_grammars) -> Grammars:
+    return make_grammars()
 
 
 def rows(*numbers: int) -> np.ndarray:
@@ -119,8 +144,7 @@ def params(grammar: str = ABC, **values) -> SamplingParams:
     return SamplingParams(grammar=grammar, **values)
 
 
-def test_masks_follow_the_tokens_of_the_step_before():
-    found = grammars()
+def test_masks_follow_the_tokens_of_the_step_before(found):
     assert found.masks(rows(0, 1), rows(5, 5)) is None
     found.enter(4, params(), 3, [], [*ENDS])
     masks = found.masks(rows(2, 4), rows(5, 3))
@@ -139,8 +163,7 @@ def test_masks_follow_the_tokens_of_the_step_before():
     assert found.masks(rows(4), rows(7)) is None
 
 
-def test_who_comes_into_a_row_does_not_hear_of_who_left_it():
-    found = grammars()
+def test_who_comes_into_a_row_does_not_hear_of_who_left_it(found):
     found.enter(0, params(), 3, [], [EOS])
     found.masks(rows(0), rows(3))
     found.started(Done(ord("a")))
@@ -157,8 +180,7 @@ def test_who_comes_into_a_row_does_not_hear_of_who_left_it():
     assert left(found.masks(rows(0, 1), rows(7, 3)), 1) == {"a"}
 
 
-def test_ends_are_settled_by_the_row():
-    found = grammars()
+def test_ends_are_settled_by_the_row(found):
     found.enter(0, params(min_tokens=2), 3, [ord("a")], [*ENDS])
     assert left(found.masks(rows(0), rows(4))) == {"b", "c"}
     found.enter(1, params(ignore_eos=True), 3, [ord("a")], [*ENDS])
@@ -178,8 +200,7 @@ def test_ends_are_settled_by_the_row():
     assert left(found.masks(rows(4), rows(3))) == {"a"}
 
 
-def test_what_goes_wrong_goes_wrong_for_its_row_alone():
-    found = grammars()
+def test_what_goes_wrong_goes_wrong_for_its_row_alone(found):
     found.enter(0, params(), 3, [ord("x")], [EOS])  # an output that the grammar does not allow
     found.enter(1, params("start: /[/"), 3, [], [EOS])
     found.enter(2, params(), 3, [], [EOS])
@@ -188,23 +209,203 @@ def test_what_goes_wrong_goes_wrong_for_its_row_alone():
     assert (masks.bits[:2] == -1).all() and masks.bits[2].any() and not (masks.bits[2] == -1).all()
 
 
-def test_what_was_prepared_is_at_hand_until_it_may_go():
-    own, told = grammars(), []
+def prepared(own: Grammars, grammar: str, forgets: Sequence[str] = ()) -> None:
+    is_done = threading.Event()
+    own.prepare(grammar, list(forgets), is_done.set)
+    assert is_done.wait(120)
+
+
+def pid_of(own: Grammars, grammar: str) -> int:
+    return own._processes[grammar].pid
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "not within a minute"
+        time.sleep(0.01)
+
+
+def until_in_time(own: Grammars, row: int, length: int, token: int = 0) -> Masks:
+    """Sample the same position again until its mask is not late; then `token` is sampled."""
+    for number in itertools.count(1):
+        masks = own.masks(rows(row), rows(length))
+        assert masks is not None and number < 10_000
+        own.started(Done(SPOILED if masks.late else token))
+        if not masks.late:
+            return masks
+        time.sleep(0.005)
+    raise AssertionError
+
+
+SPOILED = 7  # a token that must not count
+SLOW = HEAD + "start: " + " | ".join(['"a"'] * 12_000)  # its first mask takes about 0.2 s
+
+
+def test_what_was_prepared_is_at_hand_until_it_may_go(make_grammars):
+    own = make_grammars()
     first, second = (HEAD + f'start: "a" "{word}"' for word in ("one", "two"))
-    own.prepare(first, [], lambda: told.append(1))
-    own.prepare(
-        "start: /[/", [], lambda: told.append(2)
-    )  # also reported as ready: a request that enters with it fails by itself
-    own._pool.submit(lambda: None).result()
-    assert told == [1, 2]
+    prepared(own, first)
+    prepared(own, "start: /[/")  # also reported as ready: a request that enters with it fails by itself
     own.enter(0, params(first), 0, [], [])
     own.enter(1, params("start: /[/"), 0, [], [])
-    assert not isinstance(own.rows[0].compiled, Future), "no thread is asked for it"
     masks = own.masks(rows(0, 1), rows(0, 0))
-    assert masks is not None and masks.failures.keys() == {1}
+    assert masks is not None and masks.failures.keys() == {1} and not masks.late
     own.leave(0)
-    own._pool.submit(lambda: None).result()
-    assert own._used.keys() == {first}
-    own.prepare(second, [first], lambda: told.append(3))
-    own._pool.submit(lambda: None).result()
-    assert not own._used and first not in own._compiled and told == [1, 2, 3]
+    pid = pid_of(own, first)
+    prepared(own, second, [first])
+    wait_until(lambda: not is_alive(pid))
+    assert first not in own._processes and is_alive(pid_of(own, second))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_process_computes_what_the_library_does(make_grammars, num_threads):
+    """Five rows of one grammar, at different places, with one thread and with several."""
+    own, text = make_grammars(num_threads), b"abbbbc"
+    for row in range(5):
+        own.enter(row, params(max_tokens=400), 3, [*text[:row]], [*ENDS])
+    for number in range(2):
+        lens = rows(*range(3 + number, 8 + number))
+        masks = own.masks(rows(*range(5)), lens)
+        for row in range(5):
+            matcher = LLMatcher(VOCABULARY.tokenizer(SIZE), ABC, log_level=0)
+            assert matcher.consume_tokens([*text[: row + number]])
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")[:SIZE]
+            assert left(masks, row) == {chr(token) if token < 256 else int(token) for token in np.flatnonzero(bits)}
+        own.started(Done(*text[number : 5 + number]))
+
+
+def test_a_late_mask_is_there_later_and_others_are_in_time(make_grammars):
+    own = make_grammars(limits=GrammarLimits(most_wait=0.0))
+    prepared(own, SLOW)
+    prepared(own, ABC)
+    own.enter(0, params(SLOW, max_tokens=1000), 3, [], [*ENDS])
+    own.enter(1, params(max_tokens=1000), 3, [], [*ENDS])
+    assert left(until_in_time(own, 1, 3, ord("a"))) == {"a"}
+    masks = own.masks(rows(0, 2), rows(3, 9))
+    assert masks is not None and masks.late == [0]
+    own.started(Done(SPOILED, 1))
+    # A step that was planned before: for the late row, its position follows a token that does not count.
+    masks = own.masks(rows(0), rows(4))
+    assert masks is not None and masks.late == [0]
+    own.started(Done(SPOILED))
+    assert left(until_in_time(own, 1, 4)) == {"b", "c", *ENDS}
+    assert left(until_in_time(own, 0, 3, ord("a"))) == {"a"}
+    until_in_time(own, 1, 5)
+    assert own.rows[0].tokens == [ord("a")], "and nothing that was sampled before"
+
+
+def test_a_grammar_that_takes_too_long_fails_alone(make_grammars):
+    own = make_grammars(limits=GrammarLimits(60.0, step_seconds=0.05, most_wait=0.05))
+    slower = HEAD + "start: " + " | ".join(['"a"'] * 20_000)  # half a second for its first mask
+    prepared(own, slower)
+    prepared(own, ABC)
+    assert own._processes[slower].was_ready, "it is compiled in less than the limit"
+    own.enter(0, params(slower, max_tokens=1000), 3, [], [*ENDS])
+    own.enter(1, params(max_tokens=1000), 3, [], [*ENDS])
+    pid, text = pid_of(own, slower), itertools.chain(b"a", itertools.repeat(ord("b")))
+    for length, token in enumerate(text, 3):
+        masks = own.masks(rows(0), rows(3))
+        assert masks is not None
+        own.started(Done(SPOILED))
+        if masks.failures:
+            break
+        assert masks.late == [0]
+        assert left(until_in_time(own, 1, length, token)) == ({"a"} if length == 3 else {"b", "c", *ENDS})
+    assert masks.failures.keys() == {0} and "takes too long" in masks.failures[0]
+    assert "--grammar-step-seconds" in masks.failures[0] and length > 3
+    wait_until(lambda: not is_alive(pid))
+    own.leave(0)
+    own.enter(0, params(max_tokens=1000), 3, [], [*ENDS])
+    assert left(until_in_time(own, 0, 3)) == {"a"}
+
+
+def left_of(masks: Masks, number: int) -> set[str | int]:
+    return left(Masks(masks.at, masks.bits, {}), number)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: R0\n" + "".join(f"R{n}: R{n + 1}\n" for n in range(10_000)) + 'R10000: "x"\n',
+        "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(10_000)) + 'r10000: "x"\n',
+        "start: %json "
+        + json.dumps(
+            {
+                "$ref": "#/$defs/d0",
+                "$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(6000)} | {"d6000": {"const": "x"}},
+            }
+        ),
+    ],
+    ids=["terminals", "rules", "references"],
+)
+def test_chains_have_room_on_the_stack(found, grammar):
+    found.enter(0, params(HEAD + grammar, max_tokens=1000), 3, [], [*ENDS])
+    masks = found.masks(rows(0), rows(3))
+    assert left(masks) in ({"x"}, {'"'})
+
+
+def test_what_needs_too_much_memory_fails_alone(make_grammars):
+    own = make_grammars(limits=GrammarLimits(most_wait=60.0, memory_bytes=2**21))
+    large = HEAD + "start: " + " | ".join(f'"{n}"' for n in range(30_000))
+    own.enter(0, params(large, max_tokens=1000), 3, [], [*ENDS])
+    own.enter(1, params(max_tokens=1000), 3, [], [*ENDS])
+    masks = own.masks(rows(0, 1), rows(3, 3))
+    assert masks is not None and masks.failures.keys() == {0} and "SIGABRT" in masks.failures[0]
+    assert left_of(masks, 1) == {"a"}
+
+
+def test_a_row_goes_on_where_its_process_was_killed(found):
+    found.enter(0, params(max_tokens=1000), 3, [], [*ENDS])
+    assert left(found.masks(rows(0), rows(3))) == {"a"}
+    found.started(Done(ord("a")))
+    os.kill(pid_of(found, ABC), signal.SIGKILL)
+    assert left(until_in_time(found, 0, 4, ord("c"))) == {"b", "c", *ENDS}
+    # Its fork server is killed, and all processes with it.
+    server = found._fork_server._process
+    server.kill()
+    server.wait()
+    assert left(until_in_time(found, 0, 5)) == ENDS
+    found.enter(1, params(max_tokens=1000), 3, [ord("a")], [*ENDS])
+    assert left(until_in_time(found, 1, 4)) == {"b", "c", *ENDS}
+
+
+def test_a_row_that_ends_its_process_fails_and_its_siblings_go_on(make_grammars):
+    """Two rows of one grammar. The process dies while it works on the first: that one is at fault."""
+    own = make_grammars(limits=GrammarLimits(most_wait=0.0, step_seconds=30.0))
+    prepared(own, SLOW)
+    own.enter(0, params(SLOW, max_tokens=1000), 3, [], [*ENDS])
+    assert own.masks(rows(0), rows(3)).late == [0]
+    wait_until(lambda: own._slots.is_busy(own.rows[0].slot))
+    os.kill(pid_of(own, SLOW), signal.SIGSEGV)
+    own.enter(1, params(SLOW, max_tokens=1000), 3, [], [*ENDS])
+    wait_until(lambda: own.masks(rows(0, 1), rows(3, 3)).failures)
+    assert own.masks(rows(0, 1), rows(3, 3)).failures.keys() == {0} and "SIGSEGV" in own.rows[0].failure
+    assert left(until_in_time(own, 1, 3)) == {"a"}
+
+
+def test_a_position_can_be_sampled_again(found):
+    """A replay does so where a mask was late when it was recorded."""
+    found.enter(0, params(max_tokens=1000), 3, [], [*ENDS])
+    for length, token in ((3, "a"), (4, "b"), (5, "c")):
+        found.masks(rows(0), rows(length))
+        found.started(Done(ord(token)))
+    assert left(found.masks(rows(0), rows(4))) == {"b", "c", *ENDS}
+    found.started(Done(ord("c")))
+    assert left(found.masks(rows(0), rows(5))) == ENDS
+
+
+def test_ranks_agree_on_what_is_late(make_grammars):
+    said: list[list[int]] = []
+    own = make_grammars(agree=lambda states: said.append(states) or [*map(max, states, worst)])
+    for row in range(3):
+        own.enter(row, params(max_tokens=1000), 3, [], [*ENDS])
+    worst = [IN_TIME, LATE, FAILED]
+    masks = own.masks(rows(0, 1, 2), rows(3, 3, 3))
+    assert masks is not None and masks.late == [1] and masks.failures.keys() == {2} and said == [[IN_TIME] * 3]
+    own.started(Done(ord("a"), SPOILED, SPOILED))
+    worst = [IN_TIME]
+    assert left(own.masks(rows(1), rows(3))) == {"a"}  # it was there, and is used now
+    own.started(Done(ord("a")))
+    assert left(own.masks(rows(1), rows(4))) == {"b", "c", *ENDS}
+    assert own.masks(rows(9), rows(4)) is None and len(said) == 3, "ranks are asked only where there is a grammar"

@@ -4,6 +4,7 @@ that they may differ where a uniform falls within a millionth of the border betw
 import numpy as np
 import torch
 
+from octavo.kernels.cpu.library import check
 from octavo.kernels.cpu.native import Native
 from octavo.kernels.cpu.sampling import Records, choose, fill_uniforms, new_records
 from octavo.sampling import min_tokens
@@ -33,7 +34,8 @@ def sample(
         records["min_p"] = state.min_p[rows]
         fill_uniforms(records, state.seed[rows], np.ascontiguousarray(lens))
     if masks is not None:
-        assert masks.bits.flags.c_contiguous and masks.bits.shape[1] == -(-logits.shape[1] // 32)
+        is_right = masks.bits.flags.c_contiguous and masks.bits.shape[1] == -(-logits.shape[1] // 32)
+        check(is_right and len(masks.bits) == len(masks.at), "masks must have a bit for each token")
         records["mask"][masks.at] = masks.bits.ctypes.data + np.arange(len(masks.at)) * masks.bits.strides[0]
     penalised = state.penalised[rows]
     if penalised.any():
@@ -43,7 +45,8 @@ def sample(
 
 
 def _with_penalties(records: Records, tokens: torch.Tensor, state: SamplingState, rows: Ints, lens: Ints) -> Records:
-    assert tokens.dtype == torch.int32 and tokens.stride(1) == 1 and lens.max() <= tokens.shape[1]
+    is_right = tokens.dtype == torch.int32 and tokens.stride(1) == 1
+    check(is_right and lens.max() <= tokens.shape[1], "tokens must be int32, as long as the longest row")
     records["tokens"] = tokens.data_ptr() + rows * (4 * tokens.stride(0))
     records["prompt_len"] = state.prompt_len[rows]
     records["len"] = lens

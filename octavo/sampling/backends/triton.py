@@ -37,7 +37,7 @@ def sample(
         argmax(logits, out)
         return
     at = np.flatnonzero(penalised)
-    plain = np.flatnonzero(~penalised)
+    unpenalised = np.flatnonzero(~penalised)
     nowhere: Ints = np.zeros(0, dtype=np.int64)
     banned, banned_wide = nowhere, nowhere
     if is_early:
@@ -45,10 +45,11 @@ def sample(
         if is_penalised:  # penalise() writes their logits into a contiguous tensor of its own
             banned_wide = min_tokens.places(state, np.flatnonzero(early[at]), rows[at], logits.shape[1])
     records, penalties, places, places_wide = _send(
-        [_records(state, rows, lens, plain, at), _penalties(state, rows, lens, at), banned, banned_wide], logits.device
+        [_records(state, rows, lens, unpenalised, at), _penalties(state, rows, lens, at), banned, banned_wide],
+        logits.device,
     )
     logit_edits.ban(logits, places)
-    draw(logits, records[: len(plain)], out)
+    draw(logits, records[: len(unpenalised)], out)
     if is_penalised:
         prompt_lens = state.prompt_len[rows[at]]
         wide = logit_edits.penalise(
@@ -60,16 +61,16 @@ def sample(
             has_frequency=bool(state.frequency[rows[at]].any()),
         )
         logit_edits.ban(wide, places_wide)
-        draw(wide, records[len(plain) :], out)
+        draw(wide, records[len(unpenalised) :], out)
 
 
-def _records(state: SamplingState, rows: Ints, lens: Ints, plain: Ints, penalised: Ints) -> Floats:
+def _records(state: SamplingState, rows: Ints, lens: Ints, unpenalised: Ints, penalised: Ints) -> Floats:
     """Sampling records [S, WIDTH]: first the rows sampled from the original logits, then those from penalised logits."""
-    order = np.concatenate((plain, penalised))
+    order = np.concatenate((unpenalised, penalised))
     records = state.records[rows[order]]
     records[:, columns.TARGET] = order
     records[:, columns.SOURCE] = order
-    records[len(plain) :, columns.SOURCE] = np.arange(len(penalised))
+    records[len(unpenalised) :, columns.SOURCE] = np.arange(len(penalised))
     records[:, columns.UNIFORM] = uniforms(state.seed[rows[order]], lens[order])
     return records
 

@@ -132,7 +132,7 @@ class Ends:
         self._num_masks = 0  # full masks computed in searches that left a choice: they take most of the time
         self._num_spelled = 0  # … that left one forced text
         self._max_looks = _NO_LIMIT  # of both kinds together
-        self._plain = ~(self._opens | self._blank)
+        self._content = ~(self._opens | self._blank)
         self._comma = [single[b","]] if b"," in single else []
         self._openers = [single[sign] for sign in (b",", b"[", b"{") if sign in single]
         self._closers = [self._tried(order, single, -_NEVER, below, 0) for order, below in enumerate(_CLOSE)]
@@ -217,11 +217,11 @@ class Ends:
         if not ending.is_far:  # it is if there is a clear path to an end that is longer than that
             way = self._try(ending, matcher.deep_copy(), 2, _GROWTH * num_left, _LONGEST_TEXT)
             ending.is_far = way is _Miss.FAR
-        plain = bits & ~self._blank  # space brings no end nearer
-        is_text = np.count_nonzero(plain) > _FEW
-        if ending.is_far and (is_text or self._forced(tokens_of(plain, self._vocab_size)) >= 0):
+        visible = bits & ~self._blank  # space brings no end nearer
+        is_text = np.count_nonzero(visible) > _FEW
+        if ending.is_far and (is_text or self._forced(tokens_of(visible, self._vocab_size)) >= 0):
             return
-        if fitting := self._fitting(ending, matcher, plain if plain.any() else bits, [], num_left):
+        if fitting := self._fitting(ending, matcher, visible if visible.any() else bits, [], num_left):
             ending.is_far = False
             self._narrow(ending, bits, fitting)
         elif is_text:  # the string must be longer than the tokens left
@@ -310,7 +310,7 @@ class Ends:
     ) -> list[int] | _Miss:
         found: list[int] = []
         seen: set[object] = set()
-        num_in_text = num_circles = num_plain = num_onward = 0
+        num_in_text = num_circles = num_not_closing = num_onward = 0
         while not matcher.is_accepting():
             if len(found) == longest:
                 return _Miss.TEXT if num_in_text else _Miss.FAR
@@ -325,15 +325,15 @@ class Ends:
                     if not matcher.consume_tokens(rest):
                         return _Miss.LOST
                     found += rest
-                    num_in_text = num_circles = num_plain = 0
+                    num_in_text = num_circles = num_not_closing = 0
                     continue
-                num_plain = num_plain + 1 if token < 0 else 0
-                may_repeat = num_plain == repeats or (num_plain > repeats and not is_text)
+                num_not_closing = num_not_closing + 1 if token < 0 else 0
+                may_repeat = num_not_closing == repeats or (num_not_closing > repeats and not is_text)
                 if may_repeat and longest <= _ONWARD_FROM and num_onward < _MAX_ONWARD:
                     num_onward += 1
                     token = self._onward(matcher, seen, is_text)
                 token = self._nearest(ending, matcher, order, after) if token < 0 else token
-                num_plain -= self._num_spelled > spelled
+                num_not_closing -= self._num_spelled > spelled
             num_in_text = num_in_text + 1 if is_text else 0
             num_circles = num_circles + 1 if self._num_masks > before else 0
             if num_in_text > longest_text:
@@ -388,7 +388,7 @@ class Ends:
                 ending.spelled[after] = token
             return token
         self._num_masks += 1
-        if not (bits & self._plain).any():  # between two items, for example: a comma, a bracket or space
+        if not (bits & self._content).any():  # between two items, for example: a comma, a bracket or space
             for token in self._openers:
                 if is_set(bits, token):
                     return token

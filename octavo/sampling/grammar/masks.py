@@ -2,41 +2,53 @@
 Grammars were checked by text/grammar/build.py.
 
 A row's mask follows only from its grammar and the tokens it has generated, so a row that was preempted, or resumed on another
-engine, continues in the same state. Every rank knows the tokens and computes the masks itself. Compiling and filling masks
-release the GIL and run in other threads. prepare() compiles a grammar before a row that needs it enters, so that no step
-waits for it."""
+engine, continues in the same state. Every rank knows the tokens and computes the masks itself: each grammar has a process of its own
+(process.py), to which a step sends its tokens before or while the model computes the logits.
 
-import functools
+A step waits for masks, but not for long. A row whose mask is not there by then is late: the token sampled for it does not count,
+and a later step samples the same position again, by when the mask may be there. Which rows were late is part of the step's result.
+A grammar that takes too long for one mask is ended with its process, and its requests fail; no other notices."""
+
 import logging
+import queue
+import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.messages import SamplingParams
-from octavo.sampling.grammar.bitmask import WORD, Ints, Words, any_set, clear_bits, set_bits
-from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
-from octavo.sampling.grammar.shortest_completion import ShortestCompletion
+from octavo.sampling.grammar.bitmask import WORD, Ints, Words
+from octavo.sampling.grammar.orders import Begin, Enter, Fill, Leave, Row
+from octavo.sampling.grammar.processes import ForkServer, GrammarProcess
+from octavo.sampling.grammar.slots import Slots
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
-
     from octavo.text.tokenize.vocabulary import Vocabulary
 
 log = logging.getLogger("octavo.grammar")
 
-_MAX_USED = 32  # used matchers kept per grammar for later rows
-_WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
-_GOOD_ENDS = ("NoExtension", "EndOfSentence")
+_NUM_SLOTS = 64
+_LEAST_WAIT = 0.005  # seconds that any step waits for its masks; most are there earlier
+_WAIT_SHARE = 0.1  # of the time: steps together wait for no longer than this, beyond the least
+_WAIT_ALONE = 0.05  # seconds that a step waits if all of its rows are late already
+_LONG_MASK = 0.25  # seconds without an answer after which a process has a low priority
+_MOST_MOVES = 3  # processes that may end under a row, through no fault of its own
+_ELSEWHERE = "on another rank, the grammar takes too long (--grammar-step-seconds), or its process has ended"
 UNLIKELIEST = -1e30
 """The logit of a token that the grammar allows and a bias or ban excludes: sampled only if nothing else is left."""
+IN_TIME, LATE, FAILED = range(3)  # a mask's state; where ranks differ, the highest counts
+
+Agree = Callable[[list[int]], list[int]]
+"""Takes a rank's states of masks, and returns the highest of all ranks for each."""
 
 
 class Sampled(Protocol):
@@ -46,6 +58,16 @@ class Sampled(Protocol):
         """Wait for the tokens and return them."""
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """What one grammar may take on one rank. Seconds are of processor time, but for the last."""
+
+    compile_seconds: float = 5.0
+    step_seconds: float = 2.0  # for one token of a row
+    memory_bytes: int = 2**30
+    most_wait: float = 0.1  # that a step waits for masks
+
+
 @dataclass(slots=True)
 class Masks:
     """The masks of a step's rows that have a grammar."""
@@ -53,34 +75,28 @@ class Masks:
     at: Ints  # [G] indices of the step's samples
     bits: Words  # [G, ceil(V / 32)]: bit i % 32 of word i // 32: token i is allowed
     failures: dict[int, str]  # sample → why its grammar cannot continue; its mask allows every token
-    seconds: float = 0.0  # time to compute the masks, without the wait for the previous step's tokens
+    seconds: float = 0.0  # that the step spent on them, without the wait for the previous step's tokens
     # Samples that end their rows, at or shortly before max_tokens.
     last: list[int] = field(default_factory=list)
-
-
-class _Compiled(NamedTuple):
-    matcher: "LLMatcher"
-    shortest: ShortestCompletion | None  # if even the shortest answer is long
+    late: list[int] = field(default_factory=list)  # samples that do not count; their masks allow every token
 
 
 @dataclass(slots=True)
 class _Row:
-    compiled: Future[_Compiled] | _Compiled
-    tokens: list[int]  # of the output
-    num_taken: int  # of the tokens: those that the matcher has consumed
-    grammar: str
-    ends: frozenset[int]  # tokens that end the row
-    stop_ids: Ints  # the same tokens as an array
+    number: int  # by which its process knows it
+    params: SamplingParams
     prompt_len: int
-    min_len: int  # tokens of prompt and output below which it may not end
-    max_len: int  # tokens of prompt and output at which it is cut
-    ignores_eos: bool  # it ends only if its grammar allows nothing else
-    ends_by_eos: bool  # the request names no stop tokens of its own
-    num_past: int  # of the tokens: those sampled before this row or its matcher existed
-    ending: BudgetedEnd = field(default_factory=BudgetedEnd)
-    may_be_used: bool = True  # its matcher may have served other rows before
-    ready: "LLMatcher | None" = None  # once it is compiled
+    tokens: list[int]  # of the output, without those that do not count
+    stop_ids: list[int]  # tokens that end the row
+    process: GrammarProcess
+    slot: int = -1  # where its process leaves its masks; −1: the process does not know it yet
+    num_sent: int = 0  # of the tokens: those that the process knows
+    asked: int = -1  # length of the row at which a mask was last asked for, …
+    filled: int = -1  # … and was last there
+    late: int = -1  # … and was last late
+    is_last: bool = False  # with the mask that is there: the token sampled now ends the row
     is_over: bool = False  # a token that ends it was sampled: later tokens do not count
+    num_moves: int = 0
     failure: str = ""
 
 
@@ -90,6 +106,16 @@ class _Latest:
 
     rows: list[int]
     step: Sampled
+    late: list[int]
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step being launched."""
+
+    own: list[tuple[int, _Row, int]]  # sample, its row, the row's length
+    num_others: int  # samples without a grammar
+    seconds: float = 0.0  # that it has spent on masks
 
 
 def no_vocabulary() -> "Vocabulary":
@@ -100,21 +126,44 @@ class Grammars:
     """The grammars of one rank's rows. Call enter() and leave() as rows change, masks() in each step that samples, once its
     logits are queued, and started() for every step."""
 
-    def __init__(self, vocab_size: int, vocabulary: "Callable[[], Vocabulary]", num_threads: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        vocabulary: "Callable[[], Vocabulary]",
+        num_threads: int,
+        num_slots: int = _NUM_SLOTS,
+        limits: GrammarLimits | None = None,
+        agree: Agree | None = None,
+    ) -> None:
+        """`num_threads`: that one grammar may use for the masks of a step. `num_slots`: twice the rows. `agree`: None: there is one
+        rank."""
         self._vocab_size = vocab_size
         self._open = vocabulary
-        self._num_threads = num_threads
+        self._num_threads, self._num_slots = num_threads, num_slots
+        self._limits = limits or GrammarLimits()
+        self._agree = agree
         self.rows: dict[int, _Row] = {}  # rows with a grammar
+        self._by_number: dict[int, _Row] = {}
+        self._next_number = 0
+        self._free_slots = list(range(num_slots))
         self._sampling: list[int] | None = None  # rows of the step being launched
+        self._late: list[int] = []  # of its samples
         self._latest: _Latest | None = None
-        self._begun: Future[Masks | None] | None = None
-        self._pool = ThreadPoolExecutor(1, "octavo-grammar")
-        # Prepared grammars, or the error. Kept until prepare() is given them in `forgets`.
-        self._compiled: dict[str, _Compiled | ValueError] = {}
-        self._used: dict[str, list[LLMatcher]] = {}
+        self._begun: _Step | None = None
+        self._credit, self._credit_at = self._limits.most_wait, time.monotonic()
+        # Processes of grammars that were prepared, or that a row needs. Kept until prepare() is given them in `forgets`.
+        self._processes: dict[str, GrammarProcess] = {}
+        self._forgotten: queue.SimpleQueue[GrammarProcess] = queue.SimpleQueue()  # ended; their slots are to be freed
+        self._starting = threading.Lock()
+        self._fork_server: ForkServer | None = None
+        self._memory: Slots | None = None  # since the first fork server
+        # Threads that wait for processes. Two compile at a time, as many as the scheduler asks for: one that takes all the time it may
+        # does not hold up the next. `_aside` is for what the scheduler does not ask for.
+        self._pool = ThreadPoolExecutor(2, "octavo-grammar")
+        self._aside = ThreadPoolExecutor(2, "octavo-grammar-aside")
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        """Compile `grammar` in another thread and drop those in `forgets`. `done` is called in another thread, also on
+        """Compile `grammar` in its own process and drop those in `forgets`. `done` is called in another thread, also on
         failure."""
         self._pool.submit(self._prepare, grammar, forgets).add_done_callback(lambda future: done())
 
@@ -123,156 +172,332 @@ class Grammars:
     ) -> None:
         """Set the row's new occupant, which has generated `output_ids` so far."""
         self.leave(row)
-        inside = np.array(sorted(i for i in {*stop_ids} if 0 <= i < self._vocab_size), dtype=np.int64)
-        self.rows[row] = _Row(
-            self._fresh(params.grammar),
-            list(output_ids),
-            0,
-            params.grammar,
-            frozenset(inside.tolist()),
-            inside,
-            prompt_len,
-            prompt_len + params.min_tokens,
-            prompt_len + (params.max_tokens or 0),
-            params.ignore_eos,
-            not params.stop_token_ids,
-            len(output_ids),
-        )
+        inside = sorted(i for i in {*stop_ids} if 0 <= i < self._vocab_size)
+        process = self._process_of(params.grammar)
+        self.rows[row] = own = _Row(self._number(), params, prompt_len, list(output_ids), inside, process)
+        self._by_number[own.number] = own
 
     def leave(self, row: int) -> None:
         own = self.rows.pop(row, None)
-        if own is not None and own.ready is not None and not own.failure:
-            self._pool.submit(self._keep, own.grammar, own.ready)
+        if own is not None:
+            self._detach(own)
         if self._latest is not None:
             # The previous step's token of this row, with a grammar or without, does not belong to its next occupant.
             self._latest.rows = [-1 if other == row else other for other in self._latest.rows]
 
     def started(self, step: Sampled) -> None:
         if self._sampling is not None:
-            self._latest, self._sampling = _Latest(self._sampling, step), None
+            self._latest, self._sampling = _Latest(self._sampling, step, self._late), None
         elif self._latest is not None:  # this step used no masks; read the tokens now, before their buffer is reused
             self._take_in()
 
     def begin(self, rows: Ints, lens: Ints) -> None:
-        """Start computing the result of masks() in another thread."""
+        """Ask for what masks() will return, so that it is computed beside the forward pass."""
         if self.rows and len(rows):
-            self._begun = self._beside.submit(self._masks, rows, lens)
+            self._begun = self._ask(rows, lens)
 
     def masks(self, rows: Ints, lens: Ints) -> Masks | None:
         """The masks of the rows [S] that sample next and hold `lens` tokens. None: none of them has a grammar. Waits for the
         previous step."""
         if not self.rows:
             return None
-        begun, self._begun = self._begun, None
-        return self._masks(rows, lens) if begun is None else begun.result()
-
-    def _masks(self, rows: Ints, lens: Ints) -> Masks | None:
-        self._take_in()
-        self._sampling = rows.tolist()
-        own = [(at, self.rows[row]) for at, row in enumerate(rows.tolist()) if row in self.rows]
-        if not own:
+        step, self._begun = self._begun or self._ask(rows, lens), None
+        self._late = []
+        if not step.own:
             return None
-        started = time.perf_counter()
-        bits = np.full((len(own), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
-        ready = self._advance([row for _, row in own])
-        self._fill(ready, bits)
-        last = []
-        for matcher, number in ready:
-            sample, row = own[number]
-            if self._settle(row, matcher, bits[number], int(lens[sample])):
-                last.append(sample)
-        for number, (sample, row) in enumerate(own):
-            if row.failure and row.may_be_used and self._start_afresh(row, bits[number], int(lens[sample])):
-                last.append(sample)
-        failures = {at: row.failure for at, row in own if row.failure}
-        at = np.array([at for at, _ in own], dtype=np.int64)
-        return Masks(at, bits, failures, time.perf_counter() - started, last)
+        started = time.monotonic()
+        self._wait(step)
+        step.seconds += time.monotonic() - started
+        states = [self._state(row, length) for _, row, length in step.own]
+        if self._agree is not None:
+            states = self._agree(states)
+        masks = self._masks(step, states)
+        self._late = masks.late
+        return masks
+
+    def close(self) -> None:
+        """End all processes."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._aside.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes.values():
+            process.close()
+        with self._starting:
+            if self._fork_server is not None:
+                self._fork_server.close()
+                self._fork_server = None
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+
+    # ── a step ──
 
     def _take_in(self) -> None:
         latest, self._latest = self._latest, None
         if latest is None or self.rows.keys().isdisjoint(latest.rows):
             return
-        for row, token in zip(latest.rows, latest.step.tokens(), strict=True):
+        for at, (row, token) in enumerate(zip(latest.rows, latest.step.tokens(), strict=True)):
             own = self.rows.get(row)
-            if own is not None and not own.is_over:
-                own.is_over = token in own.ends
+            if own is not None and not own.is_over and at not in latest.late:
+                own.is_over = token in own.stop_ids
                 own.tokens.append(token)
 
-    def _advance(self, rows: list[_Row]) -> "list[tuple[LLMatcher, int]]":
-        """The rows' matchers, advanced by all tokens, each with its index in `rows`. Rows that are over or failed are left
-        out."""
-        ready: list[tuple[LLMatcher, int]] = []
-        for number, row in enumerate(rows):
-            if row.is_over or row.failure:
+    def _ask(self, rows: Ints, lens: Ints) -> _Step:
+        self._take_in()
+        while not self._forgotten.empty():
+            self._free_retired(self._forgotten.get())
+        self._sampling = rows.tolist()
+        started, lengths = time.monotonic(), lens.tolist()
+        own = [(at, self.rows[row], lengths[at]) for at, row in enumerate(self._sampling) if row in self.rows]
+        step = _Step(own, len(lengths) - len(own))
+        for process in {row.process for _, row, _ in own}:
+            self._read(process)  # what was late may be there by now
+        self._order(step.own)
+        step.seconds = time.monotonic() - started
+        return step
+
+    def _order(self, own: list[tuple[int, _Row, int]]) -> None:
+        """Order the masks that were not ordered yet, of rows whose processes can take orders."""
+        orders: defaultdict[GrammarProcess, list[Row]] = defaultdict(list)
+        for _, row, length in own:
+            if length < row.prompt_len + len(row.tokens):
+                self._rewind(row, length)
+            is_asked = row.asked == length and not row.process.is_over
+            if self._is_settled(row, length) or is_asked or not self._can_take_orders(row):
                 continue
-            matcher = row.ready or self._compiled_for(row)
-            if matcher is None:
-                continue
-            is_restored = self._recalls(row, matcher)
-            new = row.tokens[row.num_taken :]
-            if not is_restored or (new and not matcher.consume_tokens(new)):
-                row.failure = _error_of(matcher)
-                continue
-            row.num_taken = len(row.tokens)
-            ready.append((matcher, number))
-        return ready
+            new_tokens = row.tokens[row.num_sent :]
+            row.num_sent, row.asked = len(row.tokens), length
+            orders[row.process].append(Row(row.number, new_tokens, length))
+        for process, rows in orders.items():
+            if not process.num_unanswered:
+                process.filling_since = time.monotonic()
+            process.num_unanswered += 1
+            process.order(Fill(rows))
+            process.send()
 
-    def _recalls(self, row: _Row, matcher: "LLMatcher") -> bool:
-        """Advance the matcher and the budgeted end by the tokens that the row had generated before. False: one is rejected."""
-        past, row.num_past = row.tokens[: row.num_past], 0
-        if not past:
-            return True
-        row.num_taken = len(past)
-        return self._ends.recall(row.ending, matcher, past, row.max_len - row.prompt_len)
+    def _is_settled(self, row: _Row, length: int) -> bool:
+        """Whether there is no mask to wait for: it is there, or none will be used."""
+        is_void = length > row.prompt_len + len(row.tokens)  # the token before was late
+        return row.filled == length or row.is_over or is_void or bool(row.failure)
 
-    def _start_afresh(self, row: _Row, bits: Words, row_len: int) -> bool:
-        """Retry a failed row with a new matcher: a used one may have reached its lexer limits. Returns the result of
-        _settle()."""
-        row.failure, row.may_be_used, row.num_taken, row.num_past = "", False, 0, len(row.tokens)
-        row.compiled, row.ready = self._fresh(row.grammar, False), None
-        for matcher, _ in self._advance([row]):
-            self._fill([(matcher, 0)], bits[None])
-            return self._settle(row, matcher, bits, row_len)
-        return False
-
-    def _compiled_for(self, row: _Row) -> "LLMatcher | None":
-        try:
-            row.ready, shortest = row.compiled.result() if isinstance(row.compiled, Future) else row.compiled
-            row.ending = BudgetedEnd.of(shortest)
-        except Exception as error:
-            row.failure = f"the grammar could not be compiled: {error}"
-        return row.ready
-
-    def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Words) -> None:
-        if len(matchers) == 1 or self._num_threads == 1:
-            for matcher, number in matchers:
-                matcher.unsafe_compute_mask_ptr(bits[number].ctypes.data, bits.shape[1] * bits.itemsize)
-        elif matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
-
-    def _settle(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> bool:
-        """Apply the row's own limits to its mask. True: the token sampled now is the row's last, because of max_tokens."""
-        self._settle_ends(row, matcher, bits, row_len)
-        return not row.failure and self._ends.restrict(row.ending, matcher, bits, row.max_len - row_len)
-
-    def _settle_ends(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
-        """Apply min_tokens, ignore_eos and stop tokens to the mask."""
-        if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
-            row.failure = _error_of(matcher)
-            bits[:] = -1
+    def _wait(self, step: _Step) -> None:
+        """Wait for masks that are asked for the first time, as long as a step may; for others only if there is nothing else."""
+        pending = [(row, length) for _, row, length in step.own if not self._is_settled(row, length)]
+        if not pending:
             return
-        banned = row.stop_ids if row_len < row.min_len else self._eos_ids if row.ignores_eos else None
-        if banned is None and row.ends_by_eos:
-            return  # the usual case: the grammar's bits are right
-        if not row.ends_by_eos and any_set(bits, self._eos_ids):
-            # A control token among the stop tokens is meant as an end: allow it where the grammar may end.
-            set_bits(bits, row.stop_ids[np.isin(row.stop_ids, self._special_ids)])
-        if banned is None or not any_set(bits, banned):
+        new = [row for row, length in pending if row.late != length]
+        now = time.monotonic()
+        most, wait = self._limits.most_wait, _WAIT_ALONE
+        self._credit = min(most, self._credit + _WAIT_SHARE * (now - self._credit_at))
+        self._credit_at = now
+        if new:
+            wait = max(_LEAST_WAIT, self._credit)
+        elif step.num_others or any(row.filled == length or row.failure for _, row, length in step.own):
+            wait = 0.0
+        self._await(step, new or [row for row, _ in pending], now + wait)
+        if new:
+            self._credit -= max(0.0, time.monotonic() - now - _LEAST_WAIT)
+
+    def _await(self, step: _Step, rows: list[_Row], deadline: float) -> None:
+        lengths = {row.number: length for _, row, length in step.own}
+        while rows := [row for row in rows if not self._is_settled(row, lengths.get(row.number, -1))]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            starting = [row.process for row in rows if not row.process.started.is_set()]
+            asked = {row.process for row in rows if row.process.is_ready and row.process.num_unanswered}
+            if starting:
+                starting[0].started.wait(min(left, 0.01) if asked else left)
+            elif asked:
+                self._poll(asked, left)
+            else:  # a process has ended, and the reason is being found out; or there is no slot
+                time.sleep(min(left, 0.001))
+            for process in asked:
+                self._read(process)
+            self._order(step.own)
+            lengths = {row.number: length for _, row, length in step.own}
+
+    def _poll(self, processes: Iterable[GrammarProcess], seconds: float) -> None:
+        poller = select.poll()
+        for process in processes:
+            process.send()
+            poller.register(process, select.POLLIN | (select.POLLOUT if process.has_unsent else 0))
+        poller.poll(1000 * seconds)
+
+    def _state(self, row: _Row, length: int) -> int:
+        if row.failure:
+            return FAILED
+        if row.is_over or row.filled == length:
+            return IN_TIME
+        if length == row.prompt_len + len(row.tokens):
+            row.late = length
+            self._check_time(row)
+        return LATE
+
+    def _masks(self, step: _Step, states: list[int]) -> Masks:
+        bits = np.full((len(step.own), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
+        masks = Masks(np.array([at for at, _, _ in step.own], dtype=np.int64), bits, {})
+        for number, ((at, row, length), state) in enumerate(zip(step.own, states, strict=True)):
+            if state == FAILED:
+                masks.failures[at] = row.failure or _ELSEWHERE
+            elif state == LATE:
+                masks.late.append(at)
+            elif row.filled == length and not row.is_over:
+                bits[number] = self._slots.mask(row.slot)
+                if row.is_last:
+                    masks.last.append(at)
+        masks.seconds = step.seconds
+        return masks
+
+    # ── rows and their processes ──
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number
+
+    def _can_take_orders(self, row: _Row) -> bool:
+        """Whether the row's process is ready and knows the row. If the process has ended, the row fails or moves to another."""
+        process = row.process
+        if not process.started.is_set():
+            return False
+        if process.is_over:
+            self._meet_end(row)
+            return False
+        if row.slot < 0:
+            if not self._free_slots:
+                return False
+            row.slot = self._free_slots.pop()
+            self._slots.mark(row.slot, False)
+            params = row.params
+            process.order(
+                Enter(
+                    row.number,
+                    row.slot,
+                    row.stop_ids,
+                    row.prompt_len,
+                    params.min_tokens,
+                    params.max_tokens or 0,
+                    params.ignore_eos,
+                    not params.stop_token_ids,
+                )
+            )
+        return True
+
+    def _meet_end(self, row: _Row) -> None:
+        """Its process has ended, because of this row or of another, or was killed."""
+        process = row.process
+        if not process.error:  # the reason is being found out
             return
-        before = bits.copy()
-        clear_bits(bits, banned)
-        if not bits.any():  # the grammar allows only its end: the answer ends, whatever was asked
-            bits[:] = before
+        is_at_fault = not process.was_ready or (
+            row.slot >= 0 and self._slots.is_busy(row.slot) and not process.was_killed
+        )
+        if is_at_fault or row.num_moves == _MOST_MOVES:
+            row.failure = process.error
+            return
+        row.num_moves += 1
+        self._start_again(row)
+
+    def _start_again(self, row: _Row) -> None:
+        """Have a process take the row as a new one."""
+        self._detach(row)
+        row.number, row.process = self._number(), self._process_of(row.params.grammar)
+        row.slot, row.num_sent, row.asked, row.filled = -1, 0, -1, -1
+        self._by_number[row.number] = row
+
+    def _rewind(self, row: _Row, length: int) -> None:
+        """Sample a position again that has its token, as a replay does where a mask was late in the recorded run."""
+        del row.tokens[length - row.prompt_len :]
+        row.is_over = False
+        self._start_again(row)
+
+    def _detach(self, row: _Row) -> None:
+        """Its process forgets the row. The slot is free once the process does not write to it any more."""
+        del self._by_number[row.number]
+        if row.slot < 0:
+            return
+        if row.process.is_over:
+            self._free_slots.append(row.slot)
+            return
+        if row.asked == row.filled:
+            self._free_slots.append(row.slot)
+        else:
+            row.process.retired[row.number] = row.slot
+        row.process.order(Leave(row.number))
+        row.process.send()
+
+    def _read(self, process: GrammarProcess) -> None:
+        """Take in what a process has answered."""
+        if not process.started.is_set() or process.is_over:
+            return
+        for filled in process.results():
+            for result in filled.rows:
+                row = self._by_number.get(result.number)
+                if row is None:
+                    self._free_slots.append(process.retired.pop(result.number))
+                else:
+                    row.filled, row.is_last, row.failure = result.length, result.is_last, result.failure
+        process.send()
+        if process.is_over:
+            self._bury(process)
+
+    def _check_time(self, row: _Row) -> None:
+        """Lower the priority of a process that takes long. End a process that does not answer. The kernel ends one that computes for too long; this one does not get to compute."""
+        process, limits = row.process, self._limits
+        if not process.is_ready or not process.num_unanswered:
+            return
+        seconds = time.monotonic() - process.filling_since
+        if seconds > _LONG_MASK:
+            process.lower()
+        if seconds > 30 * limits.step_seconds + 0.05 * len(row.tokens) and not process.is_slow:
+            process.is_slow = True
+            self._aside.submit(process.end, self._server)  # the end of its socket is read later
+
+    def _bury(self, process: GrammarProcess) -> None:
+        """Find out why a process has ended, in another thread, and let its rows know."""
+        self._free_retired(process)
+        if self._processes.get(process.grammar) is process:
+            del self._processes[process.grammar]
+        self._aside.submit(self._find_reason, process)
+
+    def _free_retired(self, process: GrammarProcess) -> None:
+        """It has ended, and writes to no slot any more."""
+        self._free_slots += process.retired.values()
+        process.retired.clear()
+
+    def _find_reason(self, process: GrammarProcess) -> None:
+        process.end(self._server)
+        error = f"the grammar cannot go on: {process.end_words}"
+        if process.is_slow:
+            limit = f"more than {self._limits.step_seconds:g} s of processor time for one token"
+            error = f"the grammar takes too long: {limit} (--grammar-step-seconds)"
+        process.fail(error)
+        log.warning("a grammar of %d characters: %s", len(process.grammar), process.error)
+
+    def _process_of(self, grammar: str) -> GrammarProcess:
+        """The process that was prepared. If there is none, one is started, and rows are late until it is ready."""
+        process, is_new = self._claim(grammar)
+        if is_new:
+            self._aside.submit(process.compile, self._server, self._limits.compile_seconds)
+        return process
+
+    def _claim(self, grammar: str) -> tuple[GrammarProcess, bool]:
+        """The grammar's process, and whether the caller is to start it."""
+        new = GrammarProcess(grammar)
+        process = self._processes.setdefault(grammar, new)
+        return process, process is new
+
+    def _prepare(self, grammar: str, forgets: list[str]) -> None:
+        for other in forgets:
+            process = self._processes.pop(other, None)
+            if process is not None:  # it has no rows, but may still compute for one that has left
+                process.end(self._server)
+                process.close()
+                self._forgotten.put(process)
+        process, is_new = self._claim(grammar)
+        if is_new:
+            process.compile(self._server, self._limits.compile_seconds)
+        process.started.wait()
+        if process.was_killed:  # by no fault of the grammar: the row that needs it starts another
+            self._processes.pop(grammar, None)
 
     # ── done once, takes a while ──
 
@@ -284,96 +509,47 @@ class Grammars:
         later.start()
 
     def warm(self) -> None:
-        self._pool.submit(self._read)
+        self._pool.submit(self._start_server)
 
-    def _read(self) -> None:
+    def _start_server(self) -> None:
         try:
-            self._tokenizer, self._ends  # noqa: B018
-        except ImportError:
-            log.info("llguidance is not installed: requests with a grammar are refused")
+            self._server()
         except OctavoError as error:
-            log.info("grammars are not available: %s", error)
+            log.info("requests with a grammar are refused: %s", error)
 
-    @functools.cached_property
-    def _beside(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "octavo-masks")
+    def _server(self) -> ForkServer:
+        """The fork server, started if there is none, or if it has ended. Raises OctavoError if there can be none."""
+        with self._starting:
+            if self._fork_server is not None and self._fork_server.has_ended:
+                self._fork_server.close()
+                self._fork_server = None
+            if self._fork_server is None:
+                vocabulary, limits = self._open(), self._limits
+                begin = Begin(
+                    [vocabulary.spell(token) for token in range(min(vocabulary.size, self._vocab_size))],
+                    tuple(sorted(i for i in vocabulary.special_ids if i < self._vocab_size)),
+                    vocabulary.eos_ids,
+                    self._vocab_size,
+                    self._num_slots,
+                    self._num_threads,
+                    limits.compile_seconds,
+                    limits.step_seconds,
+                    limits.memory_bytes,
+                )
+                self._memory = self._memory or Slots(self._vocab_size, self._num_slots)
+                self._fork_server = ForkServer(begin, self._memory.fd)
+            return self._fork_server
 
-    @functools.cached_property
-    def _executor(self) -> "LLExecutor":
-        from llguidance import LLExecutor
-
-        return LLExecutor(self._num_threads)
-
-    @functools.cached_property
-    def _vocabulary(self) -> "Vocabulary":
-        return self._open()
-
-    @functools.cached_property
-    def _eos_ids(self) -> Ints:
-        return np.array([i for i in self._vocabulary.eos_ids if i < self._vocab_size], dtype=np.int64)
-
-    @functools.cached_property
-    def _special_ids(self) -> Ints:
-        return np.array(sorted(self._vocabulary.special_ids), dtype=np.int64)
-
-    @functools.cached_property
-    def _tokenizer(self) -> "LLTokenizer":
-        return self._vocabulary.tokenizer(self._vocab_size)
-
-    @functools.cached_property
-    def _ends(self) -> Ends:
-        return Ends(self._vocabulary, self._vocab_size)
-
-    def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
-        """Keep a used matcher for the next row: its lexer has cached states."""
-        if grammar not in self._compiled:
-            return
-        used = self._used.setdefault(grammar, [])
-        if len(used) < _MAX_USED and matcher.reset():
-            used.append(matcher)
-
-    def _fresh(self, grammar: str, may_be_used: bool = True) -> Future[_Compiled] | _Compiled:
-        """A matcher at the grammar's beginning: at once if it was prepared, else compiled for this row, and the step that needs
-        it waits."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            return self._pool.submit(self._compile, grammar)
-        if isinstance(compiled, ValueError):
-            failed: Future[_Compiled] = Future()
-            failed.set_exception(compiled)
-            return failed
-        used = self._used.get(grammar) if may_be_used else None
-        return _Compiled(used.pop() if used else compiled.matcher.deep_copy(), compiled.shortest)
-
-    def _prepare(self, grammar: str, forgets: list[str]) -> None:
-        for other in forgets:
-            self._compiled.pop(other, None)
-            self._used.pop(other, None)
-        try:
-            self._compiled[grammar] = self._compile(grammar)
-        except ValueError as error:
-            self._compiled[grammar] = error
-
-    def _compile(self, grammar: str) -> _Compiled:
-        """Compile in the single thread of the pool."""
-        from llguidance import LLMatcher, LLParserLimits
-
-        ends = self._ends  # constructed here on first use, not in the middle of a step
-        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if compiled.is_error():
-            raise ValueError(_error_of(compiled))
-        return _Compiled(compiled, ends.shortest(compiled))
+    @property
+    def _slots(self) -> Slots:
+        assert self._memory is not None, "there is a process that was given it"
+        return self._memory
 
 
 def _warm(grammars: "weakref.ref[Grammars]") -> None:
     found = grammars()
     if found is not None:
         found.warm()
-
-
-def _error_of(matcher: "LLMatcher") -> str:
-    words = " ".join(matcher.get_error().partition("<")[0].split())[:300]
-    return f"the grammar cannot go on: {_WORDS.get(words, words) or 'for an unknown reason'}"
 
 
 def apply(logits: torch.Tensor, masks: Masks) -> None:

@@ -1,0 +1,254 @@
+"""Matching: the rows of one grammar and the tokens that it allows them next. Runs in the grammar's own process (process.py), so no
+call here needs to be short: the process is ended if one takes too long."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octavo.sampling.grammar.bitmask import Ints, Words, any_set, clear_bits, set_bits
+from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
+from octavo.sampling.grammar.orders import Begin, Compiled, Enter, Fill, Filled, Result, Row
+from octavo.sampling.grammar.shortest_completion import ShortestCompletion
+from octavo.sampling.grammar.slots import Slots
+from octavo.text.grammar.limits import parser_limits
+from octavo.text.tokenize.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+_MAX_USED = 32  # used matchers that are kept for later rows
+_MAX_THREADS = 8
+_MANY = 4  # rows whose masks are worth several threads
+# A row may use `step_seconds` of processor time for one token, and on average this part of it.
+_SHARE = 1 / 40
+_WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
+_GOOD_ENDS = ("NoExtension", "EndOfSentence")
+
+
+class Template:
+    """What the processes of all grammars share, made once and inherited: the vocabulary as a trie, and the ranks of its tokens."""
+
+    def __init__(self, begin: Begin) -> None:
+        self.begin = begin
+        tokens = begin.tokens
+        spell = lambda token_id: tokens[token_id] if 0 <= token_id < len(tokens) else b""  # noqa: E731
+        vocabulary = Vocabulary(len(tokens), spell, frozenset(begin.special_ids), tuple(begin.eos_ids))
+        self.tokenizer = vocabulary.tokenizer(begin.vocab_size)
+        self.ends = Ends(vocabulary, begin.vocab_size)
+        self.eos_ids = np.array([i for i in begin.eos_ids if i < begin.vocab_size], dtype=np.int64)
+        self.special_ids = np.array(sorted(begin.special_ids), dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Row:
+    slot: int
+    stop_ids: Ints  # tokens that end the row
+    prompt_len: int
+    min_len: int  # tokens of prompt and output below which it may not end
+    max_len: int  # tokens of prompt and output at which it is cut
+    ignores_eos: bool  # it ends only if its grammar allows nothing else
+    ends_by_eos: bool
+    credit: float  # seconds of processor time that it may use
+    matcher: "LLMatcher | None" = None
+    tokens: list[int] = field(default_factory=list)  # of the output, as far as the matcher has consumed it
+    ending: BudgetedEnd = field(default_factory=BudgetedEnd)
+    may_be_used: bool = True  # its matcher may have served other rows before
+    failure: str = ""
+
+
+class Matching:
+    """One grammar. `limit`: ends this process when it has used so many seconds of processor time from now on; 0: never."""
+
+    def __init__(self, template: Template, slots: Slots, limit: Callable[[float], None]) -> None:
+        self._template, self._slots, self._limit = template, slots, limit
+        self._step_seconds = template.begin.step_seconds
+        self._num_threads = min(template.begin.num_threads, _MAX_THREADS)
+        self._ends = template.ends
+        self._rows: dict[int, _Row] = {}
+        self._used: list[LLMatcher] = []
+        self._compiled: LLMatcher | None = None
+        self._shortest: ShortestCompletion | None = None  # if even the shortest answer is long
+
+    def compile(self, grammar: str) -> Compiled:
+        from llguidance import LLMatcher
+
+        self._limit(self._template.begin.compile_seconds)
+        compiled = LLMatcher(self._template.tokenizer, grammar, log_level=0, limits=parser_limits())
+        if compiled.is_error():
+            return Compiled(error_of(compiled), 0)
+        self._compiled, self._shortest = compiled, self._ends.shortest(compiled)
+        self._limit(0)
+        return Compiled("", BudgetedEnd.of(self._shortest).looks_at)
+
+    def enter(self, order: Enter) -> None:
+        self._rows[order.number] = _Row(
+            order.slot,
+            np.array(order.stop_ids, dtype=np.int64),
+            order.prompt_len,
+            order.prompt_len + order.min_tokens,
+            order.prompt_len + order.max_tokens,
+            order.ignores_eos,
+            order.ends_by_eos,
+            self._step_seconds,
+        )
+
+    def leave(self, number: int) -> None:
+        """Forget a row. Its matcher is kept for the next one: its lexer has cached states."""
+        row = self._rows.pop(number)
+        if row.matcher is not None and not row.failure and len(self._used) < _MAX_USED:
+            self._limit(self._step_seconds)
+            if row.matcher.reset():
+                self._used.append(row.matcher)
+            self._limit(0)
+
+    def fill(self, order: Fill) -> Filled:
+        pairs = [(self._rows[asked.number], asked) for asked in order.rows]
+        if self._num_threads > 1 and len(pairs) >= _MANY:
+            results = self._fill_together(pairs)
+        else:
+            results = []
+            for row, asked in pairs:
+                with self._working_on(row):
+                    if self._advance(row, asked):
+                        self._mask(row)
+                    results.append(self._settled(row, asked))
+        self._limit(0)
+        return Filled(results)
+
+    def _fill_together(self, pairs: list[tuple[_Row, Row]]) -> list[Result]:
+        ready = []
+        for row, asked in pairs:
+            with self._working_on(row):
+                if self._advance(row, asked):
+                    ready.append(row)
+        if ready:
+            self._fill_all(ready)
+        results = []
+        for row, asked in pairs:
+            with self._working_on(row):
+                results.append(self._settled(row, asked))
+        return results
+
+    def _fill_all(self, rows: list[_Row]) -> None:
+        """Compute the masks of several rows with several threads."""
+        self._limit(self._step_seconds * len(rows))
+        for row in rows:
+            self._slots.mark(row.slot, True)
+        # The slots are not next to each other.
+        bits = np.empty((len(rows), self._slots.mask_bytes // 4), dtype=np.int32)
+        matchers = [(row.matcher, at) for at, row in enumerate(rows) if row.matcher is not None]
+        started = time.process_time()
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, self._slots.mask_bytes, len(bits))
+        seconds = (time.process_time() - started) / len(rows)
+        for at, row in enumerate(rows):
+            self._slots.mask(row.slot)[:] = bits[at]
+            row.credit -= seconds
+
+    def _settled(self, row: _Row, asked: Row) -> Result:
+        """Apply the row's own limits to its mask. If its matcher has failed and served others before, try again with a new one: a
+        used one may have reached its lexer limits."""
+        is_last = self._settle(row, asked.length)
+        if row.failure and row.may_be_used and self._compiled is not None:
+            past, row.tokens, row.matcher, row.failure, row.may_be_used = row.tokens, [], None, "", False
+            if self._restore(row, past):
+                self._mask(row)
+                is_last = self._settle(row, asked.length)
+        if row.credit < 0 and not row.failure:
+            row.failure = (
+                f"the grammar takes too long: more than {1000 * _SHARE * self._step_seconds:.0f} ms of processor time per token "
+                "on average (--grammar-step-seconds)"
+            )
+        return Result(asked.number, asked.length, is_last and not row.failure, row.failure)
+
+    @contextlib.contextmanager
+    def _working_on(self, row: _Row) -> Iterator[None]:
+        """Limit and count the time for the row, and note which row it is in case this process is ended."""
+        self._limit(self._step_seconds)
+        self._slots.mark(row.slot, True)
+        started = time.thread_time()
+        yield
+        row.credit -= time.thread_time() - started
+        self._slots.mark(row.slot, False)
+
+    # ── a row's state ──
+
+    def _advance(self, row: _Row, asked: Row) -> bool:
+        """Advance the row's matcher by its new tokens. False: it has failed."""
+        row.credit = min(self._step_seconds, row.credit + _SHARE * self._step_seconds)
+        if row.failure:
+            return False
+        if row.matcher is None:
+            started = time.thread_time()
+            is_restored = self._restore(row, asked.new_tokens)
+            row.credit += time.thread_time() - started  # these tokens were paid for when they were generated
+            return is_restored
+        return self._consume(row, row.matcher, asked.new_tokens)
+
+    def _restore(self, row: _Row, past: list[int]) -> bool:
+        """Give the row a matcher, and advance it and the budgeted end by tokens that were generated earlier."""
+        assert self._compiled is not None, "compiled first"
+        matcher = self._used.pop() if self._used and row.may_be_used else self._compiled.deep_copy()
+        row.matcher, row.ending = matcher, BudgetedEnd.of(self._shortest)
+        for number, token in enumerate(past):
+            self._limit(self._step_seconds)  # each token had as much
+            if not self._ends.recall(row.ending, matcher, [token], row.max_len - row.prompt_len - number):
+                row.tokens = list(past)
+                row.failure = error_of(matcher)
+                return False
+        row.tokens = list(past)
+        return True
+
+    def _consume(self, row: _Row, matcher: "LLMatcher", tokens: list[int]) -> bool:
+        row.tokens += tokens
+        if tokens and not matcher.consume_tokens(tokens):
+            row.failure = error_of(matcher)
+            return False
+        return True
+
+    def _mask(self, row: _Row) -> None:
+        assert row.matcher is not None
+        row.matcher.unsafe_compute_mask_ptr(self._slots.address(row.slot), self._slots.mask_bytes)
+
+    def _settle(self, row: _Row, row_len: int) -> bool:
+        """True: the token sampled now is the row's last, because of max_tokens."""
+        if row.failure:
+            return False
+        assert row.matcher is not None
+        bits = self._slots.mask(row.slot)
+        self._settle_ends(row, row.matcher, bits, row_len)
+        return not row.failure and self._ends.restrict(row.ending, row.matcher, bits, row.max_len - row_len)
+
+    def _settle_ends(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
+        """Apply min_tokens, ignore_eos and stop tokens to the mask."""
+        if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
+            row.failure = error_of(matcher)
+            return
+        eos_ids = self._template.eos_ids
+        banned = row.stop_ids if row_len < row.min_len else eos_ids if row.ignores_eos else None
+        if banned is None and row.ends_by_eos:
+            return  # the usual case: the grammar's bits are right
+        if not row.ends_by_eos and any_set(bits, eos_ids):
+            # A control token among the stop tokens is meant as an end: allow it where the grammar may end.
+            set_bits(bits, row.stop_ids[np.isin(row.stop_ids, self._template.special_ids)])
+        if banned is None or not any_set(bits, banned):
+            return
+        before = bits.copy()
+        clear_bits(bits, banned)
+        if not bits.any():  # the grammar allows only its end: the answer ends, whatever was asked
+            bits[:] = before
+
+    @functools.cached_property
+    def _executor(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor(self._num_threads)
+
+
+def error_of(matcher: "LLMatcher") -> str:
+    words = " ".join(matcher.get_error().partition("<")[0].split())[:300]
+    return f"the grammar cannot go on: {_WORDS.get(words, words) or 'for an unknown reason'}"

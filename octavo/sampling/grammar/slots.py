@@ -1,0 +1,53 @@
+"""Slots: shared memory in which grammar processes leave the masks of rows for their rank."""
+
+import mmap
+import os
+import tempfile
+
+import numpy as np
+
+from octavo.sampling.grammar.bitmask import WORD, Words
+
+
+class Slots:
+    """`num_slots` masks for a vocabulary. A slot is written by one process at a time, and read once that process has said so."""
+
+    def __init__(self, vocab_size: int, num_slots: int, fd: int = -1) -> None:
+        """`fd`: of the memory of another Slots; −1: new memory."""
+        self._width = -(-vocab_size // WORD) + 1  # words: one that says that a process is at work, then the mask
+        size = 4 * self._width * num_slots
+        self.fd = _memory(size) if fd < 0 else fd
+        self._memory = mmap.mmap(self.fd, size)
+        self._words: Words = np.frombuffer(self._memory, dtype=np.int32).reshape(num_slots, self._width)
+        self._at = self._words.ctypes.data
+
+    def mask(self, slot: int) -> Words:
+        return self._words[slot, 1:]
+
+    def address(self, slot: int) -> int:
+        return self._at + 4 * (slot * self._width + 1)
+
+    @property
+    def mask_bytes(self) -> int:
+        return 4 * (self._width - 1)
+
+    def mark(self, slot: int, is_busy: bool) -> None:
+        """Note that a process works on the slot's row, or no longer: if it ends meanwhile, the rank reads which row it was."""
+        self._words[slot, 0] = is_busy
+
+    def is_busy(self, slot: int) -> bool:
+        return bool(self._words[slot, 0])
+
+    def close(self) -> None:
+        del self._words
+        os.close(self.fd)
+
+
+def _memory(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("octavo-masks")
+        os.truncate(fd, size)
+        return fd
+    with tempfile.TemporaryFile(prefix="octavo-") as file:
+        file.truncate(size)
+        return os.dup(file.fileno())
