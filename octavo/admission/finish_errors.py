@@ -1,6 +1,6 @@
 """Converts a Finish with reason "error" into an exception of octavo.errors."""
 
-from octavo.errors import DeadlineExceeded, OctavoError, Overloaded, RequestFailed
+from octavo.errors import DeadlineExceeded, InvalidRequest, OctavoError, Overloaded, RequestFailed
 from octavo.messages import Finish
 
 
@@ -11,5 +11,7 @@ def failure_of(finish: Finish) -> OctavoError:
             return Overloaded(message, finish.retry_after)
         case "deadline":
             return DeadlineExceeded(message)
+        case "grammar":  # it passed the check, and takes more than it may, or allows nothing that can be said
+            return InvalidRequest(message)
         case _:
             return RequestFailed(message)

@@ -1,4 +1,7 @@
-"""QueueLimit: refuses requests when too many wait, and estimates from recent admissions how fast the queue moves."""
+"""QueueLimit: refuses requests when too many wait, and estimates from recent admissions how fast the queue moves.
+
+Only what leads a response counts against the first part of another (schedule/turns.py): a response with many prompts fills no queue
+but its own. Against its further parts, all prompts that wait count."""
 
 import math
 from collections import deque
@@ -64,11 +67,10 @@ class QueueLimit(StepObserver):
 
     def check(self, request: GenerateRequest, scheduler: "Scheduler", now: float) -> None:
         """Raises Overloaded. As long as there are free rows for all that wait, every request is taken."""
-        num_waiting = scheduler.num_waiting
+        num_waiting, tokens = scheduler.rows.backlog(only_leads=not request.part)
         waiting = num_waiting - len(scheduler.rows.free)
         if waiting < 0 or not num_waiting:
             return
-        tokens = scheduler.rows.num_waiting_tokens
         excess = too_much(waiting, tokens, len(request.prompt_ids), self._max_requests, self._max_tokens)
         if excess is not None:
             self.rejections[excess.reason] += 1

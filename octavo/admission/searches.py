@@ -1,4 +1,4 @@
-"""Beam search and `best_of`: checks at admission that their sequences fit, and chooses the best ones at the end."""
+"""Beam search and `best_of`: checks at admission that beams fit, and chooses the best sequences at the end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,12 +18,15 @@ def resolve_search(
     n samples with logprobs, from which the caller takes the best (`likeliest`)."""
     name = "n" if params.best_of is None else "best_of"
     width = params.num_sequences
-    if width > report.max_num_seqs:
-        raise InvalidRequest(f"{name} must be at most {report.max_num_seqs} (--max-num-seqs), got {width}", param=name)
     if not params.use_beam_search:
         if params.best_of is None:
             return params
         return msgspec.structs.replace(params, n=width, best_of=None, logprobs=params.logprobs or 0)
+    if width > report.max_num_seqs:
+        raise InvalidRequest(
+            f"{name} must be at most {report.max_num_seqs} for a beam search, whose beams run together (--max-num-seqs), got {width}",
+            param=name,
+        )
     if params.num_candidates(num_stop_ids) > report.vocab_size:
         raise InvalidRequest(
             f"{name} = {width} beams need more candidates than the vocabulary has tokens ({report.vocab_size})",

@@ -8,7 +8,7 @@ from typing import cast, get_args
 import msgspec
 
 from octavo.admission.searches import resolve_search
-from octavo.errors import ContextTooLong, Field, InvalidRequest, Unsupported
+from octavo.errors import ContextTooLong, Field, InvalidRequest, Unsupported, quote
 from octavo.messages import EngineReport, GenerateRequest, Pooling, PoolingParams, SamplingParams
 from octavo.text.pooling_config import PoolingConfig
 
@@ -37,11 +37,11 @@ def admit(
         raise ContextTooLong(
             f"the context holds {report.max_model_len} tokens: the prompt has {len(prompt_ids)}, so "
             + max_tokens_field
-            + f" can be at most {room}, got {params.max_tokens}"
+            + f" can be at most {room}, got {quote(params.max_tokens)}"
         )
     check_priority(priority, report)
     if params.min_tokens > (params.max_tokens or room):
-        raise InvalidRequest(Field("min_tokens") + f" must be at most {room} here, got {params.min_tokens}")
+        raise InvalidRequest(Field("min_tokens") + f" must be at most {room} here, got {quote(params.min_tokens)}")
     if params.stop_token_ids:
         check_ids(params.stop_token_ids, report, Field("stop_token_ids"))
     if params.allowed_token_ids:
@@ -58,7 +58,7 @@ def admit(
     ignores_eos = params.ignore_eos and not params.grammar
     stop_ids = [*params.stop_token_ids] if ignores_eos else [*eos_ids, *params.stop_token_ids]
     stop_ids = list(dict.fromkeys(stop_ids))
-    if params.use_beam_search or params.best_of is not None or params.n > 1:
+    if params.use_beam_search or params.best_of is not None:
         params = resolve_search(params, len(prompt_ids), room, len(stop_ids), report)
     resolved = msgspec.structs.replace(
         params,
@@ -71,10 +71,10 @@ def admit(
 
 def check_priority(priority: int, report: EngineReport) -> None:
     if type(priority) is not int or not -(2**63) <= priority < 2**63:
-        raise InvalidRequest(f"priority must be a 64-bit integer, got {priority!r}", param="priority")
+        raise InvalidRequest(f"priority must be a 64-bit integer, got {quote(priority)}", param="priority")
     if priority and report.scheduling_policy != "priority":
         raise InvalidRequest(
-            f"priority must be 0 here, got {priority}: this server runs with --scheduling-policy {report.scheduling_policy}",
+            f"priority must be 0 here, got {quote(priority)}: this server runs with --scheduling-policy {report.scheduling_policy}",
             param="priority",
         )
 
@@ -95,10 +95,13 @@ def choose_pooling(
             param="pooling",
         )
     if kind is not None and kind not in get_args(Pooling):
-        raise InvalidRequest(f"pooling must be one of {', '.join(get_args(Pooling))}, got {kind!r}", param="pooling")
+        raise InvalidRequest(
+            f"pooling must be one of {', '.join(get_args(Pooling))}, got {quote(kind)}", param="pooling"
+        )
     if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= report.hidden_size):
         raise InvalidRequest(
-            f"dimensions must be a whole number from 1 to {report.hidden_size}, got {dimensions!r}", param="dimensions"
+            f"dimensions must be a whole number from 1 to {report.hidden_size}, got {quote(dimensions)}",
+            param="dimensions",
         )
     otherwise: Pooling = pooling_config.kind or ("last" if report.can_generate else "mean")
     return PoolingParams(
@@ -157,7 +160,7 @@ def cut_to(truncate: int | None, longest: int) -> int | None:
         return None
     if type(truncate) is not int or (truncate != -1 and not 1 <= truncate <= longest):
         raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1 or a whole number from 1 to {longest}, got {truncate!r}",
+            f"truncate_prompt_tokens must be -1 or a whole number from 1 to {longest}, got {quote(truncate)}",
             param="truncate_prompt_tokens",
         )
     return longest if truncate == -1 else truncate
@@ -181,4 +184,4 @@ def check_prompt(prompt_ids: list[int], report: EngineReport, field: Field) -> N
 def check_ids(ids: Sequence[int], report: EngineReport, field: Field) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < report.vocab_size):
         at = next(i for i, token in enumerate(ids) if not 0 <= token < report.vocab_size)
-        raise InvalidRequest(field / at + f" is {ids[at]}; token ids go from 0 to {report.vocab_size - 1}")
+        raise InvalidRequest(field / at + f" is {quote(ids[at])}; token ids go from 0 to {report.vocab_size - 1}")

@@ -57,7 +57,7 @@ class PageTable:
         assert self.first <= first, "a page that a window has passed is asked for"
         return self.pages[first - self.first : end - self.first]
 
-    def whole(self) -> list[int]:
+    def padded(self) -> list[int]:
         return [0] * self.first + self.pages
 
 
@@ -107,10 +107,8 @@ class KVCache:
         pages free. None: they do not fit now. `reuse` False: ignore the prefix cache; all tokens will be computed."""
         num_found, key = self._match(sequence, tokens) if reuse else (0, self.root)
         num_cached = num_found * self.page_size
-        tables = [self._found(group, num_cached) for group in range(len(self.windows))]
-        fresh = [self._room(group, table.first, len(tokens)) - num_found for group, table in enumerate(tables)]
-        idle = sum(self.pool.refs[page] == 0 for table in tables for page in table.pages)
-        if any(fresh) and sum(fresh) + spare > self.pool.num_free - idle:
+        tables, fresh = self._lay_out(len(tokens), num_found)
+        if any(fresh) and self._num_missing(tables, fresh) + spare > 0:
             return None
         for table in tables:
             for page in table.pages:
@@ -122,7 +120,7 @@ class KVCache:
         if self.prefix_caching:
             self.queried_tokens += len(tokens)
             self.hit_tokens += num_cached
-        return Admission(num_cached, [table.whole() for table in tables])
+        return Admission(num_cached, [table.padded() for table in tables])
 
     def extend(self, sequence: int, start: int, end: int) -> list[Growth] | None:
         """Make positions start … end − 1 writable in each group: append new pages, and replace the page at `start` by a private
@@ -159,7 +157,7 @@ class KVCache:
         self.tables[child] = tables
         done, _ = self._published[parent]
         self._published[child] = self._published[parent] if done <= num_tokens // self.page_size else (0, self.root)
-        return [table.whole() for table in tables]
+        return [table.padded() for table in tables]
 
     def publish(self, sequence: int, tokens: list[int], computed: int) -> None:
         """Add the full pages among the first `computed` tokens to the prefix cache."""
@@ -201,7 +199,7 @@ class KVCache:
         host_pages = _pages_in(hosts)
         self.host_free += host_pages
         device_pages = [page for t, host in zip(tables, hosts, strict=True) for page in t.pages[: len(host.pages)]]
-        return Transfer(device_pages, host_pages, [table.whole() for table in tables])
+        return Transfer(device_pages, host_pages, [table.padded() for table in tables])
 
     def release(self, sequence: int) -> None:
         """Free everything the sequence owns, on the device or on the host."""
@@ -216,6 +214,25 @@ class KVCache:
         """Number of positions that have pages in every group (except positions that are out of a group's window)."""
         tables = self.tables[sequence]
         return (len(tables[0].pages) if self._is_single_group else min(table.end for table in tables)) * self.page_size
+
+    def sees(self, sequence: int, position: int) -> bool:
+        """Whether the sequence still holds every page that a token at `position` sees, on the device or on the host. False: a
+        window has passed one of them."""
+        tables = self.tables.get(sequence) or self.host_tables[sequence]
+        return not self._has_windows or all(
+            table.first <= first_seen(position, window, self.page_size)
+            for table, window in zip(tables, self.windows, strict=True)
+        )
+
+    def num_missing(self, sequence: int, tokens: list[int], *, reuse: bool = True) -> int:
+        """How many pages must become free before admit(), or swap_in() of a sequence that is swapped out, can succeed without spare
+        ones. At most 0: none."""
+        if sequence in self.host_tables:
+            hosts = enumerate(self.host_tables[sequence])
+            needed = (self._room(group, host.first, len(tokens)) - host.first for group, host in hosts)
+            return sum(needed) - self.pool.num_free
+        num_found, _ = self._match(sequence, tokens) if reuse else (0, self.root)
+        return self._num_missing(*self._lay_out(len(tokens), num_found))
 
     @property
     def num_host_used(self) -> int:
@@ -233,8 +250,19 @@ class KVCache:
 
     def _room(self, group: int, first: int, num_tokens: int) -> int:
         """End of a table that begins at `first` and has pages for `num_tokens`, or for what a window and one step need."""
-        whole, span = self._pages_for(num_tokens), self._spans[group]
-        return whole if span is None else min(whole, first + span)
+        total, span = self._pages_for(num_tokens), self._spans[group]
+        return total if span is None else min(total, first + span)
+
+    def _lay_out(self, num_tokens: int, num_found: int) -> tuple[list[PageTable], list[int]]:
+        """The tables of a sequence whose first `num_found` pages are cached: these pages, and how many more each table needs."""
+        tables = [self._found(group, num_found * self.page_size) for group in range(len(self.windows))]
+        fresh = [self._room(group, table.first, num_tokens) - num_found for group, table in enumerate(tables)]
+        return tables, fresh
+
+    def _num_missing(self, tables: list[PageTable], fresh: list[int]) -> int:
+        """Pages that the tables lack beyond the free ones. Cached pages that are idle count as free until they are shared."""
+        idle = sum(self.pool.refs[page] == 0 for table in tables for page in table.pages)
+        return sum(fresh) + idle - self.pool.num_free
 
     def _needed(self, group: int, table: PageTable, num_tokens: int) -> PageTable:
         """The part of a table that the token after `num_tokens` sees."""

@@ -16,17 +16,17 @@ def most_held(window: int, step_tokens: int, page_size: int) -> int:
 
 def pages_of(num_tokens: int, page_size: int, windows: Sequence[int], step_tokens: int) -> int:
     """Most pages that one sequence of `num_tokens` ever holds, over all groups."""
-    whole = -(-num_tokens // page_size)
-    return sum(min(whole, most_held(window, step_tokens, page_size)) if window else whole for window in windows)
+    total = -(-num_tokens // page_size)
+    return sum(min(total, most_held(window, step_tokens, page_size)) if window else total for window in windows)
 
 
 def pages_of_beams(
     prompt_len: int, num_tokens: int, width: int, page_size: int, windows: Sequence[int], step_tokens: int
 ) -> int:
     """Most pages that `width` beams ever hold. Each has `num_tokens` including the prompt; they share the prompt's full pages."""
-    whole, shared = -(-num_tokens // page_size), prompt_len // page_size
+    total, shared = -(-num_tokens // page_size), prompt_len // page_size
     return sum(
-        width * min(whole, most_held(window, step_tokens, page_size)) if window else shared + width * (whole - shared)
+        width * min(total, most_held(window, step_tokens, page_size)) if window else shared + width * (total - shared)
         for window in windows
     )
 

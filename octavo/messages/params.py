@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from octavo.config import MAX_LOGPROBS
-from octavo.errors import Field, InvalidRequest
+from octavo.errors import Field, InvalidRequest, quote
 
 # Limits for one request: each entry is work in every step of the request.
 MAX_BIASES = 1024
@@ -35,7 +35,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, gc=Fa
         ):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
-                got = "it is not given" if name == "min_count" and is_on and value == 0 else f"got {value!r}"
+                got = "it is not given" if name == "min_count" and is_on and value == 0 else f"got {quote(value)}"
                 raise InvalidRequest(
                     f"repetition_detection.{name} must be a whole number from {least} to {most}{why}; {got}",
                     param=f"repetition_detection.{name}",
@@ -124,13 +124,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             ),
         ):
             if not ok:
-                raise InvalidRequest(Field(name) + f" must be {limit}, got {getattr(self, name)!r}")
+                raise InvalidRequest(Field(name) + f" must be {limit}, got {quote(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 Field("min_tokens")
                 + " must be at most "
                 + Field("max_tokens")
-                + f" ({self.max_tokens}), got {self.min_tokens}"
+                + f" ({quote(self.max_tokens)}), got {quote(self.min_tokens)}"
             )
         if self.logit_bias or self.allowed_token_ids is not None or self.bad_words:
             self._check_edits()
@@ -174,7 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         for token, value in bias.items():
             if not -100 <= value <= 100:
                 raise InvalidRequest(
-                    f"logit_bias of the token id {token} must be between -100 and 100, got {value!r}",
+                    f"logit_bias of the token id {token} must be between -100 and 100, got {quote(value)}",
                     f"logit_bias.{token}",
                 )
         if allowed is not None and not allowed:
@@ -195,14 +195,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of"):
             value = getattr(self, name)
             if not (type(value) is int and value in _INT64) and (value is not None or name in _NEVER_NONE):
-                raise InvalidRequest(Field(name) + f" must be a plain 64-bit integer, got {value!r}")
+                raise InvalidRequest(Field(name) + f" must be a plain 64-bit integer, got {quote(value)}")
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not float and type(value) is not int:
-                raise InvalidRequest(Field(name) + f" must be a plain int or float, got {value!r}")
+                raise InvalidRequest(Field(name) + f" must be a plain int or float, got {quote(value)}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
             if type(getattr(self, name)) is not bool:
-                raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
+                raise InvalidRequest(f"{name} must be True or False, got {quote(getattr(self, name))}", param=name)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         for name, values, fits, kind in (
             ("stop", stop, _is_text, "a string or a list of strings, all valid Unicode"),
@@ -213,16 +213,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             if values is None and name == "allowed_token_ids":
                 continue
             if not isinstance(values, list | tuple) or not all(map(fits, values)):
-                raise InvalidRequest(Field(name) + f" must be {kind}, got {values!r}")
+                raise InvalidRequest(Field(name) + f" must be {kind}, got {quote(values)}")
             msgspec.structs.force_setattr(self, name, tuple(values))
         loops = self.repetition_detection
         if loops is not None and not isinstance(loops, RepetitionDetectionParams):
             raise InvalidRequest(
-                f"repetition_detection must be RepetitionDetectionParams, got {loops!r}", param="repetition_detection"
+                f"repetition_detection must be RepetitionDetectionParams, got {quote(loops)}",
+                param="repetition_detection",
             )
         bias = self.logit_bias
         if bias is not None and not (isinstance(bias, dict) and all(map(_is_bias, bias.items()))):
-            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias")
+            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {quote(bias)}", param="logit_bias")
 
 
 _INT64 = range(-(2**63), 2**63)
@@ -265,7 +266,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def sampling(self) -> SamplingParams:
         if type(self.beam_width) is not int or self.beam_width < 1:
             raise InvalidRequest(
-                f"beam_width must be a whole number of at least 1, got {self.beam_width!r}", "beam_width"
+                f"beam_width must be a whole number of at least 1, got {quote(self.beam_width)}", "beam_width"
             )
         return SamplingParams(
             n=self.beam_width,

@@ -182,3 +182,6 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     # Indices of `tokens` that end their requests shortly before max_tokens, at a point where the grammar may end.
     last: list[int] = []
     candidates: list[Candidates] = []
+    # Indices of `tokens` that do not count: the mask of their row was not there in time. The row samples the same position again in
+    # a later step. A step that was planned before this was known is late for that row, too.
+    late: list[int] = []

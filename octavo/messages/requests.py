@@ -34,9 +34,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     ] = []  # if it outlived an engine: tokens of each choice so far; None: the choice has ended
     strikes: int = 0  # engines that have ended while it ran, since it last made progress
     http_id: str = ""  # id of the HTTP request that it belongs to
+    owner: bytes = b""  # of that HTTP request (server/state/owners.py); empty: the server has no keys
     deadline: float = 0.0  # CLOCK_MONOTONIC seconds at which it is ended, finished or not; 0: never
     queue_until: float = 0.0  # CLOCK_MONOTONIC seconds at which it is ended if it has no row yet; 0: never
     priority: int = 0  # lower runs first if the engine schedules by priority; else 0
+    response_id: str = ""  # id of the response that it is a part of; empty: its own, it is the only part
+    part: int = 0  # its number among the requests of that response
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -88,6 +91,7 @@ class ReadProgress(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     call: int
     origin: int = 0
+    owner: bytes | None = None  # name only requests of this owner; None: of all
 
 
 class ReadPlace(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -115,9 +119,10 @@ class ReadJourneys(msgspec.Struct, frozen=True, tag=True, gc=False):
     state: str = ""  # empty: any state
     limit: int = 100
     is_raw: bool = False  # only unfinished requests, as EngineJourneys (observe/journeys/stages.py)
+    owner: bytes | None = None  # only requests of this owner; None: of all
 
 
-class Answered(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Responded(msgspec.Struct, frozen=True, tag=True, gc=False):
     """An API process has answered an HTTP request. The engine process stores its record for all API processes."""
 
     ids: list[str]  # ids of the HTTP request and of its GenerateRequests
@@ -132,10 +137,12 @@ class Answered(msgspec.Struct, frozen=True, tag=True, gc=False):
     preemptions: int = 0
     at: float = 0.0  # CLOCK_MONOTONIC seconds at which it ended
     is_old: bool = False  # an earlier engine has received and counted it
+    owner: bytes = b""  # as in GenerateRequest
+    jobs: dict[str, int] = {}  # how its jobs of compiling a grammar or template ended → how many
 
 
 class ReadLive(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Ask for the engine's current state: a LiveState (observe/live_state.py) as JSON."""
+    """Ask for the engine's current state: a LiveLook (observe/live_state.py) as JSON."""
 
     call: int
     origin: int = 0
@@ -148,10 +155,11 @@ class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):
     call: int
     page: int
     origin: int = 0
+    owner: bytes | None = None  # only requests of this owner; None: of all
 
 
 Control = ReadMetrics | ReadProgress | ReadPlace | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadPage
-ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | ServerGone | Answered | Control
+ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | ServerGone | Responded | Control
 
 
 # ── engine → API process ────────────────────────────────────────────────────────────────────────────
@@ -165,12 +173,12 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     message: str | None = None  # with reason "error": what happened
-    cause: Literal["fault", "overload", "deadline"] = "fault"  # with reason "error": the kind of error
+    cause: Literal["fault", "overload", "deadline", "grammar"] = "fault"  # with reason "error": the kind of error
     retry_after: int = 0  # seconds, with cause "overload"
     cumulative_logprob: float | None = None  # sum over all tokens of a beam
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PrefillProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How much of a prompt is computed."""
 
     num_computed: int  # prompt tokens computed or found in the prefix cache
@@ -186,9 +194,16 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: Finish | None = None
     vector: bytes = b""  # if pooling was requested: float32, little endian
     logprobs: tuple[Logprobs, ...] = ()  # one for each token, if requested
-    # If requested, with the first token: one for each prompt token but the first.
+    # If requested: one for each prompt token but the first, after each step over the prompt, in deltas without tokens; the rest
+    # with the first token. An engine that begins anew sends them from the first on.
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    progress: Progress | None = None  # if requested: after each step over the prompt, in a delta without tokens
+    progress: PrefillProgress | None = None  # if requested: after each step over the prompt, in a delta without tokens
+    num_scored: int = 0  # how many prompt_logprobs were sent before these
+
+    def add_scores_to(self, known: list[Logprobs]) -> None:
+        """Add this delta's logprobs of the prompt to those of earlier deltas."""
+        if self.prompt_logprobs:
+            known[self.num_scored :] = self.prompt_logprobs
 
 
 def numbers_of(vector: bytes) -> list[float]:

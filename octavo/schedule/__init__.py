@@ -1,7 +1,7 @@
 """② Queue and schedule: which requests compute what in the next step."""
 
 from octavo.schedule.policy import POLICIES
-from octavo.schedule.results import WaitReason
+from octavo.schedule.results import HeadWaitReason
 from octavo.schedule.scheduler import Scheduler
 
-__all__ = ["POLICIES", "Scheduler", "WaitReason"]
+__all__ = ["POLICIES", "HeadWaitReason", "Scheduler"]

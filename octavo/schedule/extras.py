@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from octavo.messages import Logprobs, Progress, StepPlan, StepResult, TokenDelta
+from octavo.messages import Logprobs, PrefillProgress, StepPlan, StepResult, TokenDelta
 from octavo.schedule.request import Request
 
 
@@ -25,11 +25,22 @@ def take_scores(plan: StepPlan, requests: Sequence[Request], result: StepResult)
 def scored(delta: TokenDelta, request: Request, scores: dict[int, Logprobs]) -> TokenDelta:
     """The delta with its token's logprobs, and those of the prompt that have not been sent yet."""
     own = scores.get(request.sequence)
-    of_prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
-    return msgspec.structs.replace(delta, logprobs=() if own is None else (own,), prompt_logprobs=of_prompt)
+    before, of_prompt = request.send_scores()
+    return msgspec.structs.replace(
+        delta, logprobs=() if own is None else (own,), prompt_logprobs=of_prompt, num_scored=before
+    )
 
 
-def progress_of(
+def prompt_scores(plan: StepPlan, requests: Sequence[Request]) -> Iterator[TokenDelta]:
+    """A delta without tokens for each request that has new logprobs of its prompt, and samples no token in this step to go with
+    them. They are sent as they come: those of a long prompt are too much for one message."""
+    for request, samples in zip(requests, plan.samples, strict=True):
+        if request.prompt_logprobs and not samples and not request.params.use_beam_search and not request.is_finished:
+            before, of_prompt = request.send_scores()
+            yield TokenDelta(request.id, request.index, [], prompt_logprobs=of_prompt, num_scored=before)
+
+
+def prefill_progress(
     plan: StepPlan, requests: Sequence[Request], epochs: Sequence[int], watched: set[int]
 ) -> Iterator[TokenDelta]:
     """A delta without tokens for each watched request that the plan advanced. `watched`: sequences of requests whose prompt is not
@@ -42,4 +53,4 @@ def progress_of(
             watched.discard(request.sequence)
         elif epoch != request.epoch:
             continue
-        yield TokenDelta(request.id, request.index, [], progress=Progress(end, request.num_cached))
+        yield TokenDelta(request.id, request.index, [], progress=PrefillProgress(end, request.num_cached))

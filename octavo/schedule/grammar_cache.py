@@ -1,8 +1,8 @@
 """GrammarCache: which grammars are ready where steps are computed, which are being compiled, and which may be forgotten. It decides
 which compile jobs to start, and hears when one is done.
 
-A request's wait for its grammar does not depend on requests that come after it. It lasts until these are compiled, one after the
-other:
+A request's wait for its grammar does not depend on requests that come after it. It lasts until these are compiled, two at a time, each
+in a process that is ended when it has used a few seconds of processor time (sampling/grammar/masks.py):
 
     jobs that are out (two at most) + grammars of earlier requests that have no job yet, each once + its own
 
@@ -14,8 +14,8 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 MAX_UNUSED = 64  # ready grammars without a request that are kept for the next one that asks for the same
-# Jobs that are out at one time: one runs, one waits so that it starts at once. A job that is out cannot be withdrawn, so requests
-# that come and go leave at most these for others to wait for.
+# Jobs that are out at one time; both run, so that a grammar that takes long does not hold up the next. A job that is out cannot be
+# withdrawn, so requests that come and go leave at most these for others to wait for.
 MAX_JOBS = 2
 
 

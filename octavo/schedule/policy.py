@@ -1,5 +1,6 @@
-"""Policies: which request is next. A policy ranks a request; the lowest rank goes first, and among equals the one that came first:
-no request overtakes another of its rank. When pages run out, the request that would go last is preempted first."""
+"""Policies: which request is next. A policy ranks a request; the lowest rank goes first. Within a rank, the leads of all responses go
+first, in the order in which they came to lead; then the second sequences of all responses, the third ones, and so on (turns.py).
+When pages run out, the sequence that would go last is preempted first."""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -7,23 +8,31 @@ from collections.abc import Callable, Iterator
 from octavo.messages import GenerateRequest
 from octavo.schedule.request import Request
 
-Policy = Callable[[GenerateRequest, int], int]
-"""(request, its place in the order of arrival) → its rank."""
+Policy = Callable[[GenerateRequest], int]
+"""The request's rank."""
 
 
-def arrival(source: GenerateRequest, sequence: int) -> int:
-    """Strict first come, first served. A preempted request keeps its place: before everything newer.
+def arrival(source: GenerateRequest) -> int:
+    """Strict first come, first served over responses: each has one lead at a time. A preempted request keeps its place: before
+    everything newer.
 
-    So no request is overtaken, and the wait for a row is bounded, in steps of the loop, whatever comes later. A step computes at
-    most `budget` tokens, `depth` plans are in flight while the next is made. For each choice that came before: `longest` is its
-    prompt and max_tokens, `open` what it may still sample, `uncomputed` what of `longest` has no keys and values yet.
+    So no lead is overtaken, and the wait for a row is bounded, in steps of the loop, whatever comes later. A lead waits for older
+    leads only: at most one sequence of each response that is open when it comes, however many these have and however long they
+    are. All others give way to it: it is planned before them, and if it lacks rows or pages, those that run are preempted,
+    youngest first. None is preempted in vain: only if all of them together may hold what it lacks.
+
+    A step computes at most `budget` tokens, `depth` plans are in flight while the next is made. For each older lead: `longest` is
+    its prompt and max_tokens, `open` what it may still sample, `uncomputed` what of `longest` has no keys and values yet.
 
     - With pages for no more than one request at a time: Σ (2 ⌈longest / budget⌉ + open + depth + 2) + 1. The oldest is never
       preempted for another, so it computes in every step; once more from its beginning if it was preempted before.
-    - The queue's head, without a preemption meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over the running requests.
-      A step either spends its budget or advances all of them.
+    - The queue's head, without a preemption of an older lead meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over the
+      older leads that run. A step either spends its budget or advances all of them.
 
-    A prompt that must be computed whole, in one step, has the same bounds: at worst all running requests end before it.
+    A prompt that must be computed whole, in one step, has the same bounds: at worst all older leads end before it.
+
+    A sequence that does not lead runs in what leads leave free. It comes to lead after all older sequences of its response have
+    ended, so a response of k sequences waits k times at most as one sequence does.
 
     A request whose grammar is still being compiled is not in the queue yet. How many grammars are compiled before its own is
     bounded (grammar_cache.py), whatever comes later. Then it enters the queue at its old place, and the bounds above count the
@@ -31,25 +40,43 @@ def arrival(source: GenerateRequest, sequence: int) -> int:
 
     tests/schedule/test_scheduler_fairness.py checks these bounds with random requests, test_scheduler_grammar_cache.py those of
     grammars. Beam searches are left out: one sits out a step while its scores are on their way, so a token takes several steps."""
-    return sequence
+    return 0
 
 
-def priority(source: GenerateRequest, sequence: int) -> int:
+def priority(source: GenerateRequest) -> int:
     """By the request's `priority` field, lower first. It orders the queue, and chooses which request is preempted when pages
-    run out; a running request is never preempted to admit another."""
+    run out. Turns are taken among requests of one priority. A running request is never preempted to admit another, unless it is
+    not the first sequence of its response, and the other is the lead of one with the same or a lower `priority`."""
     return source.priority
 
 
 POLICIES: dict[str, Policy] = {"fcfs": arrival, "priority": priority}
 
 
+class Backlog:
+    """How many requests wait, and the tokens of their prompts."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+
+    def add(self, request: Request) -> None:
+        self.num_requests += 1
+        self.num_tokens += request.prompt_len
+
+    def remove(self, request: Request) -> None:
+        self.num_requests -= 1
+        self.num_tokens -= request.prompt_len
+
+
 class WaitingQueue:
     """Requests in the policy's order. Adding and removing cost O(log n), looking at the head O(1)."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int]] = []  # (rank, sequence); entries of removed requests are skipped later
+        self._heap: list[tuple[int, int, int, int]] = []  # orders; entries that no longer hold are skipped later
         self._waiting: dict[int, Request] = {}
-        self.num_prompt_tokens = 0  # of all that wait
+        self.leads = Backlog()
+        self.prompts = Backlog()  # of all that wait; several choices of a prompt count once
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -63,12 +90,16 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         self._waiting[request.sequence] = request
-        self.num_prompt_tokens += request.prompt_len
-        heapq.heappush(self._heap, (request.rank, request.sequence))
+        for backlog in self._backlogs(request):
+            backlog.add(request)
+        if len(self._heap) > 2 * len(self._waiting) + 64:  # a queue that never empties would keep all old entries
+            self._heap = sorted(other.order for other in self._waiting.values())
+        else:
+            heapq.heappush(self._heap, request.order)
 
     def head(self) -> Request | None:
         while self._heap:
-            request = self._waiting.get(self._heap[0][1])
+            request = self._of(self._heap[0])
             if request is not None:
                 return request
             heapq.heappop(self._heap)
@@ -76,16 +107,28 @@ class WaitingQueue:
 
     def first(self, count: int) -> list[Request]:
         """About the first `count`, to be shown: only the head is exact. Costs the same however many wait."""
-        entries = heapq.nsmallest(count, self._heap[: 8 * count])
-        return [self._waiting[sequence] for _, sequence in entries if sequence in self._waiting]
+        orders = dict.fromkeys(heapq.nsmallest(count, self._heap[: 8 * count]))
+        return [request for order in orders if (request := self._of(order)) is not None]
 
     def remove(self, request: Request) -> None:
         del self._waiting[request.sequence]
-        self.num_prompt_tokens -= request.prompt_len
-        if self._heap[0][1] == request.sequence:
+        for backlog in self._backlogs(request):
+            backlog.remove(request)
+        if self._heap[0] == request.order:
             heapq.heappop(self._heap)
 
     def place(self, request: Request) -> int:
         """1: it is the head. Walks the queue: not for every step."""
-        key = (request.rank, request.sequence)
-        return 1 + sum((other.rank, other.sequence) < key for other in self._waiting.values())
+        order = request.order
+        return 1 + sum(other.order < order for other in self._waiting.values())
+
+    def _of(self, order: tuple[int, int, int, int]) -> Request | None:
+        """The request that waits with this order. None: it has left, or has another order by now."""
+        request = self._waiting.get(order[-1])
+        return request if request is not None and request.order == order else None
+
+    def _backlogs(self, request: Request) -> Iterator[Backlog]:
+        if request.turn == 0:
+            yield self.leads
+        if request.index == 0:
+            yield self.prompts

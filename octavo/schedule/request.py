@@ -1,4 +1,4 @@
-"""Request: one sequence on its way through the scheduler. A client's request with n choices is n of these."""
+"""Request: one sequence on its way through the scheduler. A client's request for n choices of p prompts is p × n of these."""
 
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,10 @@ from octavo.schedule.repetition import Loops, loops_of
 if TYPE_CHECKING:
     from octavo.schedule.beams.group import BeamGroup
 
+SCORED_COST = 8
+"""What a prompt token takes of a step's budget if its logprobs are wanted. Logits over the whole vocabulary, and their order, take
+many times as long as the token itself; a step over as many tokens as usual would make the other requests wait for a second."""
+
 
 class Request:
     """`length` tokens exist, `computed` of them have (or will have, by a plan already issued) keys and values."""
@@ -18,10 +22,13 @@ class Request:
         "computed",
         "epoch",
         "followers",
+        "gives_way",
         "id",
         "index",
         "is_finished",
         "is_swapped",
+        "late_at",
+        "late_steps",
         "max_len",
         "min_len",
         "needs_one_step",
@@ -31,16 +38,20 @@ class Request:
         "num_scored",
         "params",
         "pending",
+        "place",
         "pooling",
         "prompt_len",
         "prompt_logprobs",
         "rank",
+        "response_id",
         "row",
         "seed",
         "sequence",
+        "sits_out",
         "special",
         "stop_ids",
         "tokens",
+        "turn",
     )
 
     def __init__(self, sequence: int, source: GenerateRequest, index: int) -> None:
@@ -48,6 +59,7 @@ class Request:
         assert params.max_tokens is not None and params.seed is not None, "resolved at admission"
         self.sequence = sequence  # arrival order over all requests; also its key in the cache
         self.id, self.index = source.id, index
+        self.response_id = source.response_id or source.id
         self.params: SamplingParams = params
         self.seed = choice_seed(params.seed, index)
         self.stop_ids = source.stop_ids
@@ -64,20 +76,33 @@ class Request:
         self.row = -1  # −1: waiting
         self.capacity = 0  # positions below this can be written without asking the cache
         self.num_published = 0  # positions below this were offered to the prefix cache
-        self.num_cached = 0
+        self.num_cached = -1  # prompt tokens found in the prefix cache when it was admitted first; −1: it was not
         self.num_preemptions = 0
         # Logprobs of prompt tokens, from the second on: how many are known, and those that were not sent yet. If a choice has output,
         # an earlier engine has sent them.
         self.num_scored = self.prompt_len - 1 if any(source.begun) else 0
         self.prompt_logprobs: list[Logprobs] = []
+        # Its grammar's mask was late: in how many steps in a row, after which position, and how many plans it sits out before the
+        # next try. Meanwhile its capacity is 0.
+        self.late_steps, self.late_at, self.sits_out = 0, -1, 0
         self.is_swapped = False
         self.is_finished = False
-        self.rank = sequence  # by the policy: the lowest goes first; among equals, the lowest sequence
+        self.rank = 0  # by the policy
+        self.turn = 0  # by the response: 0 leads (turns.py)
+        self.place = sequence  # among leads: in the order in which they came to lead
+        self.gives_way = (
+            False  # it is not the first sequence of its response: it may be preempted to admit an older lead
+        )
         # None for a plain prompt with sampled tokens. Steps of others are committed apart, so that plain ones pay nothing.
         self.special: PoolingParams | Loops | BeamGroup | None = self.pooling
         if self.pooling is None and params.repetition_detection is not None:
             self.special = loops_of(params.repetition_detection, begun or ())
         self.followers: list[Request] = []  # choices that will fork from this one when its prompt is computed
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """The lowest is the oldest, and goes first. Beams of one search differ in the last number only."""
+        return (self.rank, self.turn, self.place, self.sequence)
 
     @property
     def has_output(self) -> bool:
@@ -97,9 +122,25 @@ class Request:
         """Whether prompt tokens must be computed for their logprobs: the prefix cache does not keep these."""
         return self.params.prompt_logprobs is not None and self.num_scored < self.prompt_len - 1
 
+    def share(self, count: int, budget: int) -> tuple[int, int]:
+        """(how many of the next `count` tokens a step with this budget may compute, what they take of it)."""
+        cost = SCORED_COST if count > 1 and self.lacks_scores else 1
+        count = min(count, max(1, budget // cost))
+        return count, min(count * cost, budget)
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether prompt tokens that the prefix cache has need not be computed."""
+        return not (self.needs_one_step or self.lacks_scores)
+
     def take_scores(self, start: int, scores: list[Logprobs]) -> None:
         """Logprobs of prompt tokens from a step that began at position `start`. After a preemption some are known already."""
         assert start <= self.num_scored
         new = scores[self.num_scored - start :]
         self.num_scored += len(new)
         self.prompt_logprobs += new
+
+    def send_scores(self) -> tuple[int, tuple[Logprobs, ...]]:
+        """(how many were sent before, those that were not)."""
+        unsent, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return self.num_scored - len(unsent), unsent

@@ -10,7 +10,7 @@ from octavo.messages import StepPlan, StepResult, TokenDelta
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
 
-WaitReason = Literal["rows", "pages", "budget"]
+HeadWaitReason = Literal["rows", "pages", "budget"]
 """What the queue's head lacks."""
 
 
@@ -52,14 +52,15 @@ class Planned(msgspec.Struct):
     plan: StepPlan
     requests: list[Request]  # ┐ of the plan's rows, and their epochs at that time
     epochs: list[int]  # ┘
-    admitted: list[Request]  # out of the queue: those of the plan's last rows, in that order
+    admitted: list[Request]  # out of the queue
     returned: list[Returned]  # preempted
     forking: list[Request]  # leaders whose prompt this plan completes
-    forked: list[Request]  # their other choices, which have pages of their own now
+    forked: list[Request]  # their other choices, which have rows and pages of their own now
     is_empty: bool = False  # there is nothing to carry out
     num_tokens: int = 0
+    queued: list[Request] = []  # choices that found no row beside their leader: each waits as a request of its own now
     head: Request | None = None  # the queue's head, where it was not admitted
-    head_waits_for: WaitReason | None = None
+    head_waits_for: HeadWaitReason | None = None
 
 
 class Committed(msgspec.Struct):

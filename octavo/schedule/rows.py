@@ -1,14 +1,17 @@
 """Rows: where every open request is: in a row of the batch, in the queue, or waiting for its grammar."""
 
 from bisect import insort
+from operator import attrgetter
 
 from octavo.schedule.policy import WaitingQueue
 from octavo.schedule.request import Request
 
+order_of = attrgetter("order")
+
 
 class Rows:
-    """A request is in at most one of `running`, `waiting` and `awaiting_grammar`. A choice that is computed by its leader, or a beam
-    that its group's leader stands for in the queue, is in none of them."""
+    """A request is in at most one of `running`, `waiting` and `awaiting_grammar`. A choice whose prompt is computed by its leader, or
+    a beam that its group's leader stands for in the queue, is in none of them."""
 
     def __init__(self, num_rows: int) -> None:
         self.running: list[Request] = []  # in the policy's order: oldest first
@@ -23,10 +26,15 @@ class Rows:
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.awaiting_grammar)
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens of all requests without a row."""
-        return self.waiting.num_prompt_tokens + sum(request.prompt_len for request in self.awaiting_grammar.values())
+    def backlog(self, only_leads: bool) -> tuple[int, int]:
+        """How many prompts wait, and their tokens; or of these only what leads a response."""
+        queued = self.waiting.leads if only_leads else self.waiting.prompts
+        held = [
+            request.prompt_len
+            for request in self.awaiting_grammar.values()
+            if (request.turn if only_leads else request.index) == 0
+        ]
+        return queued.num_requests + len(held), queued.num_tokens + sum(held)
 
     def waits(self, request: Request) -> bool:
         return request in self.waiting or request.sequence in self.awaiting_grammar
@@ -48,7 +56,7 @@ class Rows:
         if request in self.waiting:
             self.waiting.remove(request)
         request.row = self.free.pop()
-        insort(self.running, request, key=lambda running: (running.rank, running.sequence))
+        insort(self.running, request, key=order_of)
 
     def leave(self, request: Request) -> None:
         """Take its row away. What steps in flight compute for it no longer counts: its epoch is over."""
@@ -62,6 +70,19 @@ class Rows:
         """Take its row away and put it back into the queue, at the place that the policy gives it."""
         self.leave(request)
         self.waiting.add(request)
+
+    def lead(self, request: Request, place: int) -> None:
+        """It leads its response from now on, at this place; where it has a row, it keeps it."""
+        is_waiting = request in self.waiting
+        if is_waiting:
+            self.waiting.remove(request)
+        elif request.row >= 0:
+            self.running.remove(request)
+        request.turn, request.place = 0, place
+        if is_waiting:
+            self.waiting.add(request)
+        elif request.row >= 0:
+            insort(self.running, request, key=order_of)
 
     def remove(self, request: Request) -> None:
         """It has ended, wherever it is."""

@@ -2,13 +2,17 @@
 while the next is made.
 
 The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
+A prompt token whose logprobs are wanted takes as much of the budget as several others.
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
 When pages run out the youngest running request is preempted. So the oldest always advances, and none is overtaken.
+"Oldest" is what the policy says it is: by default the order of arrival over responses, each of which has one lead at a time.
+Its other sequences are younger than all leads, and give way: a lead is admitted before they advance, and in their place.
 A request whose grammar is not ready stays out of the queue, and enters it at its own place once the grammar is.
-"Oldest" is what the policy says it is: by default the order of arrival.
 A request for a vector ends when its prompt is computed; some must be computed whole, in one step.
-A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step."""
+A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step.
+A row whose mask was late has sampled nothing: it computes its last token again, in a later step, and samples after that."""
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -27,13 +31,18 @@ from octavo.messages import (
     TokenDelta,
 )
 from octavo.schedule.beams.group import BeamGroup
-from octavo.schedule.extras import progress_of, scored, take_scores
+from octavo.schedule.extras import prefill_progress, prompt_scores, scored, take_scores
 from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
 from octavo.schedule.outcome import Arrivals, finish_after, sampling_of
 from octavo.schedule.policy import Policy, WaitingQueue, arrival
 from octavo.schedule.request import Request
-from octavo.schedule.results import Added, Committed, GrammarsReady, Planned, Removed, Returned, WaitReason
-from octavo.schedule.rows import Rows
+from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
+from octavo.schedule.rows import Rows, order_of
+from octavo.schedule.turns import Turns
+
+# Plans that a row with a late mask sits out: none after the first late step, then one, then twice as many each time, up to this. It
+# sits out none if there is nothing else to compute.
+MAX_SIT_OUT = 8
 
 
 class Scheduler:
@@ -45,10 +54,11 @@ class Scheduler:
         self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
         self.swap_min_tokens = swap_min_tokens
         self.rows = Rows(max_rows)
+        self.turns = Turns()
         self.grammar_cache = GrammarCache(max_rows + MAX_UNUSED)
         self.num_preemptions = 0
         # Why the queue's head was not admitted by the last plan. All behind it wait for it.
-        self.head_waits_for: WaitReason | None = None
+        self.head_waits_for: HeadWaitReason | None = None
         self.has_priorities = policy is not arrival  # ranks are what clients ask for, not the order of arrival
         self._policy = policy
         self._open: dict[str, list[Request]] = {}  # request id → its choices that are not finished
@@ -61,18 +71,21 @@ class Scheduler:
 
     def add(self, source: GenerateRequest) -> Added:
         params = source.params
-        num_rows = params.num_sequences if params.use_beam_search else params.n
-        assert num_rows <= self.max_rows, "refused at admission"
+        num_sequences = params.num_sequences if params.use_beam_search else params.n
+        assert not params.use_beam_search or num_sequences <= self.max_rows, "refused at admission"
         if params.use_beam_search and source.begun:  # its answers come all at once: if it goes on, it has none
             source = msgspec.structs.replace(source, begun=[])
         assert not source.needs_one_step or len(source.prompt_ids) <= self.max_step_tokens, "refused at admission"
         # A beam is no choice before the end: observers take each for one of the n.
-        choices = [Request(self._next_sequence + at, source, min(at, params.n - 1)) for at in range(num_rows)]
-        for choice in choices:
-            choice.rank = self._policy(source, choice.sequence)
+        choices = [Request(self._next_sequence + at, source, min(at, params.n - 1)) for at in range(num_sequences)]
         self._next_sequence += len(choices)
         if source.begun:
             choices = [choice for choice in choices if source.begun[choice.index] is not None]
+        rank = self._policy(source)
+        for choice in choices:
+            choice.rank = rank
+            if not params.use_beam_search:
+                self.turns.join(choice)
         self._open[source.id] = choices[:]
         job = self.grammar_cache.hold(source.id, params.grammar) if params.grammar else None
         added = Added(self._awaits_grammar(choices[0]), [] if job is None else [job])
@@ -84,7 +97,9 @@ class Scheduler:
             return added
         leader = choices[0]
         if params.use_beam_search:
+            self.turns.join(leader)
             group = BeamGroup(source, choices)
+            group.follow_leader()
             most_pages = group.most_pages(self.cache, self.max_step_tokens)
             assert most_pages <= self.cache.pool.num_pages, "refused at admission"
         else:
@@ -120,14 +135,13 @@ class Scheduler:
     def plan(self) -> Planned:
         draft = StepPlan(self.num_steps, [], [], [], [], [], [], [], [], [], [], [])
         planned = Planned(draft, [], [], [], [], [], [])
-        budget = self._plan_running(draft, planned)
-        if budget >= 0:
-            self._plan_admissions(draft, planned, budget)
-        else:
-            self.head_waits_for, planned.head = "pages", self.rows.waiting.head()
-        planned.head_waits_for = self.head_waits_for
-        for leader in planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
-            self._fork(leader, draft, planned)
+        resting: list[Request] = []
+        self._plan_in_order(draft, planned, resting)
+        if resting and not planned.returned and not draft.rows and not self._in_flight:
+            self._plan_late(resting[: self.max_step_tokens], draft, planned)
+        self.head_waits_for = planned.head_waits_for
+        if planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
+            self._fork_all(draft, planned)
         if draft.is_empty:
             planned.is_empty = True
             draft.leaves.extend(self.rows.left)  # the next plan that is carried out names them again
@@ -151,18 +165,27 @@ class Scheduler:
             self._fail(requests, committed)
         if result.last:
             self._limit(requests, committed)
+        late: set[int] = set()
+        if result.late:
+            sampling = sampling_of(plan, requests)
+            late = {sampling[at].sequence for at in result.late}
         if self._watched:
-            deltas += progress_of(plan, requests, epochs, self._watched)
+            deltas += prefill_progress(plan, requests, epochs, self._watched)
         page_size = self.cache.page_size
         scores = take_scores(plan, requests, result) if result.logprobs or result.prompt_logprobs else None
+        if result.prompt_logprobs:
+            deltas += prompt_scores(plan, requests)
         for request, epoch, start, count, samples in zip(
             requests, epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
             if request.special is not None:
-                deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores, committed)
+                deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores, late, committed)
                 continue
             token = next(tokens) if samples else -1
             if request.is_finished:
+                continue
+            if late and request.sequence in late:
+                self._commit_late(request, epoch)
                 continue
             if samples:
                 request.tokens.append(token)
@@ -233,53 +256,135 @@ class Scheduler:
 
     # ── planning ──
 
-    def _plan_running(self, draft: StepPlan, planned: Planned) -> int:
-        """Advance the running requests. Returns the budget left, or −1 after a preemption: then none may be admitted."""
-        budget = self.max_step_tokens
-        preemptions = self.num_preemptions
-        for request in self.rows.running[:]:
+    def _plan_in_order(self, draft: StepPlan, planned: Planned, resting: list[Request]) -> None:
+        """Go from the oldest to the youngest: advance those that run, and admit a lead where younger sequences run that it comes
+        before. Then admit from the queue; none enters in the step of a preemption but the leads that others were preempted for.
+        `resting`: gets those that sit out this plan because their masks were late."""
+        rows, running = self.rows, self.rows.running[:]
+        budget, num_done = self.max_step_tokens, 0
+        while (lead := rows.waiting.head()) is not None and self._comes_before_running(lead, planned):
+            num_returned, num_older = len(planned.returned), bisect(running, lead.order, key=order_of)
+            budget = self._advance(running[num_done:num_older], budget, draft, planned, resting)
+            num_done = num_older
+            if len(planned.returned) > num_returned:  # older ones have run out of pages
+                break
+            planned.head_waits_for = self._admit_lead(lead, budget, draft, planned)
+            if planned.head_waits_for is not None:
+                planned.head = lead
+                break
+            budget = self._begin(lead, budget, draft, planned)
+        budget = self._advance(running[num_done:], budget, draft, planned, resting)
+        if planned.head is None and planned.returned:
+            planned.head, planned.head_waits_for = rows.waiting.head(), "pages" if rows.free else "rows"
+        elif planned.head is None:
+            self._plan_admissions(draft, planned, budget)
+
+    def _comes_before_running(self, request: Request, planned: Planned) -> bool:
+        """Whether it leads a response and is older than a request that runs. What was preempted in this step stays out of it: its last
+        token may be on its way."""
+        running = self.rows.running
+        if request.turn or not running or running[-1].order < request.order:
+            return False
+        return not (planned.returned and request.gives_way)
+
+    def _advance(
+        self, running: list[Request], budget: int, draft: StepPlan, planned: Planned, resting: list[Request]
+    ) -> int:
+        """Advance requests that run, oldest first. Returns the budget left."""
+        for request in running:
             if budget == 0:
                 break
             length = len(request.tokens) + request.pending
             count = length - request.computed
             # row < 0: preempted a moment ago, for an older one. length ≥ max_len: its last token is on its way.
-            # count 0: a choice that waits to fork from its leader.
+            # count 0: a beam whose scores are on their way.
             if request.row < 0 or length >= request.max_len or count == 0:
                 continue
-            if count > budget:
-                count = budget
+            cost = count
+            if count > 1:
+                count, cost = request.share(count, budget)
             if request.computed + count > request.capacity:
-                # A search has a capacity of 0, so that it always comes here: other requests need not be checked at every step.
+                # A search has a capacity of 0, and so has a request whose mask was late, so that they always come here: other
+                # requests need not be checked at every step.
                 if request.special is not None and isinstance(request.special, BeamGroup):
                     budget = self._plan_beams(request.special, budget, draft, planned)
                     continue
+                if not request.capacity and request.late_steps:
+                    if request.pending:  # a step that was planned before it was known to be late is still in flight
+                        continue
+                    if request.sits_out:
+                        request.sits_out -= 1
+                        resting.append(request)
+                        continue
+                    if not self.cache.sees(request.sequence, request.computed):
+                        self._preempt(request, draft, planned)
+                        continue
                 if not self._grow(request, count, draft, planned):
                     continue
             self._issue(request, count, draft, planned)
-            budget -= count
-        return budget if preemptions == self.num_preemptions else -1
+            budget -= cost
+        return budget
+
+    def _plan_late(self, resting: list[Request], draft: StepPlan, planned: Planned) -> None:
+        """Advance requests that would sit out this plan: there is nothing else to compute."""
+        for request in resting:
+            request.sits_out = 0
+            if request.row < 0:  # preempted a moment ago
+                continue
+            if not self.cache.sees(request.sequence, request.computed):
+                self._preempt(request, draft, planned)
+            elif self._grow(request, 1, draft, planned):
+                self._issue(request, 1, draft, planned)
 
     def _plan_admissions(self, draft: StepPlan, planned: Planned, budget: int) -> None:
-        self.head_waits_for = None
         while (request := self.rows.waiting.head()) is not None:
-            self.head_waits_for = self._admit(request, budget, draft, planned)
-            if self.head_waits_for is not None:
+            planned.head_waits_for = self._admit(request, budget, draft, planned)
+            if planned.head_waits_for is not None:
                 planned.head = request
                 return
-            if isinstance(request.special, BeamGroup):
-                budget = self._plan_beams(request.special, budget, draft, planned)
-                continue
-            count = min(request.length - request.computed, budget)
-            self._issue(request, count, draft, planned)
-            budget -= count
+            budget = self._begin(request, budget, draft, planned)
 
-    def _admit(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> WaitReason | None:
-        """Give the request (and the choices that will fork from it) rows, and pages for every token it has."""
+    def _begin(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> int:
+        """Compute the first tokens of a request that was admitted. Returns the budget left."""
+        if isinstance(request.special, BeamGroup):
+            return self._plan_beams(request.special, budget, draft, planned)
+        count, cost = request.share(request.length - request.computed, budget)
+        self._issue(request, count, draft, planned)
+        return budget - cost
+
+    def _admit_lead(self, lead: Request, budget: int, draft: StepPlan, planned: Planned) -> HeadWaitReason | None:
+        """Admit a lead before the younger sequences that run, none of which is in the plan yet. If it lacks rows or pages, those that
+        give way are preempted, youngest first; none is where all of them together do not hold what it lacks."""
+        lacks = self._admit(lead, budget, draft, planned)
+        if lacks is None or lacks == "budget":
+            return lacks
+        younger = [request for request in self.rows.running if request.gives_way and request.order > lead.order]
+        if not self._would_fit(lead, younger):
+            return lacks
+        while lacks is not None and younger:
+            victim = younger.pop()
+            if victim.row >= 0:  # else preempted with its search
+                self._preempt(victim, draft, planned)
+                lacks = self._admit(lead, budget, draft, planned)
+        return lacks
+
+    def _would_fit(self, lead: Request, younger: list[Request]) -> bool:
+        """Whether the lead might be admitted if none of these ran. Pages that they share count once for each."""
+        beams = lead.special if isinstance(lead.special, BeamGroup) else None
+        if len(self.rows.free) + len(younger) < (1 if beams is None else len(beams.requests)):
+            return False
+        tables = (self.cache.tables.get(request.sequence, ()) for request in younger)
+        num_held = sum(len(table.pages) for of_request in tables for table in of_request)
+        tokens = lead.tokens if beams is None else lead.tokens[: lead.prompt_len]
+        return self.cache.num_missing(lead.sequence, tokens, reuse=lead.may_reuse) <= num_held
+
+    def _admit(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> HeadWaitReason | None:
+        """Give the request (and the beams of its search) rows, and pages for every token it has."""
         # A prompt that must be computed whole waits for a step that has room for all of it; none overtakes it meanwhile.
         if budget < (request.length if request.needs_one_step else 1):
             return "budget"
         beams = request.special if isinstance(request.special, BeamGroup) else None
-        others = request.followers if beams is None else beams.others
+        others = [] if beams is None else beams.others
         if len(self.rows.free) < 1 + len(others):
             return "rows"
         assert request.pending == 0, "its last token has arrived: none enters in the step of a preemption"
@@ -299,13 +404,13 @@ class Scheduler:
                 request.sequence,
                 request.tokens if beams is None else request.tokens[: request.prompt_len],
                 spare,
-                reuse=not (request.needs_one_step or request.lacks_scores),
+                reuse=request.may_reuse,
             )
             if admission is None:
                 return "pages"
             pages = admission.pages
             request.computed = request.num_published = admission.num_cached
-            if request.num_preemptions == 0:
+            if request.num_cached < 0:
                 # Output of an earlier engine may be found too, but only the prompt counts.
                 request.num_cached = min(admission.num_cached, request.prompt_len)
         planned.admitted.append(request)
@@ -313,7 +418,7 @@ class Scheduler:
         if beams is None:
             request.capacity = self.cache.capacity(request.sequence)
         else:
-            beams.told(request, pages)
+            beams.note_entered(request, pages)
         draft.enters.append(self._entering(request, pages))
         for other in others:
             self.rows.seat(other)
@@ -366,9 +471,10 @@ class Scheduler:
         counts = []
         for request in group.requests if group.is_spread else [leader]:
             end = request.length if group.is_spread else request.prompt_len
-            if count := min(end - request.computed, left):
+            if left and end > request.computed:
+                count, cost = request.share(end - request.computed, left)
                 counts.append((request, count))
-                left -= count
+                left -= cost
         for request, count in counts:
             growths = self._extend(request, count, draft, planned)
             if growths is None:
@@ -376,7 +482,7 @@ class Scheduler:
             for growth in growths:
                 if growth.copied is not None:
                     draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
-        for request, pages in group.tell(self.cache, draft):
+        for request, pages in group.write_changes(self.cache, draft):
             draft.enters.append(self._entering(request, pages))
             if not leader.num_preemptions and request.sequence - leader.sequence < leader.params.n:
                 planned.forked.append(request)
@@ -385,18 +491,29 @@ class Scheduler:
             request.pending = 0  # the search chooses its token, not the sampler
         return left
 
-    def _fork(self, leader: Request, draft: StepPlan, planned: Planned) -> None:
-        """The leader's prompt is in this plan: its other choices share all of it but the last token, which each computes for itself in
-        the next step, to sample after it. A choice that writes to a shared page gets a copy."""
-        for follower in leader.followers:
+    def _fork_all(self, draft: StepPlan, planned: Planned) -> None:
+        """These leaders' prompts are in this plan: their other choices share all of it but the last token, which each computes for
+        itself in the next step, to sample after it. A choice that writes to a shared page gets a copy. A choice whose turn it is not,
+        or that finds no free row, waits in the queue as a request of its own: it will find the prompt in the prefix cache."""
+        pairs = [(leader, follower) for leader in planned.forking for follower in leader.followers]
+        if len(planned.forking) > 1:  # the choices of several leaders take rows in their own order
+            pairs.sort(key=lambda pair: pair[1].order)
+        for leader, follower in pairs:
+            follower.num_cached = leader.num_cached
+            follower.num_scored = follower.prompt_len - 1  # the leader delivers those of the prompt
+            head = self.rows.waiting.head()
+            if not self.rows.free or (head is not None and head.order < follower.order):
+                self._queue(follower)
+                planned.queued.append(follower)
+                continue
+            self.rows.seat(follower)
             pages = self.cache.fork(leader.sequence, follower.sequence, leader.prompt_len - 1)
             follower.computed = follower.capacity = leader.prompt_len - 1
             follower.num_published = follower.computed // self.cache.page_size * self.cache.page_size
-            follower.num_cached = leader.num_cached
-            follower.num_scored = follower.prompt_len - 1  # the leader delivers those of the prompt
             draft.enters.append(self._entering(follower, pages))
-        planned.forked += leader.followers
-        leader.followers = []
+            planned.forked.append(follower)
+        for leader in planned.forking:
+            leader.followers = []
 
     def _publish(self, request: Request, computed: int) -> None:
         self.cache.publish(request.sequence, request.tokens, computed)
@@ -424,6 +541,7 @@ class Scheduler:
         samples: bool,
         arrived: Arrivals,
         scores: dict[int, Logprobs] | None,
+        late: set[int],
         committed: Committed,
     ) -> list[TokenDelta]:
         """Commit one row of a request that is not a plain one. `end`: how far the step computed it."""
@@ -439,6 +557,9 @@ class Scheduler:
             if candidates is None or not is_current or not special.take(request, candidates):
                 return []
             return [] if special.advance(self.cache) else self._end_beams(special, committed)
+        if request.sequence in late:
+            self._commit_late(request, epoch)
+            return []
         if is_current and end - request.num_published >= self.cache.page_size:
             self._publish(request, end)
         if not samples:
@@ -452,6 +573,25 @@ class Scheduler:
         assert special is not None
         delta = self._last(request, token, finish_after(request, token, special.add(token)), committed)
         return [delta if scores is None else scored(delta, request, scores)]
+
+    def _commit_late(self, request: Request, epoch: int) -> None:
+        """The step sampled nothing for this request. Its last known token is computed again: the page may be shared by now, or out of
+        a window, so the next plan asks the cache."""
+        request.pending -= 1
+        last = len(request.tokens) - 1
+        if epoch == request.epoch:
+            request.computed, request.capacity = last, 0
+            if request.pending:  # the step in flight is late as well: both count as one
+                request.late_steps = max(request.late_steps, 1)
+                return
+            request.late_steps = request.late_steps + 1 if request.late_at == last else 1
+            request.late_at = last
+            request.sits_out = min((1 << min(request.late_steps, 16)) >> 2, MAX_SIT_OUT)
+        elif request.is_swapped and request.computed > last:
+            request.computed = last
+            if not self.cache.sees(request.sequence, last):
+                self.cache.release(request.sequence)
+                request.is_swapped, request.computed = False, 0
 
     def _last(self, request: Request, token: int, finish: Finish | None, committed: Committed) -> TokenDelta:
         """The delta of a token that may be the last."""
@@ -470,7 +610,7 @@ class Scheduler:
         for at, message in committed.result.failures.items():
             if not (request := sampling[at]).is_finished:
                 self._finish(request, committed)
-                finish = Finish("error", None, request.num_cached, request.num_preemptions, message)
+                finish = Finish("error", None, request.num_cached, request.num_preemptions, message, "grammar")
                 committed.deltas.append(TokenDelta(request.id, request.index, [], finish))
 
     def _limit(self, requests: list[Request], committed: Committed) -> None:
@@ -505,22 +645,18 @@ class Scheduler:
             self._preempt_beams(request.special, planned)
             return
         request.num_preemptions += 1
-        num_computed = request.computed if request.sequence in self.cache.tables else 0
+        num_computed, transfer = request.computed, None
         self.rows.requeue(request)
-        if request.sequence in self.cache.tables:
-            transfer = None
-            if request.computed >= max(1, self.swap_min_tokens):
-                transfer = self.cache.swap_out(request.sequence, request.computed)
-            if transfer is None:
-                self.cache.release(request.sequence)
-                request.computed = 0
-            else:
-                request.is_swapped = True
-                for device, host in zip(transfer.device, transfer.host, strict=True):
-                    draft.moves.append(PageMove("out", device, host))
-        else:  # it had not forked yet: from now on it is a request of its own
+        is_worth_it = num_computed >= max(1, self.swap_min_tokens)
+        if is_worth_it and self.cache.sees(request.sequence, num_computed):
+            transfer = self.cache.swap_out(request.sequence, num_computed)
+        if transfer is None:
+            self.cache.release(request.sequence)
             request.computed = 0
-            self._leader_of(request).followers.remove(request)
+        else:
+            request.is_swapped = True
+            for device, host in zip(transfer.device, transfer.host, strict=True):
+                draft.moves.append(PageMove("out", device, host))
         request.num_published = 0
         planned.returned.append(Returned(request, num_computed, request.is_swapped))
 
@@ -536,16 +672,11 @@ class Scheduler:
         group.leader.num_preemptions += 1
         self.rows.queue(group.leader)
 
-    def _leader_of(self, follower: Request) -> Request:
-        return next(request for request in self._open[follower.id] if follower in request.followers)
-
     def _hand_over(self, leader: Request, removed: Removed) -> None:
         """A leader is aborted alone, before its prompt is computed: each of its followers goes on as a request of its own."""
         for follower in leader.followers:
-            if follower.row >= 0:
-                self.rows.leave(follower)
+            if not leader.is_untouched:
                 removed.returned.append(Returned(follower, 0, False))
-            follower.computed = 0
             self._queue(follower)
         leader.followers = []
 
@@ -559,6 +690,12 @@ class Scheduler:
             self.rows.hold_back(request)
         else:
             self.rows.queue(request)
+
+    def _lead(self, request: Request) -> None:
+        """All older sequences of its response have ended: it takes a place behind all leads there are."""
+        for sequence in request.special.requests if isinstance(request.special, BeamGroup) else (request,):
+            self.rows.lead(sequence, self._next_sequence)
+        self._next_sequence += 1
 
     def _let_in(self, requests: Iterable[Request]) -> list[Request]:
         """Let those into the queue that waited for their grammar and need not any more."""
@@ -579,6 +716,8 @@ class Scheduler:
         for other in choices:
             if request in other.followers:
                 other.followers.remove(request)
+        if (lead := self.turns.leave(request)) is not None:
+            self._lead(lead)
         self.rows.remove(request)
         if request.is_swapped or request.sequence in self.cache.tables:
             self.cache.release(request.sequence)

@@ -17,7 +17,8 @@ from octavo.schedule.beams.search import BeamSearch, Ended, Path
 from octavo.schedule.grammar_cache import GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
 from octavo.schedule.request import Request
-from octavo.schedule.results import WaitReason
+from octavo.schedule.results import HeadWaitReason
+from octavo.schedule.rows import order_of
 from octavo.schedule.scheduler import Scheduler
 
 Wishes = dict[str, Any]
@@ -49,6 +50,12 @@ class RequestState(msgspec.Struct, array_like=True, gc=False):
     num_tokens: int
     tokens: list[int]  # empty: not recorded
     followers: list[int]  # sequences
+    late: tuple[int, int, int] = (0, -1, 0)  # late_steps, late_at, sits_out
+    # Recordings of before there were turns do not have these: every request was a response of its own.
+    response_id: str = ""
+    turn: int = 0
+    place: int = -1
+    gives_way: bool = False
 
 
 class Node(msgspec.Struct, array_like=True, gc=False):
@@ -66,7 +73,7 @@ class BeamState(msgspec.Struct, array_like=True, gc=False):
     holders: list[int]
     found: dict[int, Candidates]
     has_chosen: bool
-    told: dict[int, list[list[int]]]
+    sent_tables: dict[int, list[list[int]]]
     nodes: list[Node]
     beams: list[int]
     ended: list[tuple[float, int, bool]]
@@ -91,7 +98,7 @@ class SchedulerState(msgspec.Struct, array_like=True, gc=False):
     step: int
     next_sequence: int
     num_preemptions: int
-    head_waits_for: WaitReason | None
+    head_waits_for: HeadWaitReason | None
     free_rows: list[int]
     leaves: list[int]
     watched: list[int]
@@ -119,11 +126,11 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         scheduler.rows.free,
         scheduler.rows.left,
         sorted(scheduler._watched),
-        [_told(request, manner) for request in scheduler.requests()],
+        [_request_state(request, manner) for request in scheduler.requests()],
         list(scheduler.rows.waiting._waiting),
         list(scheduler.rows.awaiting_grammar),
-        _told_grammar_cache(scheduler.grammar_cache, manner.grammar),
-        [_told_beams(group, manner) for group in groups.values()],
+        _grammar_cache_state(scheduler.grammar_cache, manner.grammar),
+        [_beam_state(group, manner) for group in groups.values()],
         take_cache(scheduler.cache),
     )
 
@@ -142,23 +149,28 @@ def restore(
     rows.free, rows.left = list(state.free_rows), list(state.leaves)
     scheduler._watched = set(state.watched)
     requests: dict[int, Request] = {}
-    for told in state.requests:
-        request = _request(told, params_of(told.params), tokens_of(told))
+    for request_state in state.requests:
+        request = _request(request_state, params_of(request_state.params), tokens_of(request_state))
         requests[request.sequence] = request
         scheduler._open.setdefault(request.id, []).append(request)
-    for told in state.requests:
-        requests[told.kept[0]].followers = [requests[sequence] for sequence in told.followers]
+        if not scheduler.has_priorities:
+            request.rank = 0  # recordings of before there were turns have the order of arrival here
+    for request_state in state.requests:
+        requests[request_state.kept[0]].followers = [requests[sequence] for sequence in request_state.followers]
     for sequence in state.waiting:
         rows.waiting.add(requests[sequence])
     rows.awaiting_grammar = {sequence: requests[sequence] for sequence in state.awaiting_grammar}
     scheduler.grammar_cache = _grammar_cache(state.grammar_cache)
     running = [request for request in requests.values() if request.row >= 0]
-    rows.running = sorted(running, key=lambda request: (request.rank, request.sequence))
+    rows.running = sorted(running, key=order_of)
     for beams in state.beams:
         _restore_beams(beams, requests)
+    for _, request in sorted(requests.items()):
+        if not isinstance(request.special, BeamGroup) or request is request.special.leader:
+            scheduler.turns.restore(request)
 
 
-def _told(request: Request, manner: Manner) -> RequestState:
+def _request_state(request: Request, manner: Manner) -> RequestState:
     assert request.pending == 0, "a step is under way"
     return RequestState(
         _kept_of(request),
@@ -166,23 +178,32 @@ def _told(request: Request, manner: Manner) -> RequestState:
         len(request.tokens),
         manner.tokens(request.tokens),
         [follower.sequence for follower in request.followers],
+        (request.late_steps, request.late_at, request.sits_out),
+        request.response_id,
+        request.turn,
+        request.place,
+        request.gives_way,
     )
 
 
-def _request(told: RequestState, params: SamplingParams, tokens: list[int]) -> Request:
+def _request(state: RequestState, params: SamplingParams, tokens: list[int]) -> Request:
     request = Request.__new__(Request)
-    for name, value in zip(_KEPT, told.kept, strict=True):
+    for name, value in zip(_KEPT, state.kept, strict=True):
         setattr(request, name, value)
     request.params, request.tokens = params, tokens
+    request.late_steps, request.late_at, request.sits_out = state.late
     request.pending, request.is_finished = 0, False
     request.prompt_logprobs = []  # no plan depends on them
     begun = tokens[request.prompt_len :]
     request.special = request.pooling or loops_of(params.repetition_detection, begun)
     request.followers = []
+    request.response_id = state.response_id or request.id
+    request.turn, request.gives_way = state.turn, state.gives_way
+    request.place = state.place if state.place >= 0 else request.sequence
     return request
 
 
-def _told_grammar_cache(grammar_cache: GrammarCache, name: Callable[[str], str]) -> GrammarCacheState:
+def _grammar_cache_state(grammar_cache: GrammarCache, name: Callable[[str], str]) -> GrammarCacheState:
     return GrammarCacheState(
         grammar_cache._max_used,
         grammar_cache._max_unused,
@@ -207,7 +228,7 @@ def _grammar_cache(state: GrammarCacheState) -> GrammarCache:
     return grammar_cache
 
 
-def _told_beams(group: BeamGroup, manner: Manner) -> BeamState:
+def _beam_state(group: BeamGroup, manner: Manner) -> BeamState:
     stop_ids = group.search._stop_ids
     nodes: list[Node] = []
     places: dict[int, int] = {}
@@ -230,7 +251,7 @@ def _told_beams(group: BeamGroup, manner: Manner) -> BeamState:
         [request.sequence for request in group._holders],
         {sequence: manner.candidates(found, stop_ids) for sequence, found in group._found.items()},
         group._has_chosen,
-        group._told,
+        group._sent_tables,
         nodes,
         [place(path) for path in group.search.beams],
         [(ended.score, place(ended.path), ended.is_stopped) for ended in group.search.ended],
@@ -252,12 +273,12 @@ def _restore_beams(state: BeamState, requests: dict[int, Request]) -> None:
     group.requests, group.is_spread = members, state.is_spread
     group._holders = [requests[sequence] for sequence in state.holders]
     group._found, group._has_chosen = dict(state.found), state.has_chosen
-    group._told = {sequence: [list(table) for table in tables] for sequence, tables in state.told.items()}
+    group._sent_tables = {sequence: [list(table) for table in tables] for sequence, tables in state.sent_tables.items()}
     for request in members:
         request.special = group
 
 
-class ToldLoops(Loops):
+class RecordedLoops(Loops):
     """Repetition detection for recordings without tokens: the token LOOP stands for the one that completed a repetition."""
 
     LOOP = -(2**62)

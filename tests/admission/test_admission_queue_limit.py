@@ -38,9 +38,9 @@ async def end_of(client, each) -> OctavoError | int:
 
 async def until_running(client, num_requests: int) -> dict:
     """Wait until num_requests requests hold a row, and return the engine's progress."""
-    while (told := msgspec.json.decode(await client.control(ReadProgress(0))))["running"] < num_requests:
+    while (progress := msgspec.json.decode(await client.control(ReadProgress(0))))["running"] < num_requests:
         pass
-    return told
+    return progress
 
 
 def long(name: str, **options):
@@ -118,11 +118,11 @@ async def test_who_waits_and_why_can_be_read():
         before = time.monotonic() - 60
         for number in range(6):
             client.submit(msgspec.structs.replace(long(f"r{number}"), arrived=before))
-        told = await until_running(client, 4)
-        assert told["waiting"] == 2
-        assert told["oldest_waiting"]["id"] == "r4" and told["oldest_waiting"]["why"] == "rows"
-        assert told["oldest_waiting"]["seconds"] >= 60
-        assert {"r4", "r5"} <= {each["id"] for each in told["without_progress"]}
+        progress = await until_running(client, 4)
+        assert progress["waiting"] == 2
+        assert progress["oldest_waiting"]["id"] == "r4" and progress["oldest_waiting"]["why"] == "rows"
+        assert progress["oldest_waiting"]["seconds"] >= 60
+        assert {"r4", "r5"} <= {each["id"] for each in progress["without_progress"]}
 
 
 def test_the_pace_is_that_of_the_last_minute():
@@ -148,3 +148,21 @@ async def test_a_request_without_wishes_sets_no_timers():
         client.submit(request("a"))
         assert not client._timers
         await collect(client, "a")
+
+
+async def test_the_parts_of_one_response_fill_no_queue_but_their_own():
+    """With room for three in the queue, a response has three parts that wait; another response is taken all the same, and a further
+    part of any is refused."""
+    async with client_of(slow_engine(QueueLimit(max_requests=3))) as client:
+        parts = [long(f"large-{part}", num_tokens=3000, response_id="large", part=part) for part in range(8)]
+        for each in parts:
+            client.submit(each)
+        first = long("other-0", num_tokens=3, response_id="other")
+        second = long("other-1", num_tokens=3, response_id="other", part=1)
+        client.submit(first)
+        client.submit(second)
+        ends = await asyncio.gather(*(end_of(client, each) for each in (first, second, parts[-1])))
+        for each in parts[:-1]:
+            client.release(each.id)
+    assert ends[0] == 3
+    assert all(isinstance(end, Overloaded) and "--max-waiting-requests" in end.message for end in ends[1:])

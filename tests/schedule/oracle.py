@@ -2,6 +2,8 @@
 page table, a stale prefix hit, a lost copy, a reused row or a page freed too early changes what it samples, and the run no
 longer matches the reference. It has one layer for each group of page tables, each seeing as far back as its window."""
 
+import random
+
 from octavo.messages import Candidates, SamplingParams, StepPlan, StepResult
 from octavo.schedule.beams.search import BeamSearch
 
@@ -74,8 +76,14 @@ def beam_reference(
 
 
 class OracleDevice:
-    def __init__(self, page_size: int, max_rows: int, windows: tuple[int, ...] = (0,)) -> None:
+    def __init__(
+        self, page_size: int, max_rows: int, windows: tuple[int, ...] = (0,), lateness: random.Random | None = None
+    ) -> None:
+        """`lateness`: decides which masks are late; None: none is."""
         self.page_size, self.max_rows, self.windows = page_size, max_rows, windows
+        self._lateness = lateness
+        self.known: dict[int, int] = {}  # row with a grammar → its tokens that count
+        self.num_late = self.num_void = 0
         self.cells: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) → (position, what the layer was given)
         self.host: dict[int, dict[int, tuple[int, int]]] = {}
         self.tokens: dict[int, dict[int, int]] = {}  # row → position → token
@@ -99,6 +107,9 @@ class OracleDevice:
             self.tokens[enter.row] = dict(enumerate(enter.token_ids))
             self.tables[enter.row], self.seeds[enter.row] = [list(pages) for pages in enter.pages], enter.seed
             self.beams.pop(enter.row, None)
+            self.known.pop(enter.row, None)
+            if enter.params.grammar:
+                self.known[enter.row] = len(enter.token_ids)
             if enter.params.use_beam_search:
                 self.beams[enter.row] = enter.params.num_candidates(len(enter.stop_ids))
             self.pooled = self.pooled - {enter.row} | ({enter.row} if enter.pooling is not None else set())
@@ -115,7 +126,7 @@ class OracleDevice:
             self._write(layer, states)
             for row, position in states:
                 states[row, position] = self._attend(layer, row, position, states[row, position])
-        sampled, vectors, candidates = [], [], []
+        sampled, vectors, candidates, late = [], [], [], []
         for (row, span), samples in zip(spans, plan.samples, strict=True):
             if samples and row in self.pooled:
                 vectors.append(vector_of(span[0], states[row, span[-1]]))
@@ -125,8 +136,23 @@ class OracleDevice:
                 self.tokens[row][span[-1] + 1] = -1
             elif samples:
                 sampled.append(chosen(states[row, span[-1]], self.seeds[row]))
+                if self._is_late(row, span[-1] + 1):
+                    late.append(len(sampled) - 1)
+                    sampled[-1] += 1 + plan.step  # a token that the grammar does not allow
                 self.tokens[row][span[-1] + 1] = sampled[-1]
-        return StepResult(plan.step, sampled, vectors, candidates=candidates)
+        return StepResult(plan.step, sampled, vectors, candidates=candidates, late=late)
+
+    def _is_late(self, row: int, length: int) -> bool:
+        """Whether the row's mask after `length` tokens is late. It always is if the token before was."""
+        if self._lateness is None or row not in self.known:
+            return False
+        assert length >= self.known[row], "samples a position again that it has sampled"
+        is_void = length > self.known[row]
+        is_late = is_void or self._lateness.random() < 0.3
+        self.known[row] += not is_late
+        self.num_late += is_late
+        self.num_void += is_void
+        return is_late
 
     def _write(self, layer: int, states: dict[tuple[int, int], int]) -> None:
         """All of a step's positions, before any is attended: rows may share what one of them writes."""

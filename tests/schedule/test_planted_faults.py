@@ -14,14 +14,16 @@ import octavo.cache.pool
 import octavo.cache.span
 import octavo.schedule.beams.group
 import octavo.schedule.outcome
+import octavo.schedule.policy
 import octavo.schedule.rows
 import octavo.schedule.scheduler
+import octavo.schedule.turns
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
 SPAN, OUTCOME, ROWS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
-BEAMS = octavo.schedule.beams.group
-MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, ROWS, SCHEDULER)  # a module comes after those it imports
+BEAMS, POLICY, TURNS = octavo.schedule.beams.group, octavo.schedule.policy, octavo.schedule.turns
+MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, POLICY, TURNS, ROWS, SCHEDULER)  # a module comes after those it imports
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -29,10 +31,10 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "follower.computed = follower.capacity = leader.prompt_len - 1",
         "follower.computed = follower.capacity = leader.prompt_len",
     ),
-    "a choice starts in the step that writes its prompt": (
+    "a choice starts before its prompt is computed": (
         SCHEDULER,
-        "planned.forking.append(request)",
-        "self._fork(request, draft, planned)",
+        "if request.followers and end >= request.prompt_len:",
+        "if request.followers:",
     ),
     "no copy on write": (
         CACHE,
@@ -50,7 +52,11 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "len(tokens) // self.page_size",
     ),
     "page keys do not depend on what came before": (CACHE, "blake2b(parent + content", "blake2b(content"),
-    "matched pages that are idle count as free": (CACHE, "self.pool.num_free - idle", "self.pool.num_free"),
+    "matched pages that are idle count as free": (
+        CACHE,
+        "sum(fresh) + idle - self.pool.num_free",
+        "sum(fresh) - self.pool.num_free",
+    ),
     "swap brings pages back in the wrong order": (
         CACHE,
         "return Transfer(device_pages, host_pages, [table",
@@ -86,14 +92,39 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "somebody enters in the step of a preemption": (
         SCHEDULER,
-        "return budget if preemptions == self.num_preemptions else -1",
-        "return budget",
+        "if planned.head is None and planned.returned:",
+        "if False:",
     ),
+    "a lead waits for those that should give way": (
+        SCHEDULER,
+        "if request.turn or not running or running[-1].order < request.order:",
+        "if True:",
+    ),
+    "the oldest gives way first": (SCHEDULER, "victim = younger.pop()", "victim = younger.pop(0)"),
+    "older ones give way too": (
+        SCHEDULER,
+        "if request.gives_way and request.order > lead.order]",
+        "if request.gives_way]",
+    ),
+    "a choice takes a row before its turn": (
+        SCHEDULER,
+        "if not self.rows.free or (head is not None and head.order < follower.order):",
+        "if not self.rows.free:",
+    ),
+    "who comes to lead goes before those who waited": (
+        SCHEDULER,
+        "self.rows.lead(sequence, self._next_sequence)",
+        "self.rows.lead(sequence, sequence.sequence)",
+    ),
+    "all sequences of a response lead": (TURNS, "request.turn = len(sequences)", "request.turn = 0"),
+    "none leads after the first": (TURNS, "if request.turn == 0 else None", "if False else None"),
+    "the youngest leads next": (TURNS, "next(iter(sequences.values()))", "next(reversed(sequences.values()))"),
+    "a response never ends": (TURNS, "del self._open[request.response_id]", "pass"),
     "what must be computed whole is cut": (SCHEDULER, "request.length if request.needs_one_step else 1", "1"),
     "what must be computed whole begins in the cache": (
         SCHEDULER,
-        "reuse=not (request.needs_one_step or request.lacks_scores)",
-        "reuse=True",
+        "                reuse=request.may_reuse,",
+        "                reuse=True,",
     ),
     "a window lets go of a page that is still seen": (
         SPAN,
@@ -129,11 +160,11 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "cache.fork(parent.sequence, child.sequence, parent.computed)",
         "cache.fork(parent.sequence, child.sequence, parent.computed - 1)",
     ),
-    "rows are not told of a beam's other pages": (BEAMS, "if told[entry] != page:", "if told[entry] < 0:"),
-    "rows are told of the wrong pages of a prompt": (BEAMS, " if self.is_spread else 0", ""),
-    "a search that was thrown out remembers what rows were told": (
+    "a beam's other pages are not sent to its rows": (BEAMS, "if sent[entry] != page:", "if sent[entry] < 0:"),
+    "rows get the wrong pages of a prompt": (BEAMS, " if self.is_spread else 0", ""),
+    "a search that was thrown out remembers the tables it sent": (
         BEAMS,
-        "self._found, self._told = {}, {}",
+        "self._found, self._sent_tables = {}, {}",
         "self._found = {}",
     ),
     "a search goes on while its scores are on their way": (
@@ -156,17 +187,34 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "self.cache.release(request.sequence)\n            request.computed = request",
         "pass\n            request.computed = request",
     ),
-    "priorities do not say who leaves": (
-        ROWS,
-        "(running.rank, running.sequence)",
-        "running.sequence",
+    "a late token counts": (SCHEDULER, "late = {sampling[at].sequence for at in result.late}", "pass"),
+    "a late row writes to a page that others read": (
+        SCHEDULER,
+        "request.computed, request.capacity = last, 0",
+        "request.computed = last",
     ),
+    "a late row goes on behind a token that does not count": (
+        SCHEDULER,
+        "request.computed, request.capacity = last, 0",
+        "request.capacity = 0",
+    ),
+    "a late row reads a page that a window has passed": (
+        CACHE,
+        "return not self._has_windows or all(",
+        "return True or all(",
+    ),
+    "a late row that was swapped out goes on behind its token": (
+        SCHEDULER,
+        "elif request.is_swapped and request.computed > last:",
+        "elif False:",
+    ),
+    "the policy does not say who leaves": (ROWS, 'attrgetter("order")', 'attrgetter("sequence")'),
 }
 
 
-def plant(fault: str) -> Callable[[int], Workload]:
-    """A workload factory over copies of the modules, one of them with the fault in it."""
-    faulty, right, wrong = FAULTS[fault]
+def plant(fault: str | None) -> Callable[[int], Workload]:
+    """A workload factory over copies of the modules, one of them with the fault in it. None: without any."""
+    faulty, right, wrong = FAULTS[fault] if fault is not None else (None, "", "")
     copies = {}
     try:
         for module in MODULES:
@@ -178,12 +226,21 @@ def plant(fault: str) -> Callable[[int], Workload]:
             exec(compile(source, module.__file__, "exec"), copies[module].__dict__)
     finally:
         sys.modules.update({module.__name__: module for module in MODULES})
-    # Every second one with windows, every second pair with beam searches.
+    # Every second one with windows, every second pair with beam searches, three of five with masks that are late, two of three
+    # with responses of many sequences.
     types_ = (copies[SCHEDULER].Scheduler, copies[CACHE].KVCache)
-    return lambda seed: Workload(seed, *types_, has_windows=seed % 2 == 1, has_beams=seed % 4 > 1)
+    return lambda seed: Workload(
+        seed,
+        *types_,
+        has_windows=seed % 2 == 1,
+        has_beams=seed % 4 > 1,
+        has_grammars=seed % 5 > 1,
+        has_late=seed % 5 > 1,
+        has_responses=seed % 3 > 0,
+    )
 
 
-def cases_until_caught(fault: str, limit: int) -> int | None:
+def cases_until_caught(fault: str | None, limit: int) -> int | None:
     workload = plant(fault)
     for seed in range(limit):
         try:
@@ -191,6 +248,10 @@ def cases_until_caught(fault: str, limit: int) -> int | None:
         except Exception:
             return seed + 1
     return None
+
+
+def test_nothing_is_caught_without_a_fault():
+    assert cases_until_caught(None, 300) is None
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -3,7 +3,7 @@
 import random
 
 from octavo.cache import KVCache
-from octavo.messages import GenerateRequest, Progress, SamplingParams, StepPlan, StepResult, TokenDelta
+from octavo.messages import GenerateRequest, PrefillProgress, SamplingParams, StepPlan, StepResult, TokenDelta
 from octavo.schedule import Scheduler
 
 
@@ -30,7 +30,7 @@ def run(scheduler: Scheduler, depth: int = 0) -> list[TokenDelta]:
     return deltas
 
 
-def told(deltas: list[TokenDelta], name: str) -> list[Progress | list[int]]:
+def reported(deltas: list[TokenDelta], name: str) -> list[PrefillProgress | list[int]]:
     return [delta.progress or delta.token_ids for delta in deltas if delta.request_id == name]
 
 
@@ -38,7 +38,13 @@ def test_chunk_by_chunk_and_then_the_tokens() -> None:
     for depth in (0, 1):
         scheduler = Scheduler(KVCache(100, 4), max_rows=4, max_step_tokens=8)
         scheduler.add(request("a", 20, max_tokens=2))
-        assert told(run(scheduler, depth), "a") == [Progress(8, 0), Progress(16, 0), Progress(20, 0), [7], [7]]
+        assert reported(run(scheduler, depth), "a") == [
+            PrefillProgress(8, 0),
+            PrefillProgress(16, 0),
+            PrefillProgress(20, 0),
+            [7],
+            [7],
+        ]
 
 
 def test_a_prefix_that_was_cached_counts_as_computed() -> None:
@@ -46,9 +52,14 @@ def test_a_prefix_that_was_cached_counts_as_computed() -> None:
     scheduler.add(request("a", 12, wants=False))
     assert not any(delta.progress for delta in run(scheduler)), "nobody asked"
     scheduler.add(request("b", 30, max_tokens=1))
-    assert told(run(scheduler), "b") == [Progress(20, 12), Progress(28, 12), Progress(30, 12), [7]]
+    assert reported(run(scheduler), "b") == [
+        PrefillProgress(20, 12),
+        PrefillProgress(28, 12),
+        PrefillProgress(30, 12),
+        [7],
+    ]
     scheduler.add(request("c", 30, max_tokens=1))
-    assert told(run(scheduler), "c") == [Progress(30, 28), [7]]
+    assert reported(run(scheduler), "c") == [PrefillProgress(30, 28), [7]]
 
 
 def test_choices_have_one_prompt() -> None:
@@ -56,8 +67,8 @@ def test_choices_have_one_prompt() -> None:
     scheduler.add(request("a", 12, n=3, max_tokens=1))
     deltas = run(scheduler)
     assert [(delta.index, delta.progress) for delta in deltas if delta.progress] == [
-        (0, Progress(8, 0)),
-        (0, Progress(12, 0)),
+        (0, PrefillProgress(8, 0)),
+        (0, PrefillProgress(12, 0)),
     ]
 
 
@@ -84,10 +95,12 @@ def test_progress_ends_at_the_prompts_length_whatever_happens_meanwhile() -> Non
         deltas = run(scheduler, depth)
         num_preemptions += scheduler.num_preemptions
         for name, prompt_len in lens.items():
-            first, *others = told(deltas, name)
-            numbers = [first, *(each for each in others if isinstance(each, Progress))]
-            assert all(isinstance(each, Progress) for each in told(deltas, name)[: len(numbers)]), "before any token"
-            computed = [each.num_computed for each in numbers if isinstance(each, Progress)]
+            first, *others = reported(deltas, name)
+            numbers = [first, *(each for each in others if isinstance(each, PrefillProgress))]
+            assert all(isinstance(each, PrefillProgress) for each in reported(deltas, name)[: len(numbers)]), (
+                "before any token"
+            )
+            computed = [each.num_computed for each in numbers if isinstance(each, PrefillProgress)]
             assert computed[-1] == prompt_len and max(computed[:-1], default=0) < prompt_len
-            assert all(each.num_cached <= each.num_computed for each in numbers if isinstance(each, Progress))
+            assert all(each.num_cached <= each.num_computed for each in numbers if isinstance(each, PrefillProgress))
     assert num_preemptions, "the case must be in it"

@@ -68,7 +68,45 @@ def test_grammars_are_waited_for_by_those_who_need_them():
         assert total[what] > 100, (what, total)
 
 
+@pytest.mark.parametrize("has_windows", [False, True], ids=["one group", "windows"])
+def test_a_row_whose_mask_is_late_loses_nothing_but_the_step(has_windows):
+    """It sits out and samples the same position again: its tokens are those of a run without lateness, and so are its neighbours'."""
+    total: Counter[str] = Counter()
+    for seed in range(1000):
+        try:
+            case = Workload(
+                seed,
+                has_windows=has_windows,
+                has_beams=seed % 3 == 0,
+                is_mortal=seed % 5 == 0,
+                has_grammars=True,
+                has_late=True,
+            )
+            total.update(asdict(case.run()))
+        except BaseException:
+            print(f"workload seed {seed}")
+            raise
+    for what in ("late", "void", "rested", "preemptions", "swaps", "copies", "forks", "aborts", "deaths"):
+        assert total[what] > 100, (what, total)
+    assert not has_windows or total["restarts"] > 20, total
+
+
+@pytest.mark.parametrize("has_beams", [False, True], ids=["fcfs", "priorities and beams"])
+def test_a_thousand_seeded_workloads_of_responses_with_many_sequences(has_beams):
+    """Prompts and choices of one response take turns with those of others, and every token stays what it is alone."""
+    total: Counter[str] = Counter()
+    for seed in range(1000):
+        options = {"has_windows": seed % 3 == 0, "has_grammars": seed % 5 == 0, "is_mortal": seed % 7 == 0}
+        try:
+            total.update(asdict(Workload(seed, has_responses=True, has_beams=has_beams, **options).run()))
+        except BaseException:
+            print(f"workload seed {seed}")
+            raise
+    for what in ("made_way", "led_later", "apart", "preemptions", "copies", "forks", "swaps", "aborts", "deaths"):
+        assert total[what] > 100, (what, total)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(min_value=2**32, max_value=2**64), st.booleans(), st.booleans())
-def test_any_workload(seed, has_windows, has_beams):
-    Workload(seed, has_windows=has_windows, has_beams=has_beams).run()
+@given(st.integers(min_value=2**32, max_value=2**64), st.booleans(), st.booleans(), st.booleans())
+def test_any_workload(seed, has_windows, has_beams, has_responses):
+    Workload(seed, has_windows=has_windows, has_beams=has_beams, has_responses=has_responses).run()

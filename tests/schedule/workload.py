@@ -12,8 +12,14 @@ from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
+from octavo.schedule.request import Request
 from octavo.schedule.results import Planned
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
+
+
+def search_of(request: Request) -> list[Request]:
+    """All beams of its search, the leader first; empty: it is none. By shape: a planted fault has a BeamGroup of its own."""
+    return getattr(request.special, "requests", [])
 
 
 @dataclass
@@ -37,6 +43,14 @@ class Tally:
     forgotten: int = 0  # grammars that were ready once, and made room for others
     delayed: int = 0  # steps at which a grammar had no job yet, because others were being compiled
     passed_by: int = 0  # times that a younger one entered while an older one's grammar was not ready
+    late: int = 0  # masks that were late
+    void: int = 0  # of those: because the token before was
+    rested: int = 0  # plans that a late row sat out
+    restarts: int = 0  # late rows that were preempted, or whose pages a window had passed
+    made_way: int = 0  # steps in which a lead entered in the place of younger sequences
+    led_later: int = 0  # sequences that came to lead their response
+    kept_out: int = 0  # steps in which a lead had no row, rightly, while there were pages for it
+    apart: int = 0  # choices that found no row with their leader, and went on as requests of their own
 
 
 @dataclass
@@ -50,11 +64,14 @@ class Workload:
     is_mortal: bool = False  # the engine ends now and then: all that is left of it is what its clients have seen
     has_beams: bool = False
     has_grammars: bool = False
+    has_late: bool = False  # has grammars, and masks may be late
+    has_responses: bool = False  # several prompts are parts of one response, and have more choices than there are rows
     policy: str = "fcfs"
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
         r = self.random = random.Random(self.seed)
+        self.has_grammars |= self.has_late
         self.page_size = r.choice([1, 2, 3, 4])
         self.depth = r.choice([0, 1])
         self.budget = r.choice([1, 2, 3, 8, 32])
@@ -86,6 +103,8 @@ class Workload:
             self.arrivals.append((r.randrange(0, 25), GenerateRequest(f"r{i}", prompt, params, stop_ids)))
         self.arrivals.sort(key=lambda pair: pair[0])
         self._want_vectors(random.Random(self.seed + 10**9))
+        if self.has_responses:
+            self._join_responses(random.Random(self.seed + 6 * 10**9))
         if self.has_beams:
             self._search_beams(random.Random(self.seed + 3 * 10**9))
         if self.has_grammars:
@@ -97,7 +116,8 @@ class Workload:
         )
         policy = POLICIES[self.policy]
         self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, self.swap_min_tokens, policy)
-        self.device = OracleDevice(self.page_size, self.rows, self.windows)
+        lateness = random.Random(self.seed + 6 * 10**9) if self.has_late else None
+        self.device = OracleDevice(self.page_size, self.rows, self.windows, lateness)
         self.ready: set[str] = set()  # grammars, where steps are computed
         self.compiling: deque[str] = deque()  # one after the other
         if self.has_grammars:
@@ -137,16 +157,51 @@ class Workload:
     def _check_entries(self, planned: Planned) -> None:
         scheduler, plan = self.scheduler, planned.plan
         assert all(not enter.params.grammar or enter.params.grammar in self.ready for enter in plan.enters), "too early"
-        admitted = [(request.rank, request.sequence) for request in planned.admitted]
-        waiting = [(request.rank, request.sequence) for request in scheduler.waiting._waiting.values()]
+        admitted = [request.order for request in planned.admitted]
+        waiting = [request.order for request in scheduler.waiting if request not in planned.queued]
         assert not admitted or not waiting or max(admitted) < min(waiting), "overtaking"
         awaiting_grammar = scheduler.awaiting_grammar.values()
         assert all(
             request.params.grammar not in self.ready or scheduler.grammar_cache._later for request in awaiting_grammar
         ), "kept out"
-        self.tally.passed_by += bool(admitted) and any(
-            request.sequence < max(admitted)[1] for request in awaiting_grammar
-        )
+        self.tally.passed_by += bool(admitted) and any(request.order < max(admitted) for request in awaiting_grammar)
+        returned = [each.request for each in planned.returned]
+        assert not any(request in returned for request in planned.admitted), "entered in the step of its preemption"
+        forked = [request.order for request in planned.forked if not search_of(request)]
+        older = min((request.order for request in scheduler.waiting), default=None)
+        assert not forked or older is None or max(forked) < older, "a choice before its turn"
+        self.tally.made_way += bool(admitted) and bool(returned)
+        self.tally.apart += len(planned.queued)
+        self._check_ways(planned)
+
+    def _check_ways(self, planned: Planned) -> None:
+        """No lead waits for what sequences hold that must give way to it; and the youngest of them is preempted first."""
+        scheduler, head = self.scheduler, planned.head
+        for each in planned.returned:
+            if each.request.late_steps:  # perhaps because a window has passed its pages, which none can give back
+                continue
+            younger = [request for request in planned.requests if request.order > each.request.order]
+            assert not any(request.gives_way for request in younger), "a younger one stays"
+        if head is None or head.turn or planned.returned or planned.head_waits_for != "rows":
+            return
+        younger = [request for request in scheduler.running if request.gives_way and request.order > head.order]
+        width = len(search_of(head)) or 1
+        # Pages may have become free since it was decided; so only where they cannot have been scarce.
+        own = self.cache.num_missing(head.sequence, head.tokens, reuse=False) + self.cache.pool.num_free
+        grown = (2 * self.rows + self.budget) * len(self.windows)
+        if self.cache.pool.num_free >= own + grown:
+            assert len(scheduler.rows.free) + len(younger) < width, "kept from a row"
+            self.tally.kept_out += 1
+
+    def _check_late(self, planned: Planned) -> None:
+        """A row whose mask was late samples the same position again, alone of all rows sits out, and only beside others."""
+        for request in self.scheduler.running:
+            if request.late_steps and not request.capacity:
+                assert request.computed == len(request.tokens) - 1, "its last token is to be computed again"
+                beside = planned.plan.rows or planned.returned or self.scheduler._in_flight
+                assert beside, "sits out for nothing"
+                self.tally.rested += not request.pending
+        self.tally.restarts += sum(request.late_at == len(request.tokens) - 1 for request, *_ in planned.returned)
 
     def _want_vectors(self, r: random.Random) -> None:
         """Of some requests a vector is wanted: whole where a step has room for it, or in chunks. By dice of its own, so that
@@ -164,6 +219,16 @@ class Workload:
                     needs_one_step=needs_one_step,
                 )
                 self.arrivals[at] = (step, pooled)
+
+    def _join_responses(self, r: random.Random) -> None:
+        """Parts of a response come one after the other; others may come between them."""
+        for at, (step, source) in enumerate(self.arrivals):
+            params = source.params
+            if source.pooling is None and r.random() < 0.4:
+                params = msgspec.structs.replace(params, n=r.randrange(1, 7))
+            response_id = r.choice(["", "", "a", "a", "b", "c"])
+            changed = msgspec.structs.replace(source, params=params, response_id=response_id)
+            self.arrivals[at] = (step, changed)
 
     def _search_beams(self, r: random.Random) -> None:
         """Some requests become beam searches, with pages for the largest of them as the door sees to it; some workloads are
@@ -191,6 +256,7 @@ class Workload:
                 needed = max(needed, pages)
             priority = r.randrange(-1, 2) if self.policy == "priority" else 0
             pooling = {"pooling": source.pooling, "needs_one_step": source.needs_one_step, "priority": priority}
+            pooling["response_id"] = source.response_id
             self.arrivals[at] = (step, GenerateRequest(source.id, source.prompt_ids, params, stop_ids, **pooling))
         self.num_pages = needed + r.choice([0, 0, 1, 5])
         self._start_engine()
@@ -228,6 +294,7 @@ class Workload:
             planned = scheduler.plan()
             plan = planned.plan
             self._check_entries(planned)
+            self._check_late(planned)
             assert sum(plan.counts) <= self.budget, "over budget"
             self._count(plan)
             # A choice that must copy a page and is alone with too few of them leaves, to enter as a request of its own.
@@ -280,6 +347,8 @@ class Workload:
                 stopped = want[-1] in source.stop_ids and len(want) >= source.params.min_tokens
                 assert finished[request_id, index] == ("stop" if stopped else "length")
         self._check_all_returned()
+        self.tally.late += self.device.num_late
+        self.tally.void += self.device.num_void
         self.tally.preemptions += scheduler.num_preemptions
         self.tally.hits = self.cache.hit_tokens
         return self.tally
@@ -317,14 +386,18 @@ class Workload:
     def check_invariants(self) -> None:
         scheduler, pool = self.scheduler, self.cache.pool
         assert not audit(self.cache)
-        running = [(request.rank, request.sequence) for request in scheduler.running]
+        running = [request.order for request in scheduler.running]
         assert running == sorted(running), "running is in the policy's order"
-        waiting = [(request.rank, request.sequence) for request in scheduler.waiting._waiting.values()]
-        if self.policy == "fcfs" and not self.has_grammars:  # else as _check_entries() has it
-            assert not running or not waiting or max(running) < min(waiting), "overtaking"
-        for rank, sequence in waiting if not self.has_grammars else ():
-            assert all(other < sequence for its_rank, other in running if its_rank == rank), "overtaking within a rank"
-        self.tally.overtaken += any(other > sequence for _, other in running for _, sequence in waiting)
+        waiting = [*scheduler.waiting]
+        for request in waiting if not self.has_grammars else ():  # else as _check_entries() has it
+            if request.turn or (request.gives_way and self.policy == "priority"):  # preempted for one of a lower rank
+                continue
+            younger = [other for other in scheduler.running if other.order > request.order]
+            assert all(other.gives_way or other.rank > request.rank for other in younger), "overtaking within a rank"
+        self._check_turns()
+        self.tally.overtaken += any(
+            other.sequence > request.sequence for other in scheduler.running for request in waiting
+        )
         rows = [request.row for request in scheduler.running] + scheduler.rows.free
         assert sorted(rows) == list(range(self.rows)), "row drift"
         filled, allocated = scheduler.slot_use()
@@ -334,6 +407,27 @@ class Workload:
                 assert table.first == 0 or window, "a group without a window keeps everything"
                 most = most_held(window, self.budget, self.page_size)
                 assert not window or len(table.pages) <= most <= -(-(window + self.budget) // self.page_size) + 1
+
+    def _check_turns(self) -> None:
+        """Each response has one lead: its oldest open sequence. All others give way."""
+        by_response: dict[str, list[Request]] = {}
+        for request in self.scheduler.requests():
+            beams = search_of(request)
+            if not beams or request is beams[0]:
+                by_response.setdefault(request.response_id, []).append(request)
+            else:
+                assert request.order[:3] == beams[0].order[:3], "a beam apart from its search"
+        for requests in by_response.values():
+            lead, *others = sorted(requests, key=lambda request: request.sequence)
+            assert lead.turn == 0 and all(request.turn and request.gives_way for request in others), "one leads"
+            assert lead.gives_way == (lead.place > lead.sequence), "who comes to lead later has a later place"
+        leads = [requests[0] for requests in by_response.values()]
+        self.tally.led_later += sum(request.gives_way for request in leads)
+        assert self.scheduler.turns._open.keys() == by_response.keys(), "responses leaked"
+        backlog = self.scheduler.waiting.leads
+        waiting = [request for request in self.scheduler.waiting if request.turn == 0]
+        assert backlog.num_requests == len(waiting), "miscounted"
+        assert backlog.num_tokens == sum(request.prompt_len for request in waiting), "miscounted"
 
     def _check_all_returned(self) -> None:
         assert not audit(self.cache, is_idle=True)

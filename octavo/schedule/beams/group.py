@@ -22,8 +22,8 @@ class BeamGroup:
         self.is_spread = False  # whether all hold pages; else the leader alone does, or none
         self._holders = requests[:1]  # the requests of the search's beams, in its order
         self._found: dict[int, Candidates] = {}  # by sequence: beams that were computed since the last choice
-        self._has_chosen = False  # beams were chosen since the last plan told the rows
-        self._told: dict[int, list[list[int]]] = {}  # sequence → page tables as the rows know them
+        self._has_chosen = False  # beams were chosen since the last plan was sent to the rows
+        self._sent_tables: dict[int, list[list[int]]] = {}  # sequence → page tables as the rows know them
         for request in requests:
             request.special = self
 
@@ -34,6 +34,11 @@ class BeamGroup:
     @property
     def others(self) -> list[Request]:
         return self.requests[1:]
+
+    def follow_leader(self) -> None:
+        """All beams have the leader's place in the policy's order: they advance and leave together."""
+        for request in self.others:
+            request.turn, request.place, request.gives_way = self.leader.turn, self.leader.place, self.leader.gives_way
 
     def take(self, request: Request, candidates: Candidates) -> bool:
         """Keep a beam's candidates. True: all beams have been computed."""
@@ -58,46 +63,46 @@ class BeamGroup:
         """The group was preempted: the prompt is computed next."""
         self.is_spread = False
         self._has_chosen = False
-        self._found, self._told = {}, {}
+        self._found, self._sent_tables = {}, {}
 
-    def told(self, request: Request, pages: list[list[int]]) -> None:
+    def note_entered(self, request: Request, pages: list[list[int]]) -> None:
         """Its row entered with these pages."""
-        self._told[request.sequence] = [list(table) for table in pages]
+        self._sent_tables[request.sequence] = [list(table) for table in pages]
 
-    def tell(self, cache: KVCache, draft: StepPlan) -> list[tuple[Request, list[list[int]]]]:
+    def write_changes(self, cache: KVCache, draft: StepPlan) -> list[tuple[Request, list[list[int]]]]:
         """Write into the plan what the rows do not know yet: tokens that they did not sample, and pages. Returns the requests that
         must enter, with their page tables."""
         entering = []
         has_chosen, self._has_chosen = self._has_chosen, False
         for request in self.requests if self.is_spread else [self.leader]:
-            if request.sequence not in self._told:
-                pages = [table.whole() for table in cache.tables[request.sequence]]
-                self.told(request, pages)
+            if request.sequence not in self._sent_tables:
+                pages = [table.padded() for table in cache.tables[request.sequence]]
+                self.note_entered(request, pages)
                 entering.append((request, pages))
                 continue
             if has_chosen:
                 draft.forced.append(ForcedToken(request.row, len(request.tokens) - 1, request.tokens[-1]))
-            for group, slot, page in self._changed_pages(request, cache):
+            for kv_group, entry, page in self._changed_pages(request, cache):
                 draft.page_rows.append(request.row)
-                draft.page_slots.append(slot)
+                draft.page_slots.append(entry)
                 draft.page_ids.append(page)
                 if len(cache.windows) > 1:
-                    draft.page_groups.append(group)
+                    draft.page_groups.append(kv_group)
         return entering
 
     def _changed_pages(self, request: Request, cache: KVCache) -> Iterator[tuple[int, int, int]]:
-        """(group, entry, page) where a row's page tables differ from what it was told. They count as told from now on."""
+        """(KV group, entry, page) where a row's page tables differ from what was sent to it. They count as sent from now on."""
         # Full pages of the prompt stay what they are once they are shared.
         shared = request.prompt_len // cache.page_size if self.is_spread else 0
-        for group, (table, told) in enumerate(
-            zip(cache.tables[request.sequence], self._told[request.sequence], strict=True)
+        for kv_group, (table, sent) in enumerate(
+            zip(cache.tables[request.sequence], self._sent_tables[request.sequence], strict=True)
         ):
             for entry in range(max(table.first, shared), table.end):
                 page = table.pages[entry - table.first]
-                told.extend([-1] * (entry + 1 - len(told)))
-                if told[entry] != page:
-                    told[entry] = page
-                    yield group, entry, page
+                sent.extend([-1] * (entry + 1 - len(sent)))
+                if sent[entry] != page:
+                    sent[entry] = page
+                    yield kv_group, entry, page
 
     def most_pages(self, cache: KVCache, max_step_tokens: int) -> int:
         """How many pages all beams may hold at once: they advance together or not at all."""
