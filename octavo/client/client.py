@@ -18,7 +18,6 @@ from octavo.errors import EngineDead, EngineError, EngineUnavailable
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import (
     Abort,
-    Answered,
     Control,
     Dying,
     EngineGone,
@@ -33,6 +32,7 @@ from octavo.messages import (
     Hello,
     LeaveQueue,
     Reply,
+    Responded,
     StepDeltas,
     ToEngine,
     TokenDelta,
@@ -151,10 +151,10 @@ class EngineClient(ABC):
         finally:
             del self._calls[call]
 
-    def answered(self, answered: Answered) -> None:
+    def responded(self, responded: Responded) -> None:
         """Send the engine process a record to keep. While there is no engine this does nothing: send it again in `EngineObserver.found`."""
         if self.report is not None:
-            self._send(answered)
+            self._send(responded)
 
     def _set_timers(self, request: GenerateRequest) -> None:
         """Start the request's timers in this process, so that they fire even while there is no engine."""
@@ -218,7 +218,7 @@ class EngineClient(ABC):
 class ZmqClient(EngineClient):
     """The client of an engine process. `engine_address` is where the engine listens, `reply_address` where this client listens.
 
-    With a supervisor (`orders_address`), open requests survive the end of an engine: they wait, and the next engine gets what it
+    With a supervisor (`supervisor_address`), open requests survive the end of an engine: they wait, and the next engine gets what it
     needs to continue them. Each engine has its own addresses, so messages to and from different engines never mix."""
 
     def __init__(
@@ -226,7 +226,7 @@ class ZmqClient(EngineClient):
         engine_address: str,
         reply_address: str,
         origin: int = 0,
-        orders_address: str = "",
+        supervisor_address: str = "",
         heartbeat: Heartbeat | None = None,
         inflight_limit: InflightLimit | None = None,
     ) -> None:
@@ -238,19 +238,19 @@ class ZmqClient(EngineClient):
         self._encoder = msgspec.msgpack.Encoder()
         self._to_engine: zmq.Socket[bytes] | None = None  # None: not connected to an engine
         self._from_engine: zmq.asyncio.Socket | None = None
-        self._orders: zmq.asyncio.Socket | None = None
+        self._supervisor: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._addresses = (engine_address, reply_address)
-        self.can_be_replaced = bool(orders_address)
-        if orders_address:
-            self._orders = self._listen(orders_address)
+        self.can_be_replaced = bool(supervisor_address)
+        if supervisor_address:
+            self._supervisor = self._listen(supervisor_address)
 
     async def ready(self) -> EngineReport:
         if self._reader is None and self._to_engine is None:
             self._connect(*self._addresses)
-            if self._orders is not None:
-                self._listener = asyncio.create_task(self._follow_orders(self._orders))
+            if self._supervisor is not None:
+                self._listener = asyncio.create_task(self._follow_supervisor(self._supervisor))
                 self._listener.add_done_callback(self._reader_ended)
         return await super().ready()
 
@@ -258,8 +258,8 @@ class ZmqClient(EngineClient):
         self._disconnect(linger=200)
         if self._listener is not None:
             self._listener.cancel()
-        if self._orders is not None:
-            self._orders.close(linger=0)
+        if self._supervisor is not None:
+            self._supervisor.close(linger=0)
         self._context.term()
 
     def _send(self, message: ToEngine) -> None:
@@ -268,7 +268,7 @@ class ZmqClient(EngineClient):
 
     def _receive(self, message: FromEngine) -> None:
         match message:
-            case Dying() if self._orders is not None:
+            case Dying() if self._supervisor is not None:
                 log.warning("%s", message.message)  # the supervisor decides whether another engine starts
             case EngineReport():
                 was_lost, self.is_recovering = self.is_recovering, False
@@ -315,13 +315,13 @@ class ZmqClient(EngineClient):
         while True:
             self._receive(decoder.decode(await socket.recv()))
 
-    async def _follow_orders(self, socket: zmq.asyncio.Socket) -> None:
+    async def _follow_supervisor(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromSupervisor)
         while True:
-            await self._handle_order(decoder.decode(await socket.recv()))
+            await self._handle_notice(decoder.decode(await socket.recv()))
 
-    async def _handle_order(self, order: FromSupervisor) -> None:
-        match order:
+    async def _handle_notice(self, notice: FromSupervisor) -> None:
+        match notice:
             case EngineLost():
                 # The engine's last tokens may still be in the socket. Read them: they need not be computed again, and they
                 # show which requests made progress.
@@ -329,13 +329,13 @@ class ZmqClient(EngineClient):
                 self._disconnect()
                 self.is_recovering = True
                 self.observer.lost()
-                self._fail_calls(EngineUnavailable(f"{order.message}; it is being restarted", retry_after=2))
-                for name in self._streams.strike(order.seated):
+                self._fail_calls(EngineUnavailable(f"{notice.message}; it is being restarted", retry_after=2))
+                for name in self._streams.strike(notice.seated):
                     log.error("request %s is failed: it was alone in the engine each time the engine ended", name)
             case EngineStarted():
                 self._disconnect()  # from an engine that had ended before this process started
                 self.num_restarts += 1
-                self._connect(order.engine_address, order.reply_address)
+                self._connect(notice.engine_address, notice.reply_address)
             case EngineGone():
                 self._disconnect()
-                self._fail(EngineDead(order.message))
+                self._fail(EngineDead(notice.message))

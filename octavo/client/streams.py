@@ -214,11 +214,15 @@ def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
         elif before is None:
             together[delta.index] = delta
         else:
+            # Logprobs of the prompt from another place than where the others end: another engine has begun anew.
+            is_next = delta.num_scored == before.num_scored + len(before.prompt_logprobs)
+            scores = (*before.prompt_logprobs, *delta.prompt_logprobs) if is_next else delta.prompt_logprobs
             together[delta.index] = msgspec.structs.replace(
                 delta,
                 token_ids=[*before.token_ids, *delta.token_ids],
                 logprobs=(*before.logprobs, *delta.logprobs),
-                prompt_logprobs=before.prompt_logprobs or delta.prompt_logprobs,
+                prompt_logprobs=scores if delta.prompt_logprobs else before.prompt_logprobs,
+                num_scored=before.num_scored if is_next or not delta.prompt_logprobs else delta.num_scored,
                 progress=delta.progress or before.progress,
             )
     return [*together.values(), *rest]

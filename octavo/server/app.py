@@ -30,7 +30,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
     for router in routers(service):
         app.include_router(router)
     for error in (OctavoError, HTTPException, RequestValidationError):
-        app.add_exception_handler(error, _answer)
+        app.add_exception_handler(error, _error_response)
     app.add_middleware(RequestMiddleware, service=service)
     origins = split_list(config.server.allowed_origins)
     if origins:
@@ -46,7 +46,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
     return app
 
 
-async def _answer(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         wrong = error.errors()[0]
         name = str(wrong["loc"][-1])[:100]

@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 document of this server, made from the types of its requests and responses.
 
-An endpoint's module has its DIALECTs, for what it accepts, and its SHAPES, for what it returns."""
+An endpoint's module has its ROUTE_SCHEMA (or ROUTE_SCHEMAS), for what it accepts, and its SHAPES, for what it returns."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 
 from octavo.server.endpoints import endpoint_modules
 from octavo.server.http.errors import ErrorBody
-from octavo.server.schema.fields import Dialect, RequestFields, ranges
+from octavo.server.schema.fields import RequestFields, RouteSchema, ranges
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.service import Service, version
 
@@ -28,18 +28,18 @@ _PREFIXES = {
 
 def build_document(app: FastAPI, service: Service) -> Schema:
     document = get_openapi(title="Octavo", version=version(), routes=app.routes, openapi_version="3.1.0")
-    dialects, shapes = _declared()
-    answers = {key: shape.answer for key, shape in shapes.items() if shape.answer is not None}
-    found, components = msgspec.json.schema_components([ErrorBody, *answers.values()], ref_template=REF)
-    references, schemas = _with_plain_names(found, components)
-    error, by_key = references[0], dict(zip(answers, references[1:], strict=True))
+    routes, shapes = _declared()
+    responses = {key: shape.response for key, shape in shapes.items() if shape.response is not None}
+    found, components = msgspec.json.schema_components([ErrorBody, *responses.values()], ref_template=REF)
+    references, schemas = _with_short_names(found, components)
+    error, by_key = references[0], dict(zip(responses, references[1:], strict=True))
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             key = f"{method.upper()} {path}"
             shape = shapes.get(key, Shape())
             operation.pop("requestBody", None)
-            if method == "post" and path in dialects:
-                operation["requestBody"] = _request_body(dialects[path], schemas, service)
+            if method == "post" and path in routes:
+                operation["requestBody"] = _request_body(routes[path], schemas, service)
             elif shape.form is not None:
                 operation["requestBody"] = {
                     "required": True,
@@ -57,20 +57,20 @@ def build_document(app: FastAPI, service: Service) -> Schema:
     return document
 
 
-def _declared() -> tuple[dict[str, Dialect[Any]], dict[str, Shape]]:
-    dialects: dict[str, Dialect[Any]] = {}
+def _declared() -> tuple[dict[str, RouteSchema[Any]], dict[str, Shape]]:
+    routes: dict[str, RouteSchema[Any]] = {}
     shapes: dict[str, Shape] = {}
     for module in endpoint_modules():
-        own = getattr(module, "DIALECTS", None) or filter(None, [getattr(module, "DIALECT", None)])
-        dialects.update((dialect.path, dialect) for dialect in cast(Iterable[Dialect[Any]], own))
+        own = getattr(module, "ROUTE_SCHEMAS", None) or filter(None, [getattr(module, "ROUTE_SCHEMA", None)])
+        routes.update((route.path, route) for route in cast(Iterable[RouteSchema[Any]], own))
         shapes.update(getattr(module, "SHAPES", {}))
-    return dialects, shapes
+    return routes, shapes
 
 
-def _responses(shape: Shape, answer: Schema | None, error: Schema) -> Schema:
+def _responses(shape: Shape, response: Schema | None, error: Schema) -> Schema:
     content: Schema = {media: {"schema": {"description": f"{media}, as it is"}} for media in shape.media}
-    if answer is not None or not content:
-        content["application/json"] = {"schema": answer or {}}
+    if response is not None or not content:
+        content["application/json"] = {"schema": response or {}}
     problem = {"content": {"application/json": {"schema": shape.error or error}}}
     return {
         "200": {"description": "the answer", "content": content},
@@ -89,15 +89,15 @@ def _links(shape: Shape, paths: Schema) -> Schema:
     return links
 
 
-def _request_body(dialect: Dialect[Any], schemas: Schema, service: Service) -> Schema:
-    model = cast(type[RequestFields], dialect.schema)
+def _request_body(route: RouteSchema[Any], schemas: Schema, service: Service) -> Schema:
+    model = cast(type[RequestFields], route.schema)
     schema = model.model_json_schema(ref_template=REF.replace("{name}", "{model}"), mode="validation")
     for name, inner in schema.pop("$defs", {}).items():
         schemas.setdefault(name, _tidy(inner))
     if "model" in schema["properties"]:  # the only served model may be omitted
         names = [service.model_name, *([None] if "model" not in schema.get("required", ()) else [])]
         schema["properties"]["model"] = {"enum": names}
-    for name, limits in ranges(service.config.server).items():
+    for name, limits in ranges(service.config).items():
         field = schema["properties"].get(name, {})
         for kind in field.get("anyOf", [field]):
             if kind.get("type") in ("number", "integer"):
@@ -105,8 +105,9 @@ def _request_body(dialect: Dialect[Any], schemas: Schema, service: Service) -> S
     schema["description"] = (
         "Unknown fields are refused in strict mode, and otherwise listed in ignored_fields: see /v1/compat."
     )
-    schemas[model.__name__] = _tidy(schema)
-    return {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(name=model.__name__)}}}}
+    name = schema["title"]
+    schemas[name] = _tidy(schema)
+    return {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(name=name)}}}}
 
 
 def _tidy(schema: Schema) -> Schema:
@@ -123,10 +124,10 @@ def _short_name(name: str) -> str:
     return _PREFIXES.get(module, module.rpartition(".")[2].title()) + own.title() if module else name
 
 
-def _with_plain_names(references: Iterable[Schema], components: Mapping[str, Schema]) -> tuple[list[Schema], Schema]:
+def _with_short_names(references: Iterable[Schema], components: Mapping[str, Schema]) -> tuple[list[Schema], Schema]:
     """msgspec gives types of one name in two modules their modules' names: a short prefix stands for these here."""
-    plain = {name: _short_name(name) for name in components}
-    assert len(set(plain.values())) == len(plain)
+    short = {name: _short_name(name) for name in components}
+    assert len(set(short.values())) == len(short)
 
     def renamed(value: Any) -> Any:
         match value:
@@ -135,11 +136,11 @@ def _with_plain_names(references: Iterable[Schema], components: Mapping[str, Sch
             case list():
                 return [renamed(inner) for inner in value]
             case str() if value.startswith(REF.format(name="")):
-                return REF.format(name=plain[value.removeprefix(REF.format(name=""))])
+                return REF.format(name=short[value.removeprefix(REF.format(name=""))])
         return value
 
     return [renamed(reference) for reference in references], {
-        plain[name]: renamed(schema) for name, schema in components.items()
+        short[name]: renamed(schema) for name, schema in components.items()
     }
 
 

@@ -7,6 +7,7 @@ start-up error."""
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -40,12 +41,15 @@ log = logging.getLogger("octavo.server")
 BEAT_SECONDS = 0.5  # between two heartbeats of the event loop
 IDLE_OBJECTS = 1000  # new objects that are worth a collection of about a tenth of a millisecond
 IDLE_BEATS = 3  # heartbeats without a request, after which memory is given back
+SWITCH_SECONDS = 0.001
+"""How long a thread may run Python while the event loop waits for the GIL. With Python's own 5 ms, four busy threads made a request
+wait for 70 ms at the median, and for seconds at worst."""
 DRAIN_LOOK_SECONDS = 0.1
 LAST_EVENT_SECONDS = 1.0  # for responses that are cut off to send their last event
 ORPHAN_SECONDS = 4.0  # without a supervisor; an orderly stop takes less
 
 
-class StopOrder:
+class StopRequest:
     """Requests to stop: SIGTERM and SIGINT ask to drain. If the supervisor dies, the process stops at once, or after
     ORPHAN_SECONDS if its event loop hangs."""
 
@@ -82,7 +86,7 @@ def main() -> int:
         try:
             return runner.run(_run(launch))
         except ConfigError as error:
-            sys.stderr.write(f"octavo: error: {error.message}\n")
+            log.error("%s", error.message)
             return 2
         except EngineDead as error:
             log.error("%s", error.message)
@@ -92,14 +96,14 @@ def main() -> int:
 async def _run(launch: ApiLaunch) -> int:
     drop_library_pages()  # read by imports; pages that serving needs fault back while the engine loads
     folder = Path(launch.reply_address.removeprefix("ipc://")).parent
-    stop = StopOrder(folder)
+    stop = StopRequest(folder)
     heartbeat = Heartbeat(launch.heartbeat_fd) if launch.heartbeat_fd >= 0 else None
     limits, inflight_limit = launch.config.scheduler, None
     if heartbeat is not None:
         most = (limits.max_waiting_requests, limits.max_waiting_tokens)
         inflight_limit = InflightLimit(heartbeat, launch.origin, *most, launch.num_servers)
     client = ZmqClient(
-        launch.engine_address, launch.reply_address, launch.origin, launch.orders_address, heartbeat, inflight_limit
+        launch.engine_address, launch.reply_address, launch.origin, launch.supervisor_address, heartbeat, inflight_limit
     )
     try:
         preparing = prepare(client, launch.model_path, launch.model_name, launch.config, launch.default_sampling)
@@ -110,7 +114,9 @@ async def _run(launch: ApiLaunch) -> int:
         service.patience = launch.patience
         await service.peers.open(folder, launch.origin)
         try:
-            return await _serve(launch, service, http_server(launch, app), stop)
+            return await _serve(
+                launch, service, http_server(launch, app, functools.partial(service.refused, "malformed")), stop
+            )
         finally:
             service.peers.close()
     finally:
@@ -119,7 +125,7 @@ async def _run(launch: ApiLaunch) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, FastAPI]) -> FastAPI | None:
+async def _unless_stopped(stop: StopRequest, work: Coroutine[Any, Any, FastAPI]) -> FastAPI | None:
     """Return the result of `work`. None: the process was asked to stop first."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.given.wait())
@@ -137,7 +143,7 @@ async def _beat(service: Service, origin: int) -> None:
     heartbeat, num_seen, num_idle = service.engine.heartbeat, 0, 0
     while True:
         if heartbeat is not None:
-            heartbeat.turn(origin)
+            heartbeat.api_beat(origin)
         num_idle = num_idle + 1 if service.idle.is_set() and service.num_requests == num_seen else 0
         num_seen = service.num_requests
         if num_idle == IDLE_BEATS:
@@ -154,8 +160,9 @@ def settle_collector() -> None:
     gc.set_threshold(10_000, 20, 100)  # the objects of a token form no cycles, so collect rarely; see _beat()
 
 
-async def _serve(launch: ApiLaunch, service: Service, server: HttpServer, stop: StopOrder) -> int:
+async def _serve(launch: ApiLaunch, service: Service, server: HttpServer, stop: StopRequest) -> int:
     settle_collector()
+    sys.setswitchinterval(SWITCH_SECONDS)
     serving = asyncio.create_task(server.serve())
     background = asyncio.create_task(service.run_background())
     beating = asyncio.create_task(_beat(service, launch.origin))
@@ -168,14 +175,15 @@ async def _serve(launch: ApiLaunch, service: Service, server: HttpServer, stop: 
     server.should_exit = True
     await serving
     beating.cancel()
+    service.compiler.close()
     if service.traces is not None:
         await asyncio.to_thread(service.traces.close)
     return 0 if is_clean else 1
 
 
-async def _drain(service: Service, server: HttpServer, seconds: float, stop: StopOrder) -> bool:
+async def _drain(service: Service, server: HttpServer, seconds: float, stop: StopRequest) -> bool:
     """Refuse new requests, let running ones finish and let clients read their answers. False: some answers were cut off."""
-    service.draining = True
+    service.drain()
     service.live.close()
     num_hung_up = 0
     until = time.monotonic() + seconds

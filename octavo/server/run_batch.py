@@ -139,18 +139,25 @@ class _Job:
                 total=num_lines, initial=self._num_before, desc="requests", unit="", dynamic_ncols=True,
                 mininterval=0.1 if sys.stderr.isatty() else 30.0,
             )  # fmt: skip
-            with self._bar:
-                await engine.alongside(
-                    answer_lines(self._unanswered(), functools.partial(ask, app), slots, self._write)
-                )
+            try:
+                with self._bar:
+                    await engine.alongside(
+                        answer_lines(self._unanswered(), functools.partial(ask, app), slots, self._write)
+                    )
+            finally:
+                app.state.service.compiler.close()
         os.fsync(self._output.fileno())
         return None
 
     def _unanswered(self) -> Iterator[Line | BadLine | None]:
         """Yield each line, or None if it has a record already. Lines that repeat an earlier custom_id are bad lines."""
-        server = self._config.server
+        config = self._config
         rules = Rules(
-            batch_routes(), int(server.max_body_bytes), server.strict_fields, seeded_routes(), self._config.model.seed
+            batch_routes(),
+            int(config.budget.max_body_bytes),
+            config.server.strict_fields,
+            seeded_routes(),
+            config.model.seed,
         )
         here = Seen()
         try:

@@ -74,7 +74,7 @@ def test_a_load_is_shown_as_the_metrics_tell_it(open_page: Any, server: Server) 
     until(page, "document.getElementById('advice').textContent.startsWith('Nothing to do')")
     until(page, "document.getElementById('ended').childElementCount === 20")
     assert metric(server, "vllm:request_success_total") == 20
-    assert number_of(page, "#batch-told") == metric(server, "vllm:num_requests_running") == 0
+    assert number_of(page, "#batch-note") == metric(server, "vllm:num_requests_running") == 0
     total = number_of(page, "#count-free") + number_of(page, "#count-cached")
     used = number_of(page, "[data-stage=pages] .more")
     assert used == 0 and page.inner_text("[data-stage=pages] .more") == f"0 of {total:,}"
@@ -86,17 +86,17 @@ def agree(page: Any, server: Server) -> None:
     """Check that the page shows the metrics' numbers while requests run and wait; the page is a quarter of a second behind."""
     for _ in range(40):
         shown = (
-            number_of(page, "#batch-told"),
+            number_of(page, "#batch-note"),
             number_of(page, "[data-stage=queue] .value"),
             number_of(page, "#count-shared"),
         )
-        told = metric(server, "vllm:num_requests_running"), metric(server, "vllm:num_requests_waiting{")
+        counts = metric(server, "vllm:num_requests_running"), metric(server, "vllm:num_requests_waiting{")
         used = number_of(page, "[data-stage=pages] .more")
         pages = metric(server, 'octavo:kv_pages{model_name="SmolLM2-135M-Instruct",engine="0",state="used"}')
-        if shown[:2] == told and shown[0] > 0 and used == pages:
+        if shown[:2] == counts and shown[0] > 0 and used == pages:
             return
         page.wait_for_timeout(100)
-    raise AssertionError(f"the page shows {shown} and {used} pages, the metrics tell {told} and {pages}")
+    raise AssertionError(f"the page shows {shown} and {used} pages, the metrics tell {counts} and {pages}")
 
 
 def show_preempted(page: Any, server: Server) -> None:
@@ -141,7 +141,7 @@ def test_it_is_usable_in_the_dark_and_by_keyboard(open_page: Any, server: Server
     threads += more
     page.focus("#batch")
     page.keyboard.press("ArrowDown")
-    assert "row " in page.inner_text("#row-told") and "dark" in page.inner_text("#row-told")
+    assert "row " in page.inner_text("#row-note") and "dark" in page.inner_text("#row-note")
     page.keyboard.press("Enter")
     page.wait_for_selector("#journey[open] [data-stage]")
     assert page.inner_text("#journey-id").startswith("dark")
@@ -149,8 +149,8 @@ def test_it_is_usable_in_the_dark_and_by_keyboard(open_page: Any, server: Server
     page.focus("#map")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert page.inner_text("#page-told").startswith("page 2")
-    until(page, "document.getElementById('page-told').textContent.includes('shared by')")
+    assert page.inner_text("#page-note").startswith("page 2")
+    until(page, "document.getElementById('page-note').textContent.includes('shared by')")
     page.click("#batch-details summary")
     until(page, "document.querySelectorAll('#batch-rows tr').length > 2")
     page.hover("#batch", position={"x": 40, "y": 6})
@@ -163,11 +163,11 @@ def test_it_is_usable_in_the_dark_and_by_keyboard(open_page: Any, server: Server
     assert unnamed(page) == [], "a screen reader could not name them"
 
 
-def test_a_dead_engine_is_told_and_what_was_is_kept(open_page: Any, server: Server) -> None:
+def test_a_dead_engine_is_shown_and_what_was_is_kept(open_page: Any, server: Server) -> None:
     page = open_page("/")
     page.wait_for_selector("#ended button[title=darker-1]")
     threads = load(server, 3, 200, "orphan")
-    until(page, "document.getElementById('batch-told').textContent.startsWith('3 of')")
+    until(page, "document.getElementById('batch-note').textContent.startsWith('3 of')")
     terminal = Terminal("top", "--url", server.base, size=(60, 30), environment={"OCTAVO_API_KEY": KEY})
     assert "3/64 rows" in terminal.until(lambda screen: "orphan-0" in screen and "decode +1" in screen)
     os.kill(server.engine(), signal.SIGKILL)

@@ -44,7 +44,7 @@ def test_an_answer_streams_and_tells_of_itself(open_page: Any) -> None:
     page.focus(".message.assistant .text")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert page.text_content("#token-told").count("%") >= 5
+    assert page.text_content("#token-note").count("%") >= 5
     assert unnamed(page) == [], "a screen reader could not name them"
 
 

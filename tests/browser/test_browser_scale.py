@@ -65,14 +65,14 @@ def test_ten_thousand_pages_and_a_thousand_requests(browser: Any, crowd: str) ->
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(crowd + "/")
-    until(page, "/^(9[0-9][0-9]|1,000) of 1,000 rows/.test(document.getElementById('batch-told').textContent)")
+    until(page, "/^(9[0-9][0-9]|1,000) of 1,000 rows/.test(document.getElementById('batch-note').textContent)")
     counts = "['free', 'cached', 'shared', 'owned'].map(name => Number(document.getElementById(`count-${name}`).textContent.replace(/\\D/g, '')))"
     assert sum(page.evaluate(counts)) == NUM_PAGES
     page.click("#pause")
     assert last_place(page).startswith(f"page {NUM_PAGES - 1}:")
     page.focus("#batch")
     page.keyboard.press("End")
-    assert "row " in page.inner_text("#row-told")
+    assert "row " in page.inner_text("#row-note")
     keep(page, "cockpit-10000-pages-1000-requests")
     page.click("#pause")
     session = page.context.new_cdp_session(page)

@@ -24,7 +24,7 @@ async def serve() -> AsyncIterator[Serve]:
     def start(engine: ScriptedEngine | None = None, text: Text | None = None, **options: Any) -> httpx.AsyncClient:
         engine = engine or ScriptedEngine()
         app = build_app(engine, text or byte_text(), config(**options), "byte-model")
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
         client.app = app  # type: ignore[attr-defined]
         opened.append((client, engine))
         return client
@@ -32,6 +32,7 @@ async def serve() -> AsyncIterator[Serve]:
     yield start
     for client, engine in opened:
         engine.close()
+        client.app.state.service.compiler.close()  # type: ignore[attr-defined]
         await client.aclose()
 
 
@@ -47,6 +48,7 @@ async def served() -> AsyncIterator[Callable[..., running.Served]]:
     yield start
     for one in opened:
         await one.http.aclose()
+        one.app.state.service.compiler.close()
         one.client.close()
 
 

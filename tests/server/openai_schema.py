@@ -84,25 +84,25 @@ def typed_events(body: bytes) -> list[dict[str, Any]]:
     """Every event of a response's stream, each of them checked, the stream as a whole put together and compared."""
     blocks = body.decode().removesuffix("\n\n").split("\n\n")
     assert blocks.pop() == "data: [DONE]"
-    told = []
+    events = []
     for block in blocks:
         name, data = block.split("\n")
         event = check_event(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {event['type']}"
-        told.append(event)
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    _check_story(told)
-    return told
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    _check_story(events)
+    return events
 
 
-def _check_story(told: list[dict[str, Any]]) -> None:
+def _check_story(events: list[dict[str, Any]]) -> None:
     """What was added up is what the last event says."""
-    assert [event["type"] for event in told[:2]] == ["response.created", "response.in_progress"]
-    assert told[-1]["type"] in ("response.completed", "response.incomplete", "response.failed")
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] in ("response.completed", "response.incomplete", "response.failed")
     items: list[dict[str, Any]] = []
     text = ""
     is_open = False
-    for event in told[2:-1]:
+    for event in events[2:-1]:
         if event["type"] == "response.output_item.added":
             assert not is_open and event["output_index"] == len(items) and event["item"]["status"] == "in_progress"
             items.append(event["item"])
@@ -122,5 +122,5 @@ def _check_story(told: list[dict[str, Any]]) -> None:
         elif event["type"] == "response.output_item.done":
             assert event["item"]["id"] == items[-1]["id"] and event["item"]["type"] == items[-1]["type"]
             items[-1], is_open = event["item"], False
-    if told[-1]["type"] != "response.failed":
-        assert not is_open and told[-1]["response"]["output"] == items
+    if events[-1]["type"] != "response.failed":
+        assert not is_open and events[-1]["response"]["output"] == items

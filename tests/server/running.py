@@ -55,7 +55,7 @@ class Served:
     def __init__(self, engine: Engine, **options: Any) -> None:
         self.client = InProcessClient(engine)
         self.app = build_app(self.client, byte_text(), config(**options), "byte-model")
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://test")
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://localhost")
 
     async def journey(self, request_id: str) -> dict[str, Any]:
         response = await self.http.get(f"/v1/requests/{request_id}")

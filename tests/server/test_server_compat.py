@@ -132,8 +132,8 @@ async def check_within(client: httpx.AsyncClient, path: str, field: dict[str, An
         return
     assert field["why"]
     if response.status_code == 200:
-        told = response.text.partition("\n\n")[0] if body.get("stream") else response.text
-        back = json.loads(told.partition("data: ")[2] or told).get("ignored_fields", [])
+        text = response.text.partition("\n\n")[0] if body.get("stream") else response.text
+        back = json.loads(text.partition("data: ")[2] or text).get("ignored_fields", [])
         assert {NUMBERS.sub("[]", at) for at in back} <= {name}, (name, back)
     else:  # a label, whose type is checked
         assert response.status_code == 400 and name.rpartition(".")[2] in response.text, (name, response.text)
@@ -153,8 +153,8 @@ def check_error(path: str, response: httpx.Response, name: str, code: str) -> No
 async def test_the_names_that_users_bring_are_all_there(serve: Serve) -> None:
     trusting = (await serve(trust_request_chat_template=True).get("/v1/compat")).json()
     compat = (await serve().get("/v1/compat")).json()
-    for told, status in ((compat, "refused"), (trusting, "honoured")):
-        (chat,) = (dialect for dialect in told["dialects"] if dialect["name"] == "chat")
+    for report, status in ((compat, "refused"), (trusting, "honoured")):
+        (chat,) = (dialect for dialect in report["dialects"] if dialect["name"] == "chat")
         assert [field["status"] for field in chat["fields"] if field["name"] == "chat_template"] == [status]
     fields = {d["name"]: {f["name"]: f["status"] for f in d["fields"]} for d in compat["dialects"]}
     assert fields["chat"]["guided_json"] == "honoured", "vLLM takes it and does nothing"

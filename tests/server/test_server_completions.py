@@ -184,7 +184,7 @@ async def test_length_is_a_finish_reason(serve: Serve) -> None:
         ({"prompt": "a", "stop": [""]}, "stop", "non-empty"),
         ({"prompt": "a", "stop": ["a"] * 65}, "stop", "64"),
         ({"prompt": "a", "stop": "a" * 1025}, "stop", "1024"),
-        ({"prompt": "a", "n": 9}, "n", "8"),
+        ({"prompt": "a", "n": 129}, "n", "128"),
         ({"prompt": "a", "n": 0}, "n", "at least 1"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"prompt": "a", "max_tokens": -5}, "max_tokens", "at least 1"),
@@ -246,8 +246,11 @@ class TestContext:
 
 async def test_the_engine_counts_what_the_report_says(serve: Serve) -> None:
     report = EngineReport(**{name: getattr(REPORT, name) for name in REPORT.__struct_fields__} | {"max_num_seqs": 2})
-    error = error_of(await serve(ScriptedEngine(report=report)).post(URL, json={"prompt": "a", "n": 3}), 400)
-    assert error["param"] == "n" and "2" in error["message"]
+    body = {"prompt": "a", "n": 3}
+    error = error_of(await serve(ScriptedEngine(report=report)).post(URL, json={**body, "use_beam_search": True}), 400)
+    assert error["param"] == "n" and "--max-num-seqs 2" in error["message"]
+    response = await serve(ScriptedEngine(report=report)).post(URL, json=body)
+    assert len(response.json()["choices"]) == 3, "more choices than rows wait in the queue"
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ async def test_a_whole_answer_is_the_streamed_one_put_together(
     choice = {"type": "auto", "disable_parallel_tool_use": not is_parallel}
     body = {**TestMessages.BODY, "tool_choice": choice}
     message = messages.message_of(await whole.post(MESSAGES, json=body))
-    told = messages.events_of((await streamed.post(MESSAGES, json={**body, "stream": True})).content)
-    assert without_ids(message["content"]) == without_ids(messages.blocks_of(told))
-    assert message["stop_reason"] == told[-2]["delta"]["stop_reason"]
+    events = messages.events_of((await streamed.post(MESSAGES, json={**body, "stream": True})).content)
+    assert without_ids(message["content"]) == without_ids(messages.blocks_of(events))
+    assert message["stop_reason"] == events[-2]["delta"]["stop_reason"]
 
 
 def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -120,13 +120,13 @@ class TestResponses:
     async def test_streamed_it_is_the_same(self, serve: Serve) -> None:
         client = serve(engine(says(MIXED)), byte_text(THINKING))
         whole = (await client.post(RESPONSES, json=self.BODY)).json()
-        told = typed_events((await client.post(RESPONSES, json={**self.BODY, "stream": True})).content)
-        final = told[-1]["response"]
+        events = typed_events((await client.post(RESPONSES, json={**self.BODY, "stream": True})).content)
+        final = events[-1]["response"]
         for item in (*whole["output"], *final["output"]):
             del item["id"]
             item.pop("call_id", None)
         assert final["output"] == whole["output"] and final["usage"] == whole["usage"]
-        kinds = {event["type"] for event in told}
+        kinds = {event["type"] for event in events}
         assert kinds > {"response.reasoning_text.delta", "response.reasoning_text.done"}
         assert kinds > {"response.function_call_arguments.delta", "response.function_call_arguments.done"}
 
@@ -224,11 +224,11 @@ class TestMessages:
         assert clock["input"] == {} and weather["id"] != clock["id"]
         assert message["stop_reason"] == "tool_use"
         assert message["usage"]["output_tokens_details"] == {"thinking_tokens": len(THOUGHT.rstrip())}
-        told = messages.events_of((await client.post(MESSAGES, json={**self.BODY, "stream": True})).content)
-        streamed = messages.blocks_of(told)
+        events = messages.events_of((await client.post(MESSAGES, json={**self.BODY, "stream": True})).content)
+        streamed = messages.blocks_of(events)
         for block in (*streamed, *message["content"]):
             block.pop("id", None)
-        assert streamed == message["content"] and told[-2]["delta"]["stop_reason"] == "tool_use"
+        assert streamed == message["content"] and events[-2]["delta"]["stop_reason"] == "tool_use"
 
     async def test_all_of_it_can_be_sent_back(self, serve: Serve) -> None:
         scripted = engine(says(THOUGHT + "Let me see." + CALL))
@@ -357,8 +357,8 @@ class TestNamesInErrors:
             ({"stop_sequences": [""]}, "stop_sequences must be non-empty strings"),
             ({"messages": [long]}, "messages has"),
         ):  # fmt: skip
-            words_told = messages.error_of(await client.post(MESSAGES, json={**messages.HI, **fields}), 400)
-            assert words_told.startswith(words), words_told
+            words_streamed = messages.error_of(await client.post(MESSAGES, json={**messages.HI, **fields}), 400)
+            assert words_streamed.startswith(words), words_streamed
         for fields, param, words in (
             ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tools[0].name must be 1 to 64"),
             ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools[0].parameters.type",

@@ -38,7 +38,9 @@ def engine(**changes: Any) -> ScriptedEngine:
 
 async def test_the_openai_client(serve: Serve) -> None:
     scripted = engine()
-    client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="unused", max_retries=0, http_client=serve(scripted))
+    client = openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="unused", max_retries=0, http_client=serve(scripted)
+    )
     texts = ["hello", "a longer one", "é"]
     for encoding in ("float", "base64", None):  # left out, the client asks for base64 and decodes it
         options: dict[str, Any] = {} if encoding is None else {"encoding_format": encoding}

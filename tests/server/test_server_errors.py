@@ -75,9 +75,9 @@ class TestKeys:
     async def test_a_password_that_a_browser_sends_for_another_sites_page_opens_nothing(self, serve: Serve) -> None:
         client = serve(api_key="one")
         for headers, status in (
-            ({}, 200), ({"origin": "http://test"}, 200), ({"sec-fetch-site": "same-origin", "origin": "http://inner"}, 200),
-            ({"origin": "http://evil.example"}, 401), ({"origin": "null"}, 401), ({"sec-fetch-site": "cross-site"}, 401),
-            ({"sec-fetch-site": "same-site", "origin": "http://test"}, 401),
+            ({}, 200), ({"origin": "http://localhost"}, 200), ({"sec-fetch-site": "same-origin", "origin": "http://inner"}, 200),
+            ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403), ({"sec-fetch-site": "cross-site"}, 403),
+            ({"sec-fetch-site": "same-site", "origin": "http://localhost"}, 403),
         ):  # fmt: skip
             response = await client.post(COMPLETIONS, json={"prompt": "a"}, auth=("a", "one"), headers=headers)
             assert response.status_code == status, headers
@@ -125,8 +125,8 @@ class TestBodies:
             (b'{"a": 1} x', "not valid JSON"),
             (b'{"model": "\xff"}', "not valid JSON"),
             (b'{"model": "\\ud83d"}', "not valid JSON"),
-            (b'{"messages":' + b"[" * 20000 + b"]" * 20000 + b"}", "not valid JSON"),
-            (b'{"x":' * 20000 + b"1" + b"}" * 20000, "not valid JSON"),
+            (b'{"messages":' + b"[" * 20000 + b"]" * 20000 + b"}", "nested deeper than 128 levels"),
+            (b'{"x":' * 20000 + b"1" + b"}" * 20000, "nested deeper than 128 levels"),
             (b"[]", "JSON object"),
             (b"null", "JSON object"),
             (b'"text"', "JSON object"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.server.app import build_app
 from octavo.server.endpoints import chat, completions
-from octavo.server.endpoints.compat import all_dialects
+from octavo.server.endpoints.compat import all_route_schemas
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.unsupported import NOT_OFFERED, WITHOUT_EFFECT
 from tests.doubles import ScriptedEngine, byte_text, config, says
@@ -96,9 +96,9 @@ async def test_what_has_no_effect_is_named_back(serve: Serve, path: str, caplog:
     first, *others = events(response.content)
     assert first["ignored_fields"] == names and first["choices"]
     assert not any("ignored_fields" in chunk for chunk in others)
-    told = [record for record in caplog.records if "fields without effect" in record.message]
-    assert [record.levelname for record in told] == ["WARNING", "INFO"], "the same news again is no warning"
-    assert all(path in record.message and "\n" not in record.message for record in told)
+    warnings = [record for record in caplog.records if "fields without effect" in record.message]
+    assert [record.levelname for record in warnings] == ["WARNING", "INFO"], "the same news again is no warning"
+    assert all(path in record.message and "\n" not in record.message for record in warnings)
 
 
 async def test_fields_within_fields_count_too(serve: Serve) -> None:
@@ -136,12 +136,12 @@ async def test_labels_are_taken_and_typed(serve: Serve) -> None:
 
 
 def test_a_field_is_offered_or_not_offered_and_never_both() -> None:
-    dialects = {dialect.path: dialect for dialect in all_dialects()}
-    assert dialects.keys() >= {*BODIES, "/v1/embeddings", "/tokenize", "/detokenize"}
-    for path, dialect in dialects.items():
-        assert not dialect.not_offered.keys() & dialect.schema.model_fields.keys(), path
+    routes = {route.path: route for route in all_route_schemas()}
+    assert routes.keys() >= {*BODIES, "/v1/embeddings", "/tokenize", "/detokenize"}
+    for path, route in routes.items():
+        assert not route.not_offered.keys() & route.schema.model_fields.keys(), path
     for path, table in TABLES.items():
-        assert issubclass(dialects[path].schema, GenerationFields) and dialects[path].not_offered == table
+        assert issubclass(routes[path].schema, GenerationFields) and routes[path].not_offered == table
 
 
 # ── fuzz ────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,7 +164,7 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 NAMES = st.sampled_from(
-    sorted({*completions.CompletionRequest.model_fields, *chat.ChatRequest.model_fields, *TABLES["/v1/completions"]})
+    sorted({*completions.CompletionRequest.model_fields, *chat.ChatFields.model_fields, *TABLES["/v1/completions"]})
 ) | st.text(string.ascii_lowercase, max_size=6)
 MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "king"]), "content": VALUES}), max_size=3
@@ -186,8 +186,8 @@ def app() -> Any:
     return build_app(ScriptedEngine(says("ok")), byte_text(), config(), "byte-model")
 
 
-async def answered(app: Any, path: str, body: bytes) -> None:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+async def responded(app: Any, path: str, body: bytes) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
         response = await client.post(path, content=body)
     if response.status_code == 200:
         if response.headers["content-type"].startswith("text/event-stream"):
@@ -207,11 +207,11 @@ FUZZ = settings(
 @FUZZ
 @given(path=st.sampled_from(sorted(BODIES)), body=OBJECTS)
 async def test_any_json_object_is_answered_or_refused(app: Any, path: str, body: dict[str, Any]) -> None:
-    await answered(app, path, json.dumps(body).encode())
+    await responded(app, path, json.dumps(body).encode())
 
 
 @FUZZ
 @given(path=st.sampled_from(sorted(BODIES)), body=st.binary(max_size=60), base=st.booleans(), at=st.integers(0, 100))
 async def test_any_bytes_are_answered_or_refused(app: Any, path: str, body: bytes, base: bool, at: int) -> None:
     good = json.dumps({**BODIES[path], "stop": ["x"], "n": 2, "stream": True}).encode()
-    await answered(app, path, good[:at] + body + good[at + len(body) :] if base else body)
+    await responded(app, path, good[:at] + body + good[at + len(body) :] if base else body)

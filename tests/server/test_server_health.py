@@ -111,16 +111,16 @@ async def test_a_step_that_takes_far_longer_than_usual(serve: Serve, monkeypatch
         if ends:
             heartbeat.end(7, 1, 0)
 
-    async def told() -> set[int]:
+    async def statuses() -> set[int]:
         return {(await client.get(path)).status_code for path in ("/health", "/health/ready", "/health/progress")}
 
     step(4, 200)
-    assert await told() == {200}  # the very first: who knows?
+    assert await statuses() == {200}  # the very first: who knows?
     step(4, 0.01, ends=True)
     step(5, 9)
-    assert await told() == {200}
+    assert await statuses() == {200}
     step(5, 11)
-    assert await told() == {503}
+    assert await statuses() == {503}
     for path in ("/health", "/health/ready"):
         assert (
             "step 7 has been running for 11.0 s; usually it takes at most 0.1 s"
@@ -129,21 +129,21 @@ async def test_a_step_that_takes_far_longer_than_usual(serve: Serve, monkeypatch
     body = (await client.get("/health/progress")).json()
     assert body["status"] == "stuck" and "usually it takes at most 0.1 s" in body["without_progress"][0]["why"]
     step(1, 50)
-    assert await told() == {200}  # of a size that is new here: there may be something to compile
+    assert await statuses() == {200}  # of a size that is new here: there may be something to compile
     step(1, 61)
-    assert await told() == {503}
+    assert await statuses() == {503}
     step(2048, 250)
-    assert await told() == {200}  # a prompt as long as none before
+    assert await statuses() == {200}  # a prompt as long as none before
     step(2048, 4, ends=True)
     step(2000, 39)
-    assert await told() == {200}
+    assert await statuses() == {200}
     step(2048, 41)
-    assert await told() == {503}
+    assert await statuses() == {503}
     step(4, 11)
-    assert await told() == {503}  # what a long prompt takes is no measure for a token
+    assert await statuses() == {503}  # what a long prompt takes is no measure for a token
     heartbeat.reset()  # another engine, which has computed nothing
     step(4, 50)
-    assert await told() == {200}
+    assert await statuses() == {200}
     assert {(await serve(engine, slow_step_seconds=0.0).get("/health")).status_code} == {200}
 
 

@@ -183,4 +183,5 @@ async def test_fewer_logprobs_where_the_server_says_so(serve: Serve) -> None:
 
 
 async def test_a_body_beyond_the_limit(serve: Serve) -> None:
-    error_of(await serve(max_body_bytes=1000).post(COMPLETIONS, json={"prompt": "a" * 1000}), 413)
+    error = error_of(await serve(max_body_bytes=1000).post(COMPLETIONS, json={"prompt": "a" * 1000}), 413)
+    assert error["message"] == "the request body is over the limit of 1000 bytes (--max-body-bytes)"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import time
 from typing import Any
 
@@ -196,13 +197,13 @@ def test_what_api_processes_tell_a_new_engine_one_after_another_is_in_order_agai
 async def test_an_engine_that_says_nothing_is_no_reason_to_wait(serve: Serve) -> None:
     client = serve(ScriptedEngine(says("hi")))
     service = client.app.state.service  # type: ignore[attr-defined]
-    told: list[Any] = []
-    service.journeys.on_told.append(lambda journey, _: told.append(journey))
+    reported: list[Any] = []
+    service.journeys.on_report.append(lambda journey, _: reported.append(journey))
     await client.post(COMPLETIONS, json=ask(), headers={"x-request-id": "a"})
     mine = service.journeys.find("a")
-    assert told == [] and mine is not None
+    assert reported == [] and mine is not None
     await service.journeys.engine_part(mine, seconds=0.01)
-    journey = mine.tell()
+    journey = mine.as_journey()
     assert [stage.name for stage in journey.stages][3:] == ["engine", "flush"] and journey.note
 
 
@@ -240,14 +241,14 @@ async def test_a_stream_that_goes_on_without_its_client_is_told_when_it_is_over(
 
 async def test_a_stream_whose_client_stays_is_told_once(served: Any) -> None:
     server = served()
-    told: list[Any] = []
-    server.app.state.service.journeys.on_told.append(lambda journey, _: told.append(journey))
+    reported: list[Any] = []
+    server.app.state.service.journeys.on_report.append(lambda journey, _: reported.append(journey))
     body = ask(max_tokens=9, stream=True, stream_options={"resumable": True})
     await server.http.post(COMPLETIONS, json=body, headers={"x-request-id": "stayed"})
     async with asyncio.timeout(10):
         while "stayed" not in await server.listed(state="finished"):
             pass
-    assert [(journey.id, journey.status) for journey in told if journey.response_ids] == [("stayed", 200)]
+    assert [(journey.id, journey.status) for journey in reported if journey.response_ids] == [("stayed", 200)]
 
 
 async def test_a_stream_that_nobody_reads_on_is_aborted(served: Any) -> None:
@@ -288,3 +289,15 @@ class TestLog:
     ) -> None:
         (record,) = await self.lines(served(enable_log_requests=True, log_prompts=True, max_log_len=6), caplog)
         assert "['a secr']" in record.getMessage() and record.fields["prompts"] == ["a secr"]  # type: ignore[attr-defined]
+
+
+def test_api_processes_share_journey_memory_by_the_cores_that_the_supervisor_counts(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with many cores of which this process may use few: there is one API process, which gets all of the memory."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    engine = ScriptedEngine()
+    engine.can_be_replaced = True
+    client = serve(engine, journey_bytes=2**20)
+    assert client.app.state.service.journeys._sent._max_bytes == 2**20  # type: ignore[attr-defined]

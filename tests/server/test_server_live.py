@@ -186,10 +186,10 @@ def test_changes_make_one_map_of_the_other(seed: int) -> None:
     after = array("H", before)
     for _ in range(rng.choice([0, 1, 5, 200]) if after else 0):
         after[rng.randrange(len(after))] = rng.randrange(70000 % 2**16)
-    told = changes(before.tobytes(), after.tobytes())
-    for start, codes in told:
+    changed = changes(before.tobytes(), after.tobytes())
+    for start, codes in changed:
         before[start : start + len(codes)] = array("H", codes)
-    assert before == after and sum(len(codes) for _, codes in told) <= 200
+    assert before == after and sum(len(codes) for _, codes in changed) <= 200
 
 
 STANDING = Standing(
@@ -212,9 +212,9 @@ STANDING = Standing(
     ],
 )  # fmt: skip
 def test_advice_says_what_is_lacking_and_what_to_change(changed: dict[str, Any], words: list[str]) -> None:
-    told = advice(msgspec.structs.replace(STANDING, **changed))
-    assert [word for word in words if word not in told] == [], told
-    assert "--gpu" not in told or not changed.get("is_cpu")
+    sentence = advice(msgspec.structs.replace(STANDING, **changed))
+    assert [word for word in words if word not in sentence] == [], sentence
+    assert "--gpu" not in sentence or not changed.get("is_cpu")
 
 
 def test_nothing_is_said_where_nothing_waits() -> None:

@@ -49,7 +49,7 @@ def error_of(response: httpx.Response, status: int, kind: str = "invalid_request
 
 def events_of(body: bytes) -> list[dict[str, Any]]:
     """Every event of a stream, each of them checked, the pings left out."""
-    told = []
+    events = []
     for block in body.decode().removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
@@ -57,15 +57,15 @@ def events_of(body: bytes) -> list[dict[str, Any]]:
         if event["type"] not in ("ping", "error"):
             _EVENTS.validate_python(event)
         if event["type"] != "ping":
-            told.append(event)
-    return told
+            events.append(event)
+    return events
 
 
-def blocks_of(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The content that a stream's events come to."""
     blocks: list[dict[str, Any]] = []
     is_open = False
-    for event in told:
+    for event in events:
         match event["type"]:
             case "content_block_start":
                 assert not is_open and event["index"] == len(blocks)
@@ -178,13 +178,13 @@ class TestStream:
         response = await client.post(URL, json={**HI, "stream": True})
         assert response.headers["content-type"].startswith("text/event-stream")
         assert b'event: ping\ndata: {"type":"ping"}\n\n' in response.content
-        told = events_of(response.content)
-        assert [event["type"] for event in told] == [
+        events = events_of(response.content)
+        assert [event["type"] for event in events] == [
             "message_start", "content_block_start", *["content_block_delta"] * 3, "content_block_stop",
             "message_delta", "message_stop",
         ]  # fmt: skip
-        assert blocks_of(told) == [{"type": "text", "text": "héj", "citations": None}]
-        start, end = told[0]["message"], told[-2]
+        assert blocks_of(events) == [{"type": "text", "text": "héj", "citations": None}]
+        start, end = events[0]["message"], events[-2]
         total = len(prompt("user: hi"))
         assert start["content"] == [] and start["stop_reason"] is None and start["usage"]["input_tokens"] == total
         assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
@@ -196,8 +196,8 @@ class TestStream:
         client = serve()
         message = message_of(await client.post(URL, json={**HI, **more}))
         assert sorted(message["ignored_fields"]) == names
-        told = events_of((await client.post(URL, json={**HI, **more, "stream": True})).content)
-        assert sorted(told[0]["ignored_fields"]) == names
+        events = events_of((await client.post(URL, json={**HI, **more, "stream": True})).content)
+        assert sorted(events[0]["ignored_fields"]) == names
         words = error_of(await serve(strict_fields=True).post(URL, json={**HI, **more}), 400)
         assert all(name in words for name in names)
         off = message_of(await client.post(URL, json={**HI, "thinking": {"type": "disabled"}}))
@@ -208,8 +208,8 @@ class TestStream:
             failure = TokenDelta(request.id, 0, [], Finish("error", message="the page table is torn"))
             return [[TokenDelta(request.id, 0, [ord("a")])], [failure]]
 
-        told = events_of((await serve(ScriptedEngine(fails)).post(URL, json={**HI, "stream": True})).content)
-        assert told[-1]["error"] == {"type": "api_error", "message": "the page table is torn"}
+        events = events_of((await serve(ScriptedEngine(fails)).post(URL, json={**HI, "stream": True})).content)
+        assert events[-1]["error"] == {"type": "api_error", "message": "the page table is torn"}
 
     async def test_pings_keep_a_stream_alive(self, serve: Serve) -> None:
         engine = ScriptedEngine(says("abc"))
@@ -242,7 +242,7 @@ class TestErrors:
             ({"max_tokens": None}, "max_tokens"),
             ({"max_tokens": 0}, "max_tokens must be at least 1"),
             ({"temperature": 200}, "temperature must be between"),
-            ({"stop_sequences": ["a"] * 65}, "stop_sequences: at most 64"),
+            ({"stop_sequences": ["a"] * 65}, "stop_sequences has 65 entries; at most 64 are allowed"),
             ({"stop_sequences": ["a", 1]}, "stop_sequences[1]"),
             ({"system": 1}, "system must be"),
             ({"system": [IMAGE]}, "system[0].type 'image' is not supported"),

@@ -145,7 +145,7 @@ def server(tmp_path_factory):
         async def start() -> tuple[httpx.AsyncClient, dict[str, Any]]:
             options = config(files_folder=str(tmp_path_factory.mktemp("files")))
             app = build_app(ScriptedEngine(says_or_embeds), byte_text(), options, "byte-model")
-            client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
+            client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
             return client, (await client.get("/openapi.json")).json()
 
         client, whole = runner.run(start())

@@ -28,8 +28,8 @@ async def says(*chunks: bytes) -> AsyncGenerator[bytes, None]:
 
 async def test_the_first_who_knows_answers(three: list[Peers]) -> None:
     long = b"x" * 300_000
-    three[1].answer("numbers", lambda body: says(body, long) if body == b"one" else None)
-    three[2].answer("numbers", lambda body: says(b"two") if body == b"two" else None)
+    three[1].handle("numbers", lambda body: says(body, long) if body == b"one" else None)
+    three[2].handle("numbers", lambda body: says(b"two") if body == b"two" else None)
     assert await three[0].ask_whole("numbers", b"one") == b"one" + long
     assert await three[0].ask_whole("numbers", b"two") == b"two"
     assert await three[0].ask_whole("numbers", b"none") is None
@@ -41,7 +41,7 @@ async def test_a_refusal_is_told(three: list[Peers]) -> None:
     def refuse(body: bytes) -> AsyncGenerator[bytes, None]:
         raise InvalidRequest("not this part", param="from")
 
-    three[2].answer("numbers", refuse)
+    three[2].handle("numbers", refuse)
     with pytest.raises(InvalidRequest, match="not this part") as caught:
         await three[0].ask("numbers", b"a")
     assert caught.value.param == "from"
@@ -52,7 +52,7 @@ async def test_an_answer_without_its_end_is_no_answer(three: list[Peers]) -> Non
         yield b"half"
         raise ValueError("broken")
 
-    three[1].answer("numbers", lambda body: breaks())
+    three[1].handle("numbers", lambda body: breaks())
     with pytest.raises(EngineUnavailable):
         await three[0].ask_whole("numbers", b"a")
 
@@ -61,7 +61,7 @@ async def test_one_that_is_stuck_is_passed_over(
     three: list[Peers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
-    three[2].answer("numbers", lambda body: says(b"yes"))
+    three[2].handle("numbers", lambda body: says(b"yes"))
     hold = asyncio.Event()
 
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,7 +70,7 @@ async def test_one_that_is_stuck_is_passed_over(
 
     stuck = await asyncio.start_unix_server(never, tmp_path / "sibling-3")
     assert await three[0].ask_whole("numbers", b"a") == b"yes"
-    three[2].answer("numbers", lambda body: None)
+    three[2].handle("numbers", lambda body: None)
     assert await three[0].ask_whole("numbers", b"a") is None
     hold.set()
     stuck.close()
@@ -78,3 +78,13 @@ async def test_one_that_is_stuck_is_passed_over(
 
 async def test_alone_there_is_nobody_to_ask() -> None:
     assert await Peers().ask("numbers", b"a") is None
+
+
+async def test_a_question_too_long_for_a_line_is_not_asked(
+    three: list[Peers], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The id in a request's path may have any length."""
+    three[1].handle("numbers", lambda body: says(b"found"))
+    assert await three[0].ask_whole("numbers", b"a" * 60_000) is None
+    assert await three[0].ask_whole("numbers", b"a" * 5_000) == b"found"
+    assert not caplog.records

@@ -4,167 +4,23 @@ import contextlib
 import http.client
 import json
 import os
-import resource
 import select
 import signal
 import socket
 import ssl
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
 
 from octavo.errors import ConfigError
-from octavo.ipc.launch import ApiLaunch, Patience
-from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, StepDeltas, ToEngine, TokenDelta
-from octavo.supervisor.acceptor import Acceptor
+from octavo.ipc.launch import Patience
 from tests.certificates import make_certificates
-from tests.doubles import EOS, REPORT, config, write_byte_tokenizer
+from tests.doubles import config
+from tests.server.api_process import NUM_LETTERS, SECONDS, Server
 
-SECONDS = 20
 MAX_BODY_BYTES = 4 * 2**20
-NUM_LETTERS = 400_000  # of an answer that fills every buffer on its way
-
-
-class WireEngine(threading.Thread):
-    """Says hello to whoever does, then one token per request every few milliseconds; "!" prompts end when told to, "#" prompts with much at once."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(daemon=True)
-        self.address = address
-        self.aborted = threading.Event()
-        self.release = threading.Event()
-        self.ending = threading.Event()
-        self.report = threading.Event()  # held back until set
-
-    def run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        pull.bind(self.address)
-        decoder = msgspec.msgpack.Decoder(ToEngine)
-        send = lambda message: push.send(msgspec.msgpack.encode(message))  # noqa: E731
-        running: dict[str, GenerateRequest] = {}
-        hello = None
-        while not self.ending.is_set():
-            if hello is not None and self.report.is_set():
-                send(REPORT)
-                hello = None
-            for request in list(running.values()):
-                if request.prompt_ids[0] == ord("!") and not self.release.is_set():
-                    send(StepDeltas([TokenDelta(request.id, 0, [ord("a")])]))
-                else:
-                    said = b"a" * NUM_LETTERS if request.prompt_ids[0] == ord("#") else b"ok"
-                    send(StepDeltas([TokenDelta(request.id, 0, [*said, EOS], Finish("stop", EOS))]))
-                    del running[request.id]
-            if not pull.poll(5):
-                continue
-            match decoder.decode(pull.recv()):
-                case Hello() as hello:
-                    push.connect(hello.reply_to)
-                case GenerateRequest() as request:
-                    running[request.id] = request
-                case Abort(request_id=request_id):
-                    running.pop(request_id, None)
-                    self.aborted.set()
-                case Ping(call=call):
-                    send(Reply(call, "pong"))
-        pull.close(0)
-        push.close(0)
-        context.term()
-
-
-class Server:
-    def __init__(
-        self, folder: Path, patience: Patience | None = None, num_descriptors: int = 0, **options: object
-    ) -> None:
-        write_byte_tokenizer(folder)
-        self.connections: list[http.client.HTTPConnection] = []
-        self.streams: list[http.client.HTTPResponse] = []
-        self.sockets: list[socket.socket] = []
-        self.engine = WireEngine(f"ipc://{folder}/engine")
-        self.engine.start()
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # for its connections, too
-        listener.bind(("127.0.0.1", 0))
-        self.port = listener.getsockname()[1]
-        self.acceptor = Acceptor(listener)
-        ours, channel = self.acceptor.channel()
-        self.acceptor.add_channel(ours)
-        order = ApiLaunch(
-            config(**options), channel.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m",
-            patience=patience or Patience(),
-        )  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.server.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=(channel.fileno(),),
-            start_new_session=True,
-        )
-        channel.close()
-        if num_descriptors:
-            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))
-        self.acceptor.open(128)
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
-        self.stdin.write(msgspec.json.encode(order) + b"\n")
-        self.stdin.flush()
-
-    def ready(self) -> "Server":
-        self.engine.report.set()
-        assert self.stdout.readline() == b'{"ready":true}\n', self.stderr()
-        return self
-
-    def ask(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
-        self.connections.append(connection)
-        connection.request(method, path, json.dumps(body) if body is not None else None)
-        return connection.getresponse()
-
-    def connect(self, receive_bytes: int = 0) -> socket.socket:
-        """`receive_bytes`: that the kernel takes for a client that does not read, or a little more."""
-        connection = socket.socket()
-        self.sockets.append(connection)
-        connection.settimeout(SECONDS)
-        if receive_bytes:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        connection.connect(("127.0.0.1", self.port))
-        return connection
-
-    def stream(self) -> http.client.HTTPResponse:
-        """A stream that has begun and will not end by itself."""
-        body = {"prompt": "!", "stream": True, "max_tokens": 200}
-        response = self.ask("POST", "/v1/completions", body)
-        assert response.readline().startswith(b"data: ")
-        self.streams.append(response)
-        return response
-
-    def exit_code(self) -> int:
-        return self.process.wait(SECONDS)
-
-    def stderr(self) -> str:
-        assert self.process.stderr is not None
-        return self.process.stderr.read().decode()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.complaints = self.stderr()
-        for connection in [*self.streams, *self.connections, *self.sockets]:
-            connection.close()
-        self.process.wait()
-        for pipe in (self.stdin, self.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
-        self.engine.ending.set()
-        self.engine.join()
-        self.acceptor.close()
 
 
 @pytest.fixture
@@ -241,8 +97,8 @@ def test_a_request_that_does_not_come_gets_408(folder: Path) -> None:
     try:
         server.ready()
         head, body = server.connect(), server.connect()
-        head.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-        body.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        head.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        body.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{")
         while not select.select([body], [], [], 0.1)[0]:
             body.sendall(b" ")  # a byte now and then is not enough
         for connection in (head, body):
@@ -266,7 +122,7 @@ def test_what_is_no_http_gets_an_error_as_everything_does(impatient: Server, sen
 def test_what_is_no_http_does_not_end_the_request_before_it(server: Server) -> None:
     body = b'{"prompt": "a"}'
     connection = server.ready().connect()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
     connection.sendall(head % len(body) + body + b"and more\0than was said")
     answer = b""
     while chunk := connection.recv(65536):
@@ -288,7 +144,7 @@ def test_where_descriptors_run_out_new_connections_are_told_so_or_wait(folder: P
         assert 16 < num_taken < 128
         waiting = [server.connect() for _ in range(100)]  # more than there are descriptors for
         for connection in waiting:
-            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         for taken in server.connections:
             taken.close()
         # None of them is closed without a word, those that came when there was no descriptor left included.
@@ -307,7 +163,7 @@ def test_where_descriptors_run_out_new_connections_are_told_so_or_wait(folder: P
 def ask_for_much(server: Server, is_stream: bool) -> socket.socket:
     body = json.dumps({"prompt": "#", "max_tokens": 200, "stream": is_stream}).encode()
     connection = server.connect(receive_bytes=4096)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
     connection.sendall(head % len(body) + body)
     assert connection.recv(8) == b"HTTP/1.1"
     return connection
@@ -423,5 +279,84 @@ def test_tls_with_clients_that_must_show_a_certificate(folder: Path) -> None:
             ask(known)
         known.load_cert_chain(files.client, files.client_key)
         assert ask(known) == 200
+    finally:
+        server.close()
+
+
+def ask_raw(server: Server, sent: bytes) -> bytes:
+    connection = server.connect()
+    connection.sendall(sent)
+    answer = b""
+    while chunk := connection.recv(65536):
+        answer += chunk
+    return answer
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_no_path_forges_a_line_of_the_log(folder: Path, log_format: str) -> None:
+    server = Server(folder, api_key="the-secret-key", enable_log_requests=True, log_format=log_format)
+    try:
+        server.ready()
+        for path in (
+            b"/%0aoctavo:%20error:%20forged%1b%5b2J",
+            b"/%0d%0a%c2%85%e2%80%a8%e2%80%ae%7f",
+            b"/" + b"x" * 20_000,
+        ):
+            head = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer the-wrong-key\r\nConnection: close\r\n\r\n"
+            assert ask_raw(server, head % path).startswith(b"HTTP/1.1 401")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        text = server.stderr()
+    finally:
+        server.close()
+    lines = text.splitlines()
+    assert len(lines) == 3, lines
+    assert not set("\x1b\r\x7f\x85\u2028\u202e") & set(text)
+    if log_format == "json":
+        assert json.loads(lines[0])["path"] == "/\noctavo: error: forged\x1b[2J"
+    else:
+        assert all(line.startswith("octavo: req-") for line in lines)
+        assert "GET /\\noctavo: error: forged\\x1b[2J 401" in lines[0]
+    assert max(map(len, lines)) < 4000 and "key" not in text
+
+
+def test_requests_that_are_no_http_are_seldom_logged(folder: Path) -> None:
+    server = Server(folder, api_key="secret")
+    try:
+        server.ready()
+        for number in range(100):
+            sent = b"no\x1bsense\r\n\r\n" if number % 2 else b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000
+            assert ask_raw(server, sent).startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        lines = server.stderr().splitlines()
+    finally:
+        server.close()
+    assert 1 <= len(lines) <= 1 + 100 // 10, lines
+    assert all(line.startswith("octavo: warning: a request was refused: ") for line in lines), lines
+
+
+def test_a_body_that_dribbles_does_not_hold_up_the_end(folder: Path) -> None:
+    """It would have the whole --shutdown-timeout, and then no answer."""
+    server = Server(folder, Patience(request=300.0, farewell=1.0), shutdown_timeout=300.0)
+    try:
+        server.ready()
+        connections = [server.connect() for _ in ("silent", "dribbling", "whole")]
+        for connection, length in zip(connections, (1000, 1000, 15), strict=True):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n{"
+            connection.sendall(head % length)
+        assert server.ask("GET", "/health").status == 200  # all of them have been taken in
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        connections[2].sendall(b'"prompt": "a"}')
+        while not select.select([connections[1]], [], [], 0.2)[0]:
+            connections[1].sendall(b" ")
+        for connection in connections[:2]:
+            answer = b""
+            while chunk := connection.recv(65536):
+                answer += chunk
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting down" in answer, answer
+        assert connections[2].recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert server.exit_code() == 0 and time.monotonic() - began < SECONDS
     finally:
         server.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.messages import GenerateRequest, Progress, TokenDelta
+from octavo.messages import GenerateRequest, PrefillProgress, TokenDelta
 from octavo.server.app import build_app
 from tests.doubles import AsgiCall, ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of, events
@@ -19,7 +19,7 @@ def progresses(request: GenerateRequest) -> list[list[TokenDelta]]:
     if not request.wants_progress:
         return answer
     size = len(request.prompt_ids)
-    halves = [TokenDelta(request.id, 0, [], progress=Progress(at, 1)) for at in (size // 2, size)]
+    halves = [TokenDelta(request.id, 0, [], progress=PrefillProgress(at, 1)) for at in (size // 2, size)]
     return [[halves[0]], [halves[1], *answer[0]], *answer[1:]]
 
 
@@ -33,8 +33,8 @@ async def test_chunks_without_text_come_first(serve: Serve, path: str, n: int, i
     chunks = events((await serve(engine).post(path, json={**body, "stream_options": options})).content)
     plain = events((await serve(engine).post(path, json=body)).content)
     size = len(engine.requests[0].prompt_ids)
-    told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
-    assert told == [{"prompt_tokens": size, "processed_tokens": at, "cached_tokens": 1} for at in (size // 2, size)]
+    reported = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    assert reported == [{"prompt_tokens": size, "processed_tokens": at, "cached_tokens": 1} for at in (size // 2, size)]
     assert not any("prompt_progress" in chunk for chunk in plain) and not engine.requests[1].wants_progress
     for chunk in chunks:
         if "prompt_progress" in chunk:

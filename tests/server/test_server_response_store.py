@@ -191,11 +191,11 @@ class TestResuming:
         last = seen.count(b"\n\n") - 1
         query = {"stream": "true", "starting_after": str(last)}
         rest = (await client.get(f"{URL}/{response_id}", params=query)).content
-        told = typed_events(re.sub(rb"id: \d+\n", b"", seen + rest))
-        assert told[-1]["response"]["output"][0]["content"][0]["text"] == "the quick brown fox"
-        assert (await client.get(f"{URL}/{response_id}")).json() == told[-1]["response"]
+        events = typed_events(re.sub(rb"id: \d+\n", b"", seen + rest))
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == "the quick brown fox"
+        assert (await client.get(f"{URL}/{response_id}")).json() == events[-1]["response"]
         whole = (await client.get(f"/v1/stream/{response_id}")).content
-        assert typed_events(re.sub(rb"id: \d+\n", b"", whole)) == told
+        assert typed_events(re.sub(rb"id: \d+\n", b"", whole)) == events
 
     @pytest.mark.parametrize("spelled", ["true", "1", "True"])
     async def test_where_to_read_on(self, serve: Serve, spelled: str) -> None:
@@ -256,5 +256,5 @@ class TestResuming:
         client = serve(ScriptedEngine(fails))
         response = await client.post(URL, content=self.BODY)
         for content in (response.content, (await client.get(f"/v1/stream/{response.headers['x-stream-id']}")).content):
-            told = typed_events(re.sub(rb"id: \d+\n", b"", content))
-            assert told[-1]["response"]["error"]["message"] == "the page table is torn"
+            events = typed_events(re.sub(rb"id: \d+\n", b"", content))
+            assert events[-1]["response"]["error"]["message"] == "the page table is torn"

@@ -187,8 +187,8 @@ class TestFields:
         client = serve()
         response = check_response((await client.post(URL, json={"input": "hi", **more})).json())
         assert sorted(response["ignored_fields"]) == sorted(names)
-        told = typed_events((await client.post(URL, json={"input": "hi", **more, "stream": True})).content)
-        assert sorted(told[0]["ignored_fields"]) == sorted(names) and "ignored_fields" not in told[1]
+        events = typed_events((await client.post(URL, json={"input": "hi", **more, "stream": True})).content)
+        assert sorted(events[0]["ignored_fields"]) == sorted(names) and "ignored_fields" not in events[1]
         for name, value in more.items():
             error = error_of(await serve(strict_fields=True).post(URL, json={"input": "hi", name: value}), 400)
             assert error["param"].startswith(name), error
@@ -209,8 +209,10 @@ class TestFields:
         client = serve(engine)
         body = {"input": "hi", "deadline_ms": 200, "max_queue_ms": 100}
         assert error_of(await client.post(URL, json=body), 504)["code"] == "deadline_exceeded"
-        told = typed_events((await client.post(URL, json={**body, "stream": True})).content)
-        assert told[-1]["type"] == "response.failed" and "deadline_ms has passed" in str(told[-1]["response"]["error"])
+        events = typed_events((await client.post(URL, json={**body, "stream": True})).content)
+        assert events[-1]["type"] == "response.failed" and "deadline_ms has passed" in str(
+            events[-1]["response"]["error"]
+        )
         assert len(engine.aborts) == len(engine.requests) == 2
         for request in engine.requests:
             assert request.queue_until > request.arrived
@@ -224,15 +226,15 @@ class TestStream:
     async def test_the_events_of_a_message(self, serve: Serve) -> None:
         response = await serve(ScriptedEngine(says("héj", cached=1))).post(URL, json={"input": "hi", "stream": True})
         assert response.headers["content-type"].startswith("text/event-stream")
-        told = typed_events(response.content)
-        assert [event["type"].removeprefix("response.") for event in told] == [
+        events = typed_events(response.content)
+        assert [event["type"].removeprefix("response.") for event in events] == [
             "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * 3,
             "output_text.done", "content_part.done", "output_item.done", "completed",
         ]  # fmt: skip
-        assert "".join(event["delta"] for event in told if "delta" in event) == "héj"
-        assert told[0]["response"]["status"] == told[1]["response"]["status"] == "in_progress"
-        assert told[0]["response"]["output"] == [] and told[0]["response"]["usage"]["output_tokens"] == 0
-        assert told[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 1
+        assert "".join(event["delta"] for event in events if "delta" in event) == "héj"
+        assert events[0]["response"]["status"] == events[1]["response"]["status"] == "in_progress"
+        assert events[0]["response"]["output"] == [] and events[0]["response"]["usage"]["output_tokens"] == 0
+        assert events[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 1
 
     async def test_it_says_what_a_whole_answer_says(self, serve: Serve) -> None:
         client = serve(ScriptedEngine(says("hello")))
@@ -247,8 +249,8 @@ class TestStream:
 
     async def test_cut_by_a_limit(self, serve: Serve) -> None:
         engine = ScriptedEngine(says("hel", reason="length"))
-        told = typed_events((await serve(engine).post(URL, json={"input": "hi", "stream": True})).content)
-        assert told[-1]["type"] == "response.incomplete" and told[-2]["item"]["status"] == "incomplete"
+        events = typed_events((await serve(engine).post(URL, json={"input": "hi", "stream": True})).content)
+        assert events[-1]["type"] == "response.incomplete" and events[-2]["item"]["status"] == "incomplete"
 
     async def test_a_failure_is_the_last_event(self, serve: Serve) -> None:
         def fails(request: GenerateRequest) -> list[list[TokenDelta]]:
@@ -256,9 +258,9 @@ class TestStream:
             return [[TokenDelta(request.id, 0, [ord("a")])], [failure]]
 
         client = serve(ScriptedEngine(fails))
-        told = typed_events((await client.post(URL, json={"input": "hi", "stream": True})).content)
-        response = told[-1]["response"]
-        assert told[-1]["type"] == "response.failed" and response["status"] == "failed"
+        events = typed_events((await client.post(URL, json={"input": "hi", "stream": True})).content)
+        response = events[-1]["response"]
+        assert events[-1]["type"] == "response.failed" and response["status"] == "failed"
         assert response["error"] == {"code": "server_error", "message": "the page table is torn"}
         assert response["output"][0]["content"][0]["text"] == "a"
         error_of(await client.get(f"{URL}/{response['id']}"), 404)
@@ -282,8 +284,8 @@ class TestStream:
         await call.until(lambda call: b"output_text.delta" in b"".join(call.sent))
         app.state.service.stop()
         await call.done()
-        told = typed_events(b"".join(call.sent))
-        assert told[-1]["type"] == "response.failed" and "shut down" in told[-1]["response"]["error"]["message"]
+        events = typed_events(b"".join(call.sent))
+        assert events[-1]["type"] == "response.failed" and "shut down" in events[-1]["response"]["error"]["message"]
 
 
 def logprobs_of(text: str) -> Any:
@@ -308,6 +310,6 @@ async def test_logprobs(serve: Serve, fields: dict[str, Any]) -> None:
     entries = whole["output"][0]["content"][0]["logprobs"]
     assert [entry["bytes"] for entry in entries] == [[97], [0xC3], [0xA9]]
     assert [top["token"] for top in entries[0]["top_logprobs"]] == ["a", "A"]
-    told = typed_events((await client.post(URL, json={"input": "hi", "stream": True, **fields})).content)
-    streamed = [entry for event in told if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    events = typed_events((await client.post(URL, json={"input": "hi", "stream": True, **fields})).content)
+    streamed = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
     assert streamed == entries and whole["top_logprobs"] == 2

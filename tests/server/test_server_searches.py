@@ -91,14 +91,13 @@ async def test_what_says_how_to_draw_is_named_back_beside_beams(serve: Serve) ->
         ),
         ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "use_beam_search", "response_format"),
         ({"use_beam_search": True, "stop_token_ids": [*range(17)]}, "stop_token_ids", "at most 16"),
-        ({"use_beam_search": True, "n": 9}, "n", "at most 8 (--max-num-seqs)"),
-        ({"use_beam_search": True, "n": 8, "max_tokens": 200}, "n", "KV pages, but there are only 64"),
+        ({"use_beam_search": True, "n": 5}, "n", "at most 4 for a beam search, half of the rows (--max-num-seqs 8)"),
+        ({"use_beam_search": True, "best_of": 5}, "best_of", "at most 4 for a beam search"),
         ({"use_beam_search": True, "length_penalty": 11}, "length_penalty", "between -10 and 10"),
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", 'true, false or "never"'),
         ({"use_beam_search": 1}, "use_beam_search", "boolean"),
         ({"best_of": 1, "n": 2}, "best_of", "at least n (2)"),
         ({"best_of": 129}, "best_of", "at most 128 (--max-n)"),
-        ({"best_of": 9}, "best_of", "at most 8 (--max-num-seqs)"),
         ({"best_of": 2, "stream": True}, "best_of", "leave stream or best_of out"),
         ({"priority": 1}, "priority", "must be 0 here, got 1: this server runs with --scheduling-policy fcfs"),
         ({"priority": 2**63}, "priority", "64-bit integer"),
@@ -131,6 +130,14 @@ async def test_bad_input_is_refused_by_name(
 ) -> None:
     error = error_of(await serve().post(path, json={**PATHS[path], **wishes}), 400)
     assert error["param"] == param and words in error["message"], error
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_search_that_can_never_have_its_pages_is_refused(serve: Serve, path: str) -> None:
+    engine = ScriptedEngine(report=msgspec.structs.replace(REPORT, num_pages=40))
+    wishes = {"use_beam_search": True, "n": 4, "max_tokens": 200}
+    error = error_of(await serve(engine).post(path, json={**PATHS[path], **wishes}), 400)
+    assert error["param"] == "n" and "KV pages, but there are only 40" in error["message"], error
 
 
 async def test_a_priority_reaches_an_engine_that_has_them(serve: Serve) -> None:

@@ -144,13 +144,15 @@ async def test_a_whole_answer_is_the_streamed_one_put_together(
     body = {"messages": HI, "tools": [WEATHER, CLOCK], **fields}
     whole = serve(engine(says(answer, reason=reason, chunk=chunks[0])), byte_text(THINKING))
     streamed = serve(engine(says(answer, reason=reason, chunk=chunks[1])), byte_text(THINKING))
-    told = await ask(whole, **body)
+    completion = await ask(whole, **body)
     response = await streamed.post(URL, json={**body, "stream": True, "stream_options": {"include_usage": True}})
     seen = events(response.content)
-    assert put_together(seen) == as_streamed(told)
-    for usage in (seen[-1]["usage"], told["usage"]):
-        del usage["prompt_tokens_details"]  # where a stop string ends it, the engine may or may not have told yet
-    assert seen[-1]["usage"] == told["usage"]
+    assert put_together(seen) == as_streamed(completion)
+    for usage in (seen[-1]["usage"], completion["usage"]):
+        del usage[
+            "prompt_tokens_details"
+        ]  # where a stop string ends it, the engine may or may not have reported them yet
+    assert seen[-1]["usage"] == completion["usage"]
 
 
 async def test_only_the_first_call_where_calls_may_not_be_parallel(serve: Serve) -> None:
@@ -264,12 +266,15 @@ async def test_calls_that_are_required_are_kept_to_by_a_grammar(
     scripted = engine(says(answer))
     client = serve(scripted, byte_text(source))
     body = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "response_format": {"type": "json_object"}}
-    told = await ask(client, **body)
-    assert told["choices"][0]["finish_reason"] == "tool_calls" and "reasoning" not in told["choices"][0]["message"]
-    (call,) = told["choices"][0]["message"]["tool_calls"]
+    completion = await ask(client, **body)
+    assert (
+        completion["choices"][0]["finish_reason"] == "tool_calls"
+        and "reasoning" not in completion["choices"][0]["message"]
+    )
+    (call,) = completion["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
     streamed = events((await client.post(URL, json={"messages": HI, **body, "stream": True})).content)
-    assert put_together(streamed) == as_streamed(told)
+    assert put_together(streamed) == as_streamed(completion)
     grammar = scripted.requests[0].params.grammar
     assert '"get_weather"' in grammar and ('"get_time"' in grammar) == (choice == "required")
 

@@ -71,8 +71,8 @@ async def test_what_is_unknown_within_is_named_by_its_path(
     body = {**BARE[path], **fields}
     answer = says(CALL) if "tool_choice" in fields else says("aa")
     with caplog.at_level(logging.INFO, "octavo.server"):
-        told = named_back(await serve(engine(answer)).post(path, json=body))
-    assert sorted(told) == sorted(names)
+        named = named_back(await serve(engine(answer)).post(path, json=body))
+    assert sorted(named) == sorted(names)
     assert all(name in caplog.text for name in names)
     response = await serve(strict_fields=True).post(path, json=body)
     if path.startswith(MESSAGES):
@@ -147,7 +147,9 @@ async def test_what_an_assistant_said_in_refusing_is_what_it_said(serve: Serve) 
     ids=["in one object", "in as many"],
 )
 async def test_an_answer_does_not_grow_with_rubbish_within(serve: Serve, fields: dict[str, Any]) -> None:
-    names = named_back(await serve().post("/tokenize", json={**BARE[CHAT], **fields}))
+    client = serve(max_json_items=10**8)
+    names = named_back(await client.post("/tokenize", json={**BARE[CHAT], **fields}))
     assert len(names) == 65 and names[-1] == "and 99936 more"
-    error = error_of(await serve(strict_fields=True).post(CHAT, json={**BARE[CHAT], **fields}), 400)
+    client = serve(max_json_items=10**8, strict_fields=True)
+    error = error_of(await client.post(CHAT, json={**BARE[CHAT], **fields}), 400)
     assert error["message"].endswith("and 99992 more fields") and len(error["message"]) < 1000

@@ -9,12 +9,13 @@ from typing import BinaryIO, Literal, NamedTuple
 import msgspec
 
 from octavo.errors import InvalidRequest, NotFound
-from octavo.server.batch.files import FileStore, new_name, replace_file, unlink_stale
+from octavo.server.batch.files import FileStore, Owned, new_name, replace_file, unlink_stale
+from octavo.server.state.owners import EVERYTHING, NOBODY, Viewer
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 MAX_BATCHES = 1000
 """Batches that are kept. Beyond that, the oldest ended ones are removed; their files stay."""
-_PRIVATE = ("input", "owner")  # files of a batch that has not ended, written before its card
+_PRIVATE = ("input", "owner")  # files of a batch that has not ended, written before its card; owner: by older versions
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED = frozenset(("failed", "completed", "expired", "cancelled"))
@@ -91,6 +92,10 @@ class Batch(msgspec.Struct, frozen=True):
         return self.status in ENDED
 
 
+class _BatchCard(Batch, frozen=True):
+    owner: bytes = NOBODY
+
+
 class Unfinished(NamedTuple):
     """A batch that waits or is running."""
 
@@ -100,7 +105,8 @@ class Unfinished(NamedTuple):
 
 class BatchStore:
     """A batch is a card (ID.json). Until it has ended there are also ID.open; its lines, ID.input, which stay even if the
-    uploaded file is deleted; ID.owner, the owner of its requests; and ID.cancel once its cancellation was requested."""
+    uploaded file is deleted; and ID.cancel once its cancellation was requested. The card has the batch's owner: its requests and
+    its output files belong to it."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / "batches"
@@ -115,7 +121,7 @@ class BatchStore:
         seconds: int,
         metadata: dict[str, str] | None,
         output_expires_after: OutputExpiry | None,
-        owner: bytes = b"",
+        owner: bytes = NOBODY,
     ) -> Batch:
         """Store a new batch. Raises NotFound if the input file does not exist."""
         self._make_room()
@@ -125,45 +131,48 @@ class BatchStore:
             metadata=metadata, output_expires_after=output_expires_after,
         )  # fmt: skip
         files.keep(input_file_id, self._path(batch.id, "input"))
-        self._path(batch.id, "owner").write_bytes(owner)
-        self.save(batch)
+        self.save(batch, owner)
         self._path(batch.id, "open").touch()
         return batch
 
-    def get(self, batch_id: str) -> Batch:
+    def get(self, batch_id: str, viewer: Viewer = EVERYTHING) -> Batch:
         """The batch as clients see it, with a requested cancellation. Raises NotFound."""
-        batch = self.load(batch_id)
+        batch, _ = self.load(batch_id, viewer)
         return batch if batch.has_ended else self._as_asked(batch)
 
-    def load(self, batch_id: str) -> Batch:
-        """The batch as the runner last saved it. Raises NotFound."""
+    def load(self, batch_id: str, viewer: Viewer = EVERYTHING) -> tuple[Batch, bytes]:
+        """The batch as the runner last saved it, and its owner. Raises NotFound, also for a batch of another key."""
         if BATCH_ID.fullmatch(batch_id):
             with contextlib.suppress(FileNotFoundError):
-                return msgspec.json.decode(self._path(batch_id, "json").read_bytes(), type=Batch)
+                card = self._path(batch_id, "json").read_bytes()
+                owner = msgspec.json.decode(card, type=Owned).owner
+                if viewer.may_see(owner):
+                    return msgspec.json.decode(card, type=Batch), owner
         raise NotFound(f"no such batch: {batch_id[:60]!r}", param="batch_id")
 
-    def newest_first(self) -> list[Batch]:
+    def newest_first(self, viewer: Viewer = EVERYTHING) -> list[Batch]:
         names = sorted((path.stem for path in self._folder.glob("batch_*.json")), reverse=True)
         batches = []
         for name in names:
             with contextlib.suppress(NotFound):
-                batches.append(self.get(name))
+                batches.append(self.get(name, viewer))
         return batches
 
-    def cancel(self, batch_id: str) -> Batch:
+    def cancel(self, batch_id: str, viewer: Viewer = EVERYTHING) -> Batch:
         """Request cancellation; the runner will notice. Raises NotFound, or InvalidRequest if the batch has ended."""
-        batch = self.get(batch_id)
+        batch = self.get(batch_id, viewer)
         if batch.has_ended:
             raise InvalidRequest(f"batch {batch.id} has ended: its status is {batch.status}", param="batch_id")
         self._path(batch_id, "cancel").touch()
         return self.get(batch_id)
 
-    def save(self, batch: Batch) -> None:
-        replace_file(self._path(batch.id, "json"), msgspec.json.encode(batch))
+    def save(self, batch: Batch, owner: bytes) -> None:
+        card = _BatchCard(**msgspec.structs.asdict(batch), owner=owner)
+        replace_file(self._path(batch.id, "json"), msgspec.json.encode(card))
 
-    def end(self, batch: Batch) -> None:
+    def end(self, batch: Batch, owner: bytes) -> None:
         assert batch.has_ended
-        self.save(batch)
+        self.save(batch, owner)
         self.forget(batch.id)
 
     def forget(self, batch_id: str) -> None:
@@ -186,13 +195,6 @@ class BatchStore:
     def open_input(self, batch_id: str) -> BinaryIO:
         """Open the batch's lines. Raises FileNotFoundError if the file was removed from the folder."""
         return self._path(batch_id, "input").open("rb")
-
-    def owner(self, batch_id: str) -> bytes:
-        """The owner (see owner_of) that the batch's requests have: the client that created the batch."""
-        try:
-            return self._path(batch_id, "owner").read_bytes()
-        except FileNotFoundError:
-            return b""
 
     def outputs(self, batch_id: str) -> tuple[Path, Path]:
         """Paths of the records written so far: answers, errors."""

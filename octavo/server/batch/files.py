@@ -12,6 +12,7 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from octavo.errors import InvalidRequest, NotFound, TooLarge
+from octavo.server.state.owners import EVERYTHING, NOBODY, Viewer
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 MAX_FILENAME_LEN = 255
@@ -34,6 +35,16 @@ class StoredFile(msgspec.Struct, frozen=True):
     status: Literal["processed"] = "processed"
     status_details: None = None
     object: Literal["file"] = "file"
+
+
+class Owned(msgspec.Struct, frozen=True):
+    """The member of a stored card that clients do not see: whose it is (state/owners.py)."""
+
+    owner: bytes = NOBODY
+
+
+class _FileCard(StoredFile, frozen=True):
+    owner: bytes = NOBODY
 
 
 def new_name(prefix: str) -> str:
@@ -87,25 +98,29 @@ class FileStore:
                 "delete some"
             )
 
-    def adopt(self, path: Path, file_id: str, filename: str, expires_after: int | None = None) -> None:
+    def adopt(
+        self, path: Path, file_id: str, filename: str, expires_after: int | None = None, owner: bytes = NOBODY
+    ) -> None:
         """Turn a batch's output into a file. Idempotent."""
         if not self._data(file_id).exists():
             path.replace(self._data(file_id))
         if not self._card(file_id).exists():
-            self._save(file_id, filename, "batch_output", expires_after)
+            self._save(file_id, filename, "batch_output", expires_after, owner)
 
-    def get(self, file_id: str) -> StoredFile:
-        """Raises NotFound."""
+    def get(self, file_id: str, viewer: Viewer = EVERYTHING) -> StoredFile:
+        """Raises NotFound, also for a file of another key."""
         if FILE_ID.fullmatch(file_id):
             with contextlib.suppress(FileNotFoundError):
-                file = msgspec.json.decode(self._card(file_id).read_bytes(), type=StoredFile)
-                if file.expires_at is None or file.expires_at > time.time():
+                card = self._card(file_id).read_bytes()
+                file = msgspec.json.decode(card, type=StoredFile)
+                if file.expires_at is not None and file.expires_at <= time.time():
+                    self._remove(file_id)
+                elif viewer.may_see(msgspec.json.decode(card, type=Owned).owner):
                     return file
-                self._remove(file_id)
         raise NotFound(f"no such file: {file_id[:60]!r}", param="file_id")
 
-    def open(self, file_id: str) -> BinaryIO:
-        self.get(file_id)
+    def open(self, file_id: str, viewer: Viewer = EVERYTHING) -> BinaryIO:
+        self.get(file_id, viewer)
         try:
             return self._data(file_id).open("rb")
         except FileNotFoundError:
@@ -122,17 +137,17 @@ class FileStore:
         except OSError:  # a file system without hard links
             shutil.copyfile(data, path)
 
-    def newest_first(self) -> list[StoredFile]:
+    def newest_first(self, viewer: Viewer = EVERYTHING) -> list[StoredFile]:
         names = sorted((path.stem for path in self.folder.glob("file-*.json")), reverse=True)
         files = []
         for name in names:
             with contextlib.suppress(NotFound):
-                files.append(self.get(name))
+                files.append(self.get(name, viewer))
         return files
 
-    def delete(self, file_id: str) -> None:
+    def delete(self, file_id: str, viewer: Viewer = EVERYTHING) -> None:
         """Delete a file. Open readers can finish. Raises NotFound."""
-        self.get(file_id)
+        self.get(file_id, viewer)
         self._remove(file_id)
 
     def tidy(self) -> None:
@@ -145,11 +160,13 @@ class FileStore:
         for path in (self._card(file_id), self._data(file_id)):
             path.unlink(missing_ok=True)
 
-    def _save(self, file_id: str, filename: str, purpose: Purpose, expires_after: int | None) -> StoredFile:
+    def _save(
+        self, file_id: str, filename: str, purpose: Purpose, expires_after: int | None, owner: bytes
+    ) -> StoredFile:
         now = int(time.time())
         expires_at = None if expires_after is None else now + expires_after
         file = StoredFile(file_id, self._data(file_id).stat().st_size, now, filename, purpose, expires_at)
-        replace_file(self._card(file_id), msgspec.json.encode(file))
+        replace_file(self._card(file_id), msgspec.json.encode(_FileCard(**msgspec.structs.asdict(file), owner=owner)))
         return file
 
     def _data(self, file_id: str) -> Path:
@@ -179,11 +196,11 @@ class Upload:
             self._next_look += LOOK_EVERY_BYTES
             self._store.check_room()
 
-    def finish(self, filename: str, purpose: Purpose, expires_after: int | None) -> StoredFile:
+    def finish(self, filename: str, purpose: Purpose, expires_after: int | None, owner: bytes = NOBODY) -> StoredFile:
         self._file.close()
         self._store.check_room()
         self._path.replace(self._store.folder / self._id)
-        return self._store._save(self._id, filename, purpose, expires_after)
+        return self._store._save(self._id, filename, purpose, expires_after, owner)
 
     def discard(self) -> None:
         """Remove the unfinished file. Does nothing after `finish`."""

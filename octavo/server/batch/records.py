@@ -4,6 +4,7 @@ when a batch is resumed."""
 import io
 import os
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -58,7 +59,7 @@ class _Usage(msgspec.Struct, frozen=True):
     output_tokens_details: _Details | None = None
 
 
-class _AnswerBody(msgspec.Struct, frozen=True):
+class _ResponseBody(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
 
 
@@ -85,7 +86,7 @@ class Tally(msgspec.Struct):
             return
         self.completed += 1
         try:
-            usage = msgspec.json.decode(record.response.body, type=_AnswerBody).usage
+            usage = msgspec.json.decode(record.response.body, type=_ResponseBody).usage
         except msgspec.MsgspecError:  # an answer with another kind of usage
             return
         if usage is None:
@@ -98,11 +99,11 @@ class Tally(msgspec.Struct):
             self.reasoning_tokens += (details.reasoning_tokens or 0) if details else 0
 
 
-def answer_record(line: Line, answer: LoopbackResponse) -> Record:
-    body = answer.body
+def response_record(line: Line, reply: LoopbackResponse) -> Record:
+    body = reply.body
     if b"\n" in body:  # a record is one line
         body = msgspec.json.encode(msgspec.json.decode(body))
-    response = Response(answer.status, answer.request_id, msgspec.Raw(body))
+    response = Response(reply.status, reply.request_id, msgspec.Raw(body))
     if line.ignored:
         return RecordWithIgnored(_new_id(), line.custom_id, response, None, line.ignored)
     return Record(_new_id(), line.custom_id, response, None)
@@ -132,7 +133,9 @@ class Seen:
     hold millions, and is removed when closed."""
 
     def __init__(self) -> None:
-        # An empty name: a temporary file that SQLite removes itself. One thread at a time uses it, not always the same one.
+        # An empty name: a temporary file that SQLite removes itself. One thread at a time uses it, not always the same one: lines
+        # are read in another thread than records are written.
+        self._lock = threading.Lock()
         self._connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = OFF")
         self._connection.execute("PRAGMA synchronous = OFF")
@@ -141,8 +144,9 @@ class Seen:
 
     def add(self, key: str | int) -> bool:
         """Add a key. False: it was there already."""
-        cursor = self._connection.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_key(key),))
-        return cursor.rowcount == 1
+        with self._lock:
+            cursor = self._connection.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_key(key),))
+            return cursor.rowcount == 1
 
     def note(self, record: Record | _Written) -> None:
         """Mark this record's line as answered."""
@@ -152,10 +156,12 @@ class Seen:
             self.add(record.error.line)
 
     def __contains__(self, key: str | int) -> bool:
-        return self._connection.execute("SELECT 1 FROM seen WHERE key = ?", (_key(key),)).fetchone() is not None
+        with self._lock:
+            return self._connection.execute("SELECT 1 FROM seen WHERE key = ?", (_key(key),)).fetchone() is not None
 
     def close(self) -> None:
-        self._connection.close()
+        with self._lock:
+            self._connection.close()
 
 
 def _key(key: str | int) -> str:

@@ -1,21 +1,23 @@
 """BatchRunner: answers the lines of batches in the background, in the API process that holds the lock.
 
 If that process ends, another one, or the next server on the same folder, resumes its batches: it reads the records back and asks
-only for the remaining lines."""
+only for the remaining lines. Lines that were in flight when a process ended come last, one at a time; one that ended two processes
+is failed (crash_memory.py)."""
 
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from octavo.errors import ConfigError, InvalidRequest, NotFound
-from octavo.server.batch.answer_lines import answer_lines
+from octavo.server.batch.answer_lines import answer_lines, read_aside
 from octavo.server.batch.batches import (
     Batch,
     BatchError,
@@ -28,10 +30,13 @@ from octavo.server.batch.batches import (
     Status,
     Unfinished,
 )
+from octavo.server.batch.crash_memory import VALIDATION, CrashMemory
 from octavo.server.batch.files import FileStore, new_name
 from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
 from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back, unanswered_record
+from octavo.server.batch.threads import finish_in_thread
 from octavo.server.state.loopback import LoopbackResponse
+from octavo.server.state.pools import BATCHES
 from octavo.server.state.service import Ask
 
 log = logging.getLogger("octavo.server")
@@ -39,9 +44,11 @@ log = logging.getLogger("octavo.server")
 LOOK_SECONDS = 0.5  # how often the folder is checked for batches and cancellations from other processes
 MAX_ACTIVE = 8  # batches that run at once and share the slots; the others wait
 MAX_LINES = 50_000  # OpenAI's limit
+MAX_INPUT_LINES = 4 * MAX_LINES  # with empty ones: a file has room for hundreds of millions
 MAX_ERRORS = 100  # lines named in the errors of a refused batch
 LOOK_EVERY_RECORDS = 64
 PAUSE_SECONDS = 30  # before a batch whose result could not be stored is tried again
+ENDED_PROCESSES = "request_ended_server"  # the error code of a line that is not tried again
 OUTCOMES: tuple[Status, ...] = ("failed", "expired", "cancelled")
 WHY_NOT_ANSWERED = {  # with OpenAI's codes
     "expired": BatchError("batch_expired", "the batch's completion window ended before this request was answered"),
@@ -66,12 +73,17 @@ class BatchRunner:
         model_name: str,
         lock: Path,
         is_crowded: Callable[[], bool],
+        memory: CrashMemory,
+        num_slots: int,
     ) -> None:
         """`rules.urls`: all routes that batches may use; each batch names one. `is_crowded`: whether requests wait for the
-        engine."""
+        engine. `num_slots`: lines of all batches together that are in flight at once; `memory` has room for these and one more of
+        each active batch."""
         self._files, self._batches = files, batches
         self._ask, self._rules, self._model_name = ask, rules, model_name
         self._lock, self._is_crowded = lock, is_crowded
+        self._memory = memory
+        self._slots, self._num_slots, self._trial = asyncio.Semaphore(num_slots), num_slots, asyncio.Lock()
         self._news = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
@@ -80,9 +92,22 @@ class BatchRunner:
         """Check the folder now: this process has changed something in it."""
         self._news.set()
 
-    async def run(self, num_slots: int) -> None:
-        """Run batches until cancelled. `num_slots`: lines of all batches together that are in flight at once."""
-        slots = asyncio.Semaphore(num_slots)
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncGenerator[None, None]:
+        """Wait until no line of any batch is in flight; none begins before this is left."""
+        async with self._trial:  # two that hold some slots each would wait for each other
+            num_taken = 0
+            try:
+                while num_taken < self._num_slots:
+                    await self._slots.acquire()
+                    num_taken += 1
+                yield
+            finally:
+                for _ in range(num_taken):
+                    self._slots.release()
+
+    async def run(self) -> None:
+        """Run batches until cancelled."""
         with self._lock.open("wb") as lock:
             is_mine = is_tidy = False  # while another process holds the lock, that one runs the batches
             problem = ""
@@ -92,11 +117,12 @@ class BatchRunner:
                     try:
                         is_mine = is_mine or _try_lock(lock)
                         if is_mine and not is_tidy:
-                            await asyncio.to_thread(self._files.tidy)
-                            await asyncio.to_thread(self._batches.tidy)
+                            await BATCHES.run(self._files.tidy)
+                            await BATCHES.run(self._batches.tidy)
+                            await BATCHES.run(self._memory.open)  # last: what it has read it counts once
                             is_tidy = True
                         if is_mine:
-                            self._look(await asyncio.to_thread(self._batches.unfinished), slots)
+                            self._look(await BATCHES.run(self._batches.unfinished))
                         problem = ""
                     except OSError as error:  # too many open files, for example: batches wait for the next check
                         if str(error) != problem:  # log the same problem once
@@ -110,23 +136,26 @@ class BatchRunner:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._memory.close()
 
-    def _look(self, unfinished: list[Unfinished], slots: asyncio.Semaphore) -> None:
+    def _look(self, unfinished: list[Unfinished]) -> None:
         """Start unfinished batches and pass cancellations on. A batch may have ended since it was listed: `_Run` handles that."""
         for batch_id, is_cancelled in unfinished:
             if batch_id not in self._running:
                 if len(self._running) >= MAX_ACTIVE and not is_cancelled:
                     continue
                 self._cancelled[batch_id] = asyncio.Event()
-                self._running[batch_id] = asyncio.create_task(self._guard(batch_id, slots))
+                self._running[batch_id] = asyncio.create_task(self._guard(batch_id))
             if is_cancelled:
                 self._cancelled[batch_id].set()
 
-    async def _guard(self, batch_id: str, slots: asyncio.Semaphore) -> None:
+    async def _guard(self, batch_id: str) -> None:
         try:
-            await _Run(self, self._batches.load(batch_id), slots, self._cancelled[batch_id]).run()
+            await _Run(self, *self._batches.load(batch_id), self._cancelled[batch_id]).run()
+            self._memory.forget(batch_id)
         except NotFound:  # its card was removed from the folder: there is nothing to run
             self._batches.forget(batch_id)
+            self._memory.forget(batch_id)
         except Exception:
             log.exception("batch %s could not be finished; trying again in %d s", batch_id, PAUSE_SECONDS)
             await asyncio.sleep(PAUSE_SECONDS)
@@ -138,33 +167,37 @@ class BatchRunner:
 class _Run:
     """Runs one batch from its current state to its end. However it ends, the answers so far become its output."""
 
-    def __init__(self, runner: BatchRunner, batch: Batch, slots: asyncio.Semaphore, cancelled: asyncio.Event) -> None:
+    def __init__(self, runner: BatchRunner, batch: Batch, owner: bytes, cancelled: asyncio.Event) -> None:
+        """`owner`: the key that created the batch. Its requests are asked on behalf of that key."""
         self._files, self._batches = runner._files, runner._batches
-        self._ask, self._owner = runner._ask, self._batches.owner(batch.id)
+        self._ask, self._owner = runner._ask, owner
         self._rules = msgspec.structs.replace(runner._rules, urls=(batch.endpoint,))
         self._model_name, self._is_crowded = runner._model_name, runner._is_crowded
         self._batch = batch
-        self._slots, self._cancelled = slots, cancelled
+        self._slots, self._alone, self._memory = runner._slots, runner.alone, runner._memory
+        self._cancelled = cancelled
         self._tally, self._seen = Tally(), Seen()
         self._knows_all = False  # whether all earlier records were read back
         self._num_written = 0
         self._next_save = 0.0
+        self._changing = asyncio.Lock()
 
     async def run(self) -> None:
         if self._batch.has_ended:  # its process died before it removed the open marks
-            return self._batches.end(self._batch)
+            return self._batches.end(self._batch, self._owner)
         try:
             with contextlib.ExitStack() as stack:
-                answers, errors = (stack.enter_context(open_records(p)) for p in self._batches.outputs(self._batch.id))
-                self._answers, self._errors = answers, errors
+                output, errors = (stack.enter_context(open_records(p)) for p in self._batches.outputs(self._batch.id))
+                self._output, self._errors = output, errors
                 if self._batch.finalizing_at is None:
-                    self._decide(*await self._outcome())
+                    outcome = await self._outcome()
+                    await BATCHES.run(self._decide, *outcome)
                 elif not self._has_files:
                     with contextlib.suppress(_Refused):
-                        await asyncio.to_thread(self._read_back)
+                        await BATCHES.run(self._read_back)
                 if not self._has_files:
-                    await asyncio.to_thread(self._record_unanswered)
-            await asyncio.to_thread(self._finish)
+                    await BATCHES.run(self._record_unanswered)
+            await BATCHES.run(self._finish)
         finally:
             self._seen.close()
 
@@ -174,7 +207,7 @@ class _Run:
         return self._batch.output_file_id is not None or self._batch.error_file_id is not None
 
     def _read_back(self) -> None:
-        for file in (self._answers, self._errors):
+        for file in (self._output, self._errors):
             try:
                 read_back(file, "the output", self._seen, self._tally)
             except ConfigError as error:
@@ -186,7 +219,7 @@ class _Run:
     async def _outcome(self) -> tuple[Status, list[BatchError]]:
         """Work until the batch is completed, cancelled, expired or failed. Returns (outcome, errors)."""
         try:
-            await asyncio.to_thread(self._read_back)
+            await BATCHES.run(self._read_back)
             return await self._until_over(), []
         except _Refused as refused:
             return "failed", refused.errors
@@ -198,6 +231,8 @@ class _Run:
             return "failed", [BatchError("server_error", words)]
 
     async def _until_over(self) -> Status:
+        if self._cancelled.is_set():
+            return "cancelled"
         work = asyncio.create_task(self._work())
         asked = asyncio.create_task(self._cancelled.wait())
         try:
@@ -213,14 +248,53 @@ class _Run:
             await asyncio.gather(asked, work, return_exceptions=True)
 
     async def _work(self) -> None:
+        batch_id, memory = self._batch.id, self._memory
         if self._batch.status == "validating":
-            total = await asyncio.to_thread(self._validate)
+            async with self._trial_of(VALIDATION):
+                with memory.trying(batch_id, VALIDATION):
+                    total = await BATCHES.run(self._validate)
             counts = RequestCounts(total, self._tally.completed, self._tally.failed)
-            self._change(
+            await self._change_aside(
                 status="in_progress", in_progress_at=int(time.time()), request_counts=counts, model=self._model_name
             )
+        suspects = memory.suspects(batch_id)
         with self._open_input() as file:
-            await answer_lines(self._unanswered(file), self._ask_line, self._slots, self._write, self._is_crowded)
+            lines = self._unanswered(file)
+            lines = (None if isinstance(line, Line) and line.number in suspects else line for line in lines)
+            await answer_lines(lines, self._ask_line, self._slots, self._write, self._is_crowded, self._trying)
+        if suspects:
+            with self._open_input() as file:
+                lines = self._unanswered(file)
+                lines = (line if isinstance(line, Line) and line.number in suspects else None for line in lines)
+                async with contextlib.aclosing(read_aside(lines)) as read:
+                    async for line in read:
+                        if line is not None:
+                            await self._try_suspect(line)
+
+    async def _try_suspect(self, line: Line | BadLine) -> None:
+        if self._memory.is_guilty(self._batch.id, line.number):
+            message = "this request ended the server process twice and is not tried again"
+            log.error("line %d of %s is failed: it ended the server process twice", line.number, self._batch.id)
+            return await self._write(unanswered_record(line, ENDED_PROCESSES, message))
+        async with self._trial_of(line.number):
+            await answer_lines([line], self._ask_line, asyncio.Semaphore(1), self._write, trying=self._trying)
+
+    @contextlib.asynccontextmanager
+    async def _trial_of(self, line: int) -> AsyncGenerator[None, None]:
+        """Before a suspect is tried: wait until it is the only line. Does nothing for others."""
+        batch_id, memory = self._batch.id, self._memory
+        if line not in memory.suspects(batch_id):
+            yield
+        elif memory.is_guilty(batch_id, line):
+            words = "reading the input file ended the server process twice; it is not tried again"
+            raise _Refused([BatchError(ENDED_PROCESSES, words, param="input_file_id")])
+        else:
+            await asyncio.sleep(memory.seconds_until_trial(batch_id, line))
+            async with self._alone():
+                yield
+
+    def _trying(self, line: Line) -> contextlib.AbstractContextManager[None]:
+        return self._memory.trying(self._batch.id, line.number)
 
     def _ask_line(self, url: str, body: bytes) -> Awaitable[LoopbackResponse]:
         return self._ask(url, body, self._owner)
@@ -267,17 +341,17 @@ class _Run:
     async def _write(self, record: Record) -> None:
         self._tally.count(record)
         is_good = record.response is not None and record.response.status_code < 300
-        (self._answers if is_good else self._errors).write(encode_record(record))
+        (self._output if is_good else self._errors).write(encode_record(record))
         self._seen.note(record)
         self._num_written += 1
         if self._num_written % LOOK_EVERY_RECORDS == 0:
             try:
-                await asyncio.to_thread(self._files.check_room)  # it stats every file
+                await BATCHES.run(self._files.check_room)  # it stats every file
             except InvalidRequest as error:
                 raise _Refused([BatchError("storage_full", error.message)]) from None
         if (now := time.monotonic()) >= self._next_save:
             self._next_save = now + 1.0
-            self._change(request_counts=self._counts(), usage=self._usage())
+            await self._change_aside(request_counts=self._counts(), usage=self._usage())
 
     def _decide(self, outcome: Status, reasons: list[BatchError]) -> None:
         """Save the outcome. A process that resumes the batch after this keeps it."""
@@ -322,13 +396,19 @@ class _Run:
         expiry = batch.output_expires_after.seconds if batch.output_expires_after else None
         for file_id, path, kind in zip(ids, paths, ("output", "error"), strict=True):
             if file_id is not None:
-                self._files.adopt(path, file_id, f"{batch.id}_{kind}.jsonl", expiry)
+                self._files.adopt(path, file_id, f"{batch.id}_{kind}.jsonl", expiry, self._owner)
             path.unlink(missing_ok=True)
-        self._batches.end(msgspec.structs.replace(self._batch, **{f"{outcome}_at": int(time.time())}, status=outcome))
+        ended = msgspec.structs.replace(self._batch, **{f"{outcome}_at": int(time.time())}, status=outcome)
+        self._batches.end(ended, self._owner)
+
+    async def _change_aside(self, **changes: object) -> None:
+        """Replacing a file may wait for the disk: not on the event loop."""
+        async with self._changing:
+            await finish_in_thread(functools.partial(self._change, **changes))
 
     def _change(self, **changes: object) -> None:
         self._batch = msgspec.structs.replace(self._batch, **changes)
-        self._batches.save(self._batch)
+        self._batches.save(self._batch, self._owner)
 
     def _counts(self) -> RequestCounts:
         return RequestCounts(self._batch.request_counts.total, self._tally.completed, self._tally.failed)

@@ -1,6 +1,6 @@
 """The endpoints: the folder is the list. A module here has `router(service) -> APIRouter`; adding one touches no other file of octavo/.
 
-What a module's routes accept is in its DIALECT (or DIALECTS), what they return in its SHAPES: /v1/compat and /openapi.json read
+What a module's routes accept is in its ROUTE_SCHEMA (or ROUTE_SCHEMAS), what they return in its SHAPES: /v1/compat and /openapi.json read
 these."""
 
 import importlib

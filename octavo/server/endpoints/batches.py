@@ -1,8 +1,7 @@
 """/v1/batches: create, list, retrieve, cancel: OpenAI's shapes; the runner in the background does the rest.
 
-Every key of this server gives access to every batch."""
+A key sees its own batches, an admin key all (state/owners.py)."""
 
-import asyncio
 import functools
 import re
 from typing import Annotated, Any, Literal
@@ -13,14 +12,18 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from octavo.errors import InvalidRequest, NotFound
 from octavo.server.batch.batches import BATCH_ID, Batch, OutputExpiry
+from octavo.server.batch.crash_memory import CrashMemory
 from octavo.server.batch.lines import Rules
-from octavo.server.batch.runner import BatchRunner
+from octavo.server.batch.runner import MAX_ACTIVE, MAX_INPUT_LINES, BatchRunner
 from octavo.server.batch.stores import Stores, open_stores
 from octavo.server.endpoints.files import check_expiry
-from octavo.server.http.sse import owner_of
-from octavo.server.schema.fields import Dialect, RequestFields, check_metadata, read_fields
+from octavo.server.http.sse import viewer_of
+from octavo.server.schema.fields import MAX_METADATA, RequestFields, RouteSchema, check_metadata, read_fields
+from octavo.server.schema.lists import AtMost
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.ignored_fields import json_response
+from octavo.server.state.owners import Viewer
+from octavo.server.state.pools import FILES
 from octavo.server.state.service import Service
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -41,11 +44,11 @@ class BatchRequest(RequestFields):
     input_file_id: str
     endpoint: Annotated[str, WithJsonSchema({"enum": list(ROUTES)})]
     completion_window: Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[1-9][0-9]?h$"})]
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, AtMost(MAX_METADATA)] = None
     output_expires_after: OutputExpiresAfter | None = None
 
 
-DIALECT = Dialect("batches", "/v1/batches", BatchRequest, {})
+ROUTE_SCHEMA = RouteSchema("batches", "/v1/batches", BatchRequest, {})
 
 
 class BatchList(msgspec.Struct, frozen=True):
@@ -72,7 +75,7 @@ def router(service: Service) -> APIRouter:
     async def run() -> None:
         runner = _runner(service, stores())
         runners.append(runner)
-        await runner.run(_num_slots(service))
+        await runner.run()
 
     if service.config.batches.files_folder:
         service.background.append(run)
@@ -84,22 +87,22 @@ def router(service: Service) -> APIRouter:
     @router.post("/v1/batches")
     async def create_batch(request: Request) -> Response:
         service.accept()
-        fields = await read_fields(request, DIALECT, service.config.server)
+        fields = await read_fields(request, ROUTE_SCHEMA, service.config)
         service.check_model(fields.model)
         try:
-            batch = await asyncio.to_thread(_create, stores(), fields, owner_of(request))
+            batch = await FILES.run(_create, stores(), fields, viewer_of(service, request))
         except NotFound as error:
             raise InvalidRequest(error.message, param="input_file_id") from None
         wake()
         return json_response(batch, fields.ignored)
 
     @router.get("/v1/batches")
-    async def list_batches(limit: int = 20, after: str | None = None) -> Response:
+    async def list_batches(request: Request, limit: int = 20, after: str | None = None) -> Response:
         if not 1 <= limit <= MAX_LIMIT:
-            raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {limit}", param="limit")
+            raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {str(limit)[:20]}", param="limit")
         if after is not None and not BATCH_ID.fullmatch(after):
             raise InvalidRequest("after must be the id of a batch", param="after")
-        batches = await asyncio.to_thread(stores().batches.newest_first)
+        batches = await FILES.run(stores().batches.newest_first, viewer_of(service, request))
         if after is not None:
             batches = [batch for batch in batches if batch.id < after]
         page = batches[:limit]
@@ -107,12 +110,12 @@ def router(service: Service) -> APIRouter:
         return json_response(BatchList(page, first, last, len(batches) > limit))
 
     @router.get("/v1/batches/{batch_id}")
-    async def retrieve_batch(batch_id: str) -> Response:
-        return json_response(await asyncio.to_thread(stores().batches.get, batch_id))
+    async def retrieve_batch(batch_id: str, request: Request) -> Response:
+        return json_response(await FILES.run(stores().batches.get, batch_id, viewer_of(service, request)))
 
     @router.post("/v1/batches/{batch_id}/cancel")
-    async def cancel_batch(batch_id: str) -> Response:
-        batch = await asyncio.to_thread(stores().batches.cancel, batch_id)
+    async def cancel_batch(batch_id: str, request: Request) -> Response:
+        batch = await FILES.run(stores().batches.cancel, batch_id, viewer_of(service, request))
         wake()
         return json_response(batch)
 
@@ -121,32 +124,41 @@ def router(service: Service) -> APIRouter:
 
 def batch_routes() -> tuple[str, ...]:
     """The routes of ROUTES that this server has."""
-    return tuple(route for route in ROUTES if route in _dialects())
+    return tuple(path for path in ROUTES if path in _route_schemas())
 
 
 def seeded_routes() -> frozenset[str]:
     """The routes whose requests take a seed."""
-    return frozenset(path for path, dialect in _dialects().items() if "seed" in dialect.schema.model_fields)
+    return frozenset(path for path, route in _route_schemas().items() if "seed" in route.schema.model_fields)
 
 
 @functools.cache
-def _dialects() -> dict[str, Dialect[Any]]:
-    from octavo.server.endpoints.compat import all_dialects  # which imports this file, among others
+def _route_schemas() -> dict[str, RouteSchema[Any]]:
+    from octavo.server.endpoints.compat import all_route_schemas  # which imports this file, among others
 
-    return {dialect.path: dialect for dialect in all_dialects()}
+    return {route.path: route for route in all_route_schemas()}
 
 
 def _runner(service: Service, stores: Stores) -> BatchRunner:
     assert service.ask is not None
-    server = service.config.server
-    rules = Rules(batch_routes(), int(server.max_body_bytes), server.strict_fields)
+    config = service.config
+    max_bytes, is_strict = int(config.budget.max_body_bytes), config.server.strict_fields
+    rules = Rules(batch_routes(), max_bytes, is_strict, max_lines=MAX_INPUT_LINES)
     lock = stores.root / "runner.lock"
 
     def is_crowded() -> bool:
         heartbeat = service.engine.heartbeat
         return heartbeat is not None and heartbeat.num_waiting > 0
 
-    return BatchRunner(stores.files, stores.batches, service.ask, rules, service.model_name, lock, is_crowded)
+    def num_seated() -> int:
+        heartbeat = service.engine.heartbeat
+        return 1 if heartbeat is None else len(heartbeat.seated())
+
+    num_slots = _num_slots(service)
+    memory = CrashMemory(stores.root, num_slots + MAX_ACTIVE, lambda: service.engine.report is None, num_seated)
+    return BatchRunner(
+        stores.files, stores.batches, service.ask, rules, service.model_name, lock, is_crowded, memory, num_slots
+    )
 
 
 def _num_slots(service: Service) -> int:
@@ -154,7 +166,7 @@ def _num_slots(service: Service) -> int:
     return wanted if isinstance(wanted, int) else max(1, service.report.max_num_seqs // ROWS_PER_SLOT)
 
 
-def _create(stores: Stores, fields: BatchRequest, owner: bytes) -> Batch:
+def _create(stores: Stores, fields: BatchRequest, viewer: Viewer) -> Batch:
     routes = batch_routes()
     if fields.endpoint not in routes:
         raise InvalidRequest(
@@ -162,14 +174,14 @@ def _create(stores: Stores, fields: BatchRequest, owner: bytes) -> Batch:
         )
     seconds = _seconds(fields.completion_window)
     check_metadata(fields.metadata or {})
-    file = stores.files.get(fields.input_file_id)
+    file = stores.files.get(fields.input_file_id, viewer)
     if file.purpose != "batch":
         raise InvalidRequest(f"the file's purpose must be batch, got {file.purpose}", param="input_file_id")
     expiry = None
     if fields.output_expires_after is not None:
         expiry = OutputExpiry(check_expiry(fields.output_expires_after.seconds, "output_expires_after.seconds"))
     return stores.batches.create(
-        stores.files, fields.endpoint, file.id, fields.completion_window, seconds, fields.metadata, expiry, owner
+        stores.files, fields.endpoint, file.id, fields.completion_window, seconds, fields.metadata, expiry, viewer.owner
     )
 
 

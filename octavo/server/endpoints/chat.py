@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.server.dialects.openai_chat.output import ChatCompletion
 from octavo.server.dialects.openai_chat.writer import ChatWriter
-from octavo.server.generate.chat_request import ChatRequest, parse
+from octavo.server.generate.chat_request import ChatFields, parse
 from octavo.server.generate.chat_task import ChatTask
 from octavo.server.generate.requests import new_id
 from octavo.server.http.respond import submit_and_respond
-from octavo.server.schema.fields import Dialect, read_fields
+from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.state.service import Service
@@ -30,10 +30,10 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 }
 
 
-DIALECT = Dialect("chat", "/v1/chat/completions", ChatRequest, {**NOT_OFFERED_ANYWHERE, **NOT_OFFERED})
+ROUTE_SCHEMA = RouteSchema("chat", "/v1/chat/completions", ChatFields, {**NOT_OFFERED_ANYWHERE, **NOT_OFFERED})
 
 
-SHAPES = {f"POST {DIALECT.path}": Shape(ChatCompletion, EVENTS)}
+SHAPES = {f"POST {ROUTE_SCHEMA.path}": Shape(ChatCompletion, EVENTS)}
 
 
 def router(service: Service) -> APIRouter:
@@ -43,7 +43,7 @@ def router(service: Service) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         arrived = time.monotonic()
         service.accept()
-        fields = await read_fields(request, DIALECT, service.config.server)
+        fields = await read_fields(request, ROUTE_SCHEMA, service.config)
         service.check_model(fields.model)
         prompt = await parse(service, fields)
         response_id = new_id("chatcmpl")

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import functools
 import time
 
 from fastapi import APIRouter, Request, Response
@@ -7,17 +8,19 @@ from fastapi import APIRouter, Request, Response
 from octavo.server.dialects.openai_completions.output import Completion
 from octavo.server.dialects.openai_completions.request import NOT_OFFERED, CompletionRequest, parse
 from octavo.server.dialects.openai_completions.writer import CompletionWriter
+from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import new_id
 from octavo.server.generate.structured import read_grammar
 from octavo.server.http.respond import submit_and_respond
-from octavo.server.schema.fields import Dialect, read_fields
+from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.service import Service
 
-DIALECT = Dialect("completions", "/v1/completions", CompletionRequest, NOT_OFFERED)
+ROUTE_SCHEMA = RouteSchema("completions", "/v1/completions", CompletionRequest, NOT_OFFERED)
 
+BYTES_PER_PROMPT = 100  # of a body: making a prompt's request takes as long
 
-SHAPES = {f"POST {DIALECT.path}": Shape(Completion, EVENTS)}
+SHAPES = {f"POST {ROUTE_SCHEMA.path}": Shape(Completion, EVENTS)}
 
 
 def router(service: Service) -> APIRouter:
@@ -27,11 +30,13 @@ def router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         arrived = time.monotonic()
         service.accept()
-        fields = await read_fields(request, DIALECT, service.config.server)
+        fields = await read_fields(request, ROUTE_SCHEMA, service.config)
         service.check_model(fields.model)
         grammar = await read_grammar(service, fields, fields.response_format)
         response_id = new_id("cmpl")
-        writer = CompletionWriter(service, fields, response_id, await parse(service, fields), arrived, grammar)
+        prompts = await parse(service, fields)
+        make = functools.partial(CompletionWriter, service, fields, response_id, prompts, arrived, grammar)
+        writer = await offload_prompt(fields.num_bytes + BYTES_PER_PROMPT * len(prompts), make)
         return await submit_and_respond(
             service, request, fields, response_id, writer.generation, writer, ignored=fields.ignored
         )

@@ -10,12 +10,15 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.admission.finish_errors import failure_of
+from octavo.admission.request_size import RequestSize
 from octavo.admission.validate import admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.errors import Field, InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
-from octavo.server.generate.requests import LONG_TEXT, new_id
+from octavo.server.generate.offload import offload, offload_prompt, one_of
+from octavo.server.generate.requests import new_id
+from octavo.server.generate.text_len import check_text_len
 from octavo.server.http.sse import until_gone
-from octavo.server.schema.fields import Dialect, LimitFields, RequestFields, read_fields
+from octavo.server.schema.fields import LimitFields, RequestFields, RouteSchema, read_fields
 from octavo.server.schema.shapes import Prompts, Shape
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
@@ -42,7 +45,7 @@ class EmbeddingRequest(RequestFields, LimitFields):
     user: str | None = None
 
 
-DIALECT = Dialect("embeddings", "/v1/embeddings", EmbeddingRequest, NOT_OFFERED)
+ROUTE_SCHEMA = RouteSchema("embeddings", "/v1/embeddings", EmbeddingRequest, NOT_OFFERED)
 
 
 class Embedding(msgspec.Struct, frozen=True, gc=False):
@@ -63,7 +66,7 @@ class Embeddings(msgspec.Struct, frozen=True, gc=False):
     object: Literal["list"] = "list"
 
 
-SHAPES = {f"POST {DIALECT.path}": Shape(Embeddings)}
+SHAPES = {f"POST {ROUTE_SCHEMA.path}": Shape(Embeddings)}
 
 
 def router(service: Service) -> APIRouter:
@@ -73,7 +76,7 @@ def router(service: Service) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         arrived = time.monotonic()
         service.accept()
-        fields = await read_fields(request, DIALECT, service.config.server)
+        fields = await read_fields(request, ROUTE_SCHEMA, service.config)
         service.check_model(fields.model)
         requests = await parse(service, fields, arrived)
         service.submit(requests)
@@ -84,18 +87,20 @@ def router(service: Service) -> APIRouter:
 
 
 async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> list[GenerateRequest]:
+    return await offload_prompt(fields.num_bytes, lambda: _parse(service, fields, arrived))
+
+
+def _parse(service: Service, fields: EmbeddingRequest, arrived: float) -> list[GenerateRequest]:
     pooling_config, report = service.text.pooling_config, service.report
     pooling = choose_pooling(pooling_config, report, fields.pooling, fields.normalize, fields.dimensions)
     longest = longest_embedding(pooling, pooling_config, report)
     cut = cut_to(fields.truncate_prompt_tokens, longest)
     inputs = _inputs(fields.input)
-    # Many inputs take as long to encode as one long one: the size of all counts.
-    size = sum(len(item) for item in inputs.values() if isinstance(item, str))
-
-    def encode() -> dict[str, list[int]]:
-        return {param: _ids(service, item, param, longest, cut) for param, item in inputs.items()}
-
-    encoded = await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
+    RequestSize(len(inputs), 1, prompt_field=Field("input")).check(service.config.budget)
+    check_text_len(service, fields.num_bytes, fields.input, Field("input"))
+    encoded = {param: _ids(service, item, param, longest, cut) for param, item in inputs.items()}
+    num_tokens = sum(map(len, encoded.values()))
+    RequestSize(len(inputs), 1, num_tokens, prompt_field=Field("input")).check(service.config.budget)
     response_id = new_id("embd")
     requests = [
         admit_embedding(
@@ -111,7 +116,10 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
         for number, (param, ids) in enumerate(encoded.items())
     ]
     times = fields.times(arrived)
-    return [msgspec.structs.replace(request, **times) for request in requests] if times else requests
+    return [
+        msgspec.structs.replace(request, response_id=response_id, part=part, **times)
+        for part, request in enumerate(requests)
+    ]
 
 
 def _inputs(given: Any) -> dict[str, str | list[int]]:
@@ -158,10 +166,12 @@ async def collect(service: Service, requests: list[GenerateRequest], fields: Emb
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     is_base64 = fields.encoding_format == "base64"
-    data = [
-        Embedding(index, base64.b64encode(vector).decode() if is_base64 else numbers_of(vector))
-        for index, vector in enumerate(vectors)
-    ]
+    size = sum(map(len, vectors)) // 4
+
+    def shown(index: int, vector: bytes) -> Embedding:
+        return one_of(size, Embedding(index, base64.b64encode(vector).decode() if is_base64 else numbers_of(vector)))
+
+    data = await offload(size, lambda: [shown(index, vector) for index, vector in enumerate(vectors)])
     num_tokens = sum(len(request.prompt_ids) for request in requests)
     return Embeddings(data, service.model_name, Usage(num_tokens, num_tokens))
 

@@ -1,8 +1,7 @@
 """/v1/files: upload, list, retrieve, content, delete: OpenAI's shapes, for the inputs and outputs of batches.
 
-Every key of this server gives access to every file."""
+A key sees its own files, an admin key all (state/owners.py)."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import BinaryIO, Literal
 
@@ -14,8 +13,10 @@ from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.batch.files import FILE_ID, MAX_FILENAME_LEN, FileStore, StoredFile, Upload
 from octavo.server.batch.stores import open_stores
 from octavo.server.http.multipart import Form, read_form
+from octavo.server.http.sse import owner_of, viewer_of
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.ignored_fields import json_response
+from octavo.server.state.pools import FILES
 from octavo.server.state.service import Service
 
 FORM_BYTES = 2**20  # of a form beside its file
@@ -74,29 +75,32 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/files")
     async def list_files(
-        purpose: str | None = None, limit: int = MAX_LIMIT, order: str = "desc", after: str | None = None
+        request: Request,
+        purpose: str | None = None,
+        limit: int = MAX_LIMIT,
+        order: str = "desc",
+        after: str | None = None,
     ) -> Response:
         _check_page(limit, order, after)
-        files = [
-            file for file in await asyncio.to_thread(stores().files.newest_first) if purpose in (None, file.purpose)
-        ]
+        found = await FILES.run(stores().files.newest_first, viewer_of(service, request))
+        files = [file for file in found if purpose in (None, file.purpose)]
         return json_response(_page(files, limit, order, after))
 
     @router.get("/v1/files/{file_id}")
-    async def retrieve_file(file_id: str) -> Response:
-        return json_response(await asyncio.to_thread(stores().files.get, file_id))
+    async def retrieve_file(file_id: str, request: Request) -> Response:
+        return json_response(await FILES.run(stores().files.get, file_id, viewer_of(service, request)))
 
     @router.get("/v1/files/{file_id}/content")
-    async def file_content(file_id: str) -> Response:
-        files = stores().files
-        size = (await asyncio.to_thread(files.get, file_id)).bytes
-        file = await asyncio.to_thread(files.open, file_id)
+    async def file_content(file_id: str, request: Request) -> Response:
+        files, viewer = stores().files, viewer_of(service, request)
+        size = (await FILES.run(files.get, file_id, viewer)).bytes
+        file = await FILES.run(files.open, file_id, viewer)
         headers = {"content-length": str(size)}
         return StreamingResponse(_pieces(file), headers=headers, media_type="application/octet-stream")
 
     @router.delete("/v1/files/{file_id}")
-    async def delete_file(file_id: str) -> Response:
-        await asyncio.to_thread(stores().files.delete, file_id)
+    async def delete_file(file_id: str, request: Request) -> Response:
+        await FILES.run(stores().files.delete, file_id, viewer_of(service, request))
         return json_response(DeletedFile(file_id))
 
     return router
@@ -114,7 +118,7 @@ async def _upload(request: Request, files: FileStore, is_strict: bool) -> Respon
         ignored = _unknown(form, is_strict)
         purpose, expiry = _purpose(form), _expiry(form)
         name = _printable(form.filename or "")
-        file = await asyncio.to_thread(uploads[0].finish, name, purpose, expiry)
+        file = await FILES.run(uploads[0].finish, name, purpose, expiry, owner_of(request))
     finally:
         for upload in uploads:
             upload.discard()
@@ -123,7 +127,7 @@ async def _upload(request: Request, files: FileStore, is_strict: bool) -> Respon
 
 def _check_page(limit: int, order: str, after: str | None) -> None:
     if not 1 <= limit <= MAX_LIMIT:
-        raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {limit}", param="limit")
+        raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {str(limit)[:20]}", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be asc or desc, got {order[:20]!r}", param="order")
     if after is not None and not FILE_ID.fullmatch(after):
@@ -141,7 +145,7 @@ def _page(newest_first: list[StoredFile], limit: int, order: str, after: str | N
 
 async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:
     with file:
-        while piece := await asyncio.to_thread(file.read, PIECE):
+        while piece := await FILES.run(file.read, PIECE):
             yield piece
 
 
@@ -176,7 +180,8 @@ def _expiry(form: Form) -> int | None:
 
 def check_expiry(seconds: int, param: str) -> int:
     if not MIN_EXPIRY <= seconds <= MAX_EXPIRY:
-        raise InvalidRequest(f"{param} must be between {MIN_EXPIRY} and {MAX_EXPIRY}, got {seconds}", param=param)
+        given = str(seconds)[:20]
+        raise InvalidRequest(f"{param} must be between {MIN_EXPIRY} and {MAX_EXPIRY}, got {given}", param=param)
     return seconds
 
 

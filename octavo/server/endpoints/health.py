@@ -11,12 +11,13 @@ from collections import Counter
 from typing import Literal
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from octavo.engine.progress import Progress, Quiet, Status
 from octavo.errors import EngineDead, EngineError, EngineUnavailable
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import Ping, ReadProgress
+from octavo.server.http.sse import viewer_of
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.service import Service
 
@@ -55,13 +56,15 @@ def router(service: Service) -> APIRouter:
     @router.get("/health")
     async def health() -> Response:
         check_ready(service)
-        await check_turning(service)
+        await check_loop(service)
         return _ok()
 
     @router.get("/health/progress")
-    async def progress() -> Response:
-        told = await tell_progress(service)
-        return Response(msgspec.json.encode(told), 200 if told.status == "ok" else 503, media_type="application/json")
+    async def progress(request: Request) -> Response:
+        progress = await read_progress(service, viewer_of(service, request).only)
+        return Response(
+            msgspec.json.encode(progress), 200 if progress.status == "ok" else 503, media_type="application/json"
+        )
 
     return router
 
@@ -86,18 +89,18 @@ def check_step(service: Service) -> None:
         )
 
 
-async def check_turning(service: Service) -> None:
+async def check_loop(service: Service) -> None:
     """Raise EngineUnavailable unless the step loop runs."""
     if time.monotonic() - service.last_heard <= FRESH_SECONDS:
         return
     heartbeat = service.engine.heartbeat
-    if heartbeat is not None and _is_seen_turning(heartbeat, service.config.server.step_timeout):
+    if heartbeat is not None and _is_seen_running(heartbeat, service.config.server.step_timeout):
         return
     await service.query(Ping(call=0), PING_SECONDS)
     service.heard()
 
 
-def _is_seen_turning(heartbeat: Heartbeat, step_timeout: float) -> bool:
+def _is_seen_running(heartbeat: Heartbeat, step_timeout: float) -> bool:
     """Whether the heartbeat proves it. False: the engine must be queried. Raises EngineUnavailable where that is in vain."""
     if (stalled := heartbeat.stalled_seconds) > STALLED_SECONDS:
         raise EngineUnavailable(f"the engine has made no progress for {stalled:.1f} s", 5)
@@ -108,9 +111,10 @@ def _is_seen_turning(heartbeat: Heartbeat, step_timeout: float) -> bool:
     return heartbeat.is_stepping and sys.platform == "linux" and age < (step_timeout or float("inf"))
 
 
-async def tell_progress(service: Service) -> Progress:
+async def read_progress(service: Service, owner: bytes | None = None) -> Progress:
+    """How the engine is doing. Names the requests of one owner (None: of all)."""
     engine, heartbeat = service.engine, service.engine.heartbeat
-    told = Progress()
+    progress = Progress()
     status: Status = "ok"
     problem = ""
     try:
@@ -119,7 +123,7 @@ async def tell_progress(service: Service) -> Progress:
             status = "recovering"
         else:
             async with asyncio.timeout(ANSWER_SECONDS):
-                told = msgspec.json.decode(await engine.control(ReadProgress(call=0)), type=Progress)
+                progress = msgspec.json.decode(await engine.control(ReadProgress(call=0, owner=owner)), type=Progress)
     except EngineDead:
         status = "dead"
     except EngineError:
@@ -127,18 +131,18 @@ async def tell_progress(service: Service) -> Progress:
     except TimeoutError:  # in a long step, or stuck
         try:
             check_step(service)
-            await check_turning(service)
+            await check_loop(service)
         except EngineError as error:
             status, problem = "stuck", error.message
     seen = {} if heartbeat is None else _seen(heartbeat)
-    if status == "stuck" and heartbeat is not None and heartbeat.is_stepping:
+    if status == "stuck" and heartbeat is not None and heartbeat.is_stepping and owner is None:
         running = _age(heartbeat.beat)
         why = f"its step has not ended for {running:.1f} s: {problem}"
         seen["without_progress"] = [Quiet(name, round(running, 3), why) for name in heartbeat.seated()]
     if status == "recovering":
         waiting = engine.num_open
         seen |= {"waiting": waiting, "running": 0, "step_running_s": None, "stalled_s": 0.0}
-    return msgspec.structs.replace(told, status=status, **{"restarts": engine.num_restarts, **seen})
+    return msgspec.structs.replace(progress, status=status, **{"restarts": engine.num_restarts, **seen})
 
 
 def _seen(heartbeat: Heartbeat) -> dict[str, object]:

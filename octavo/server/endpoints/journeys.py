@@ -1,4 +1,4 @@
-"""GET /v1/requests and /v1/requests/{id}: where the time of a request went, and why it waited."""
+"""GET /v1/requests and /v1/requests/{id}: where the time of a request went, and why it waited. A key sees its own requests."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -7,7 +7,9 @@ from octavo.errors import EngineUnavailable, InvalidRequest, NotFound
 from octavo.messages import ReadJourneys
 from octavo.observe.journeys.journey import STATES, Journey
 from octavo.observe.journeys.stages import EngineJourney
+from octavo.server.http.sse import viewer_of
 from octavo.server.schema.shapes import Shape
+from octavo.server.state.owners import Viewer
 from octavo.server.state.service import Service
 
 MAX_LIMIT = 1000
@@ -29,25 +31,27 @@ def router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/requests/{request_id}")
-    async def one(request_id: str) -> Response:
-        return _json(await _find(service, request_id))
+    async def one(request_id: str, request: Request) -> Response:
+        return _json(await _find(service, request_id, viewer_of(service, request)))
 
     @router.get("/v1/requests")
     async def several(request: Request) -> Response:
         state, limit = _query(request)
-        found = _journeys.decode(await service.query(ReadJourneys(call=0, state=state, limit=limit)))
+        viewer = viewer_of(service, request)
+        asked = ReadJourneys(call=0, state=state, limit=limit, owner=viewer.only)
+        found = _journeys.decode(await service.query(asked))
         # Requests that were not submitted yet are known only to their own API process, for a few milliseconds.
         if state in ("", "running"):
-            found = [journey.tell() for journey in service.journeys.still_here()] + found
+            found = [journey.as_journey() for journey in service.journeys.still_here(viewer)] + found
         return _json(JourneyList(found[:limit]))
 
     return router
 
 
-async def _find(service: Service, request_id: str) -> Journey:
-    if (mine := service.journeys.find(request_id)) is not None:
-        return mine.tell(await _engine_part(service, mine.id) if mine.requests else ())
-    found = _journeys.decode(await service.query(ReadJourneys(call=0, request_id=request_id)))
+async def _find(service: Service, request_id: str, viewer: Viewer) -> Journey:
+    if (mine := service.journeys.find(request_id, viewer)) is not None:
+        return mine.as_journey(await _engine_part(service, mine.id) if mine.requests else ())
+    found = _journeys.decode(await service.query(ReadJourneys(call=0, request_id=request_id, owner=viewer.only)))
     if not found:
         raise NotFound(
             f"no request {request_id[:200]!r} is running here or among the latest that are kept (--journey-bytes)"

@@ -1,11 +1,12 @@
-"""GET /v1/live: the server's state, a few times a second, as server-sent events; GET /v1/live/pages/{page}: a page's owners."""
+"""GET /v1/live: the server's state, a few times a second, as server-sent events; GET /v1/live/pages/{page}: a page's owners.
+A key sees its own requests among them."""
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from octavo.errors import EngineUnavailable, NotFound, Overloaded
 from octavo.messages import ReadPage
-from octavo.server.http.sse import EventStream
+from octavo.server.http.sse import EventStream, viewer_of
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.live_feed import MAX_WATCHERS
 from octavo.server.state.service import Service
@@ -23,20 +24,20 @@ def router(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/live")
-    async def live() -> Response:
+    async def live(request: Request) -> Response:
         service.accept()
         if service.engine.is_recovering:
             raise EngineUnavailable("the engine has ended and is being restarted", retry_after=2)
         if service.live.is_full:
             raise Overloaded(f"{MAX_WATCHERS} clients are already watching, which is the limit", retry_after=10)
-        return EventStream(service, service.live.watch())
+        return EventStream(service, service.live.watch(viewer_of(service, request).only))
 
     @router.get("/v1/live/pages/{page}")
-    async def page_owners(page: str) -> Response:
+    async def page_owners(page: str, request: Request) -> Response:
         num_pages = service.report.num_pages
         if not (page.isascii() and page.isdigit() and len(page) < 12 and int(page) < num_pages):
             raise NotFound(f"page {page[:60]!r} does not exist: pages go from 0 to {num_pages - 1}", param="page")
-        owners = await service.query(ReadPage(call=0, page=int(page)))
+        owners = await service.query(ReadPage(call=0, page=int(page), owner=viewer_of(service, request).only))
         body = PageOwners(int(page), msgspec.json.decode(owners, type=list[str]))
         return Response(msgspec.json.encode(body), media_type="application/json")
 

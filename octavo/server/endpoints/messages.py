@@ -14,14 +14,14 @@ from octavo.server.generate.requests import new_id
 from octavo.server.http.errors import ERROR_SHAPES
 from octavo.server.http.respond import submit_and_respond
 from octavo.server.http.sse import typed_event
-from octavo.server.schema.fields import Dialect, read_fields
+from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
-DIALECTS: list[Dialect[Any]] = [
-    Dialect("messages", "/v1/messages", MessagesRequest, NOT_OFFERED),
-    Dialect("messages count", "/v1/messages/count_tokens", CountRequest, NOT_OFFERED),
+ROUTE_SCHEMAS: list[RouteSchema[Any]] = [
+    RouteSchema("messages", "/v1/messages", MessagesRequest, NOT_OFFERED),
+    RouteSchema("messages count", "/v1/messages/count_tokens", CountRequest, NOT_OFFERED),
 ]
 
 
@@ -34,13 +34,13 @@ ERROR_SHAPES["/v1/messages"] = error_body
 
 def router(service: Service) -> APIRouter:
     router = APIRouter()
-    server = service.config.server
+    config = service.config
 
     @router.post("/v1/messages")
     async def messages(request: Request) -> Response:
         arrived = time.monotonic()
         service.accept()
-        fields: MessagesRequest = await read_fields(request, DIALECTS[0], server)
+        fields: MessagesRequest = await read_fields(request, ROUTE_SCHEMAS[0], config)
         service.check_model(fields.model)
         asked, prompt = await parse(service, fields)
         message_id = new_id("msg").replace("-", "_", 1)
@@ -63,7 +63,7 @@ def router(service: Service) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        fields: CountRequest = await read_fields(request, DIALECTS[1], server)
+        fields: CountRequest = await read_fields(request, ROUTE_SCHEMAS[1], config)
         service.check_model(fields.model)
         asked, prompt = await parse(service, fields)
         return json_response(TokenCount(len(prompt.ids)), NAMES.ignored(fields, asked))

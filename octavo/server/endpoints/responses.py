@@ -21,15 +21,15 @@ from octavo.server.endpoints.stream import find as find_stream
 from octavo.server.generate.chat_task import ChatTask
 from octavo.server.http.respond import submit_and_respond
 from octavo.server.http.sse import EventStream, owner_of
-from octavo.server.schema.fields import Dialect, read_fields
+from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.loopback import is_inside
 from octavo.server.state.service import Service
 
-DIALECTS: list[Dialect[Any]] = [
-    Dialect("responses", "/v1/responses", ResponsesRequest, requests.NOT_OFFERED),
-    Dialect("responses input tokens", "/v1/responses/input_tokens", InputRequest, requests.NOT_OFFERED),
+ROUTE_SCHEMAS: list[RouteSchema[Any]] = [
+    RouteSchema("responses", "/v1/responses", ResponsesRequest, requests.NOT_OFFERED),
+    RouteSchema("responses input tokens", "/v1/responses/input_tokens", InputRequest, requests.NOT_OFFERED),
 ]
 SHAPES = {
     "POST /v1/responses": Shape(
@@ -53,7 +53,7 @@ MAX_ITEMS = 100  # per page of a response's input
 def router(service: Service) -> APIRouter:
     router = APIRouter()
     server = service.config.server
-    own = ResponseStore(server.max_stored_responses, int(server.max_stored_response_bytes))
+    own = ResponseStore(server.max_stored_responses, int(server.max_stored_response_bytes), service.owners.may_see)
     being_made: WeakValueDictionary[str, ResponseWriter] = WeakValueDictionary()
 
     def cancel_here(response_id: str, owner: bytes) -> bytes | None:
@@ -70,7 +70,7 @@ def router(service: Service) -> APIRouter:
     async def create(request: Request) -> HttpResponse:
         arrived = time.monotonic()
         service.accept()
-        fields: ResponsesRequest = await read_fields(request, DIALECTS[0], server)
+        fields: ResponsesRequest = await read_fields(request, ROUTE_SCHEMAS[0], service.config)
         service.check_model(fields.model)
         owner = owner_of(request)
         conversation = await Conversation.read(service, kept, fields, owner)
@@ -99,7 +99,7 @@ def router(service: Service) -> APIRouter:
 
     @router.post("/v1/responses/input_tokens")
     async def count(request: Request) -> HttpResponse:
-        fields: InputRequest = await read_fields(request, DIALECTS[1], server)
+        fields: InputRequest = await read_fields(request, ROUTE_SCHEMAS[1], service.config)
         service.check_model(fields.model)
         conversation = await Conversation.read(service, kept, fields, owner_of(request))
         return json_response(

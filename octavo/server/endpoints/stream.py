@@ -30,7 +30,7 @@ SHAPES = {"GET /v1/stream/{stream_id}": Shape(media=EVENTS)}
 
 def router(service: Service) -> APIRouter:
     router = APIRouter()
-    service.peers.answer(KIND, lambda body: find_here(service, msgspec.json.decode(body, type=Wanted)))
+    service.peers.handle(KIND, lambda body: find_here(service, msgspec.json.decode(body, type=Wanted)))
 
     @router.get("/v1/stream/{stream_id}")
     async def resume(request: Request, stream_id: str) -> Response:

@@ -1,23 +1,24 @@
 """POST /tokenize and /detokenize, with vLLM's shapes: a prompt or messages to token ids, and back."""
 
-import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.admission.validate import check_ids
 from octavo.errors import Field, InvalidRequest, Unsupported
-from octavo.server.generate.chat import Chat, check_variables, encode, read_ending, text_for
-from octavo.server.generate.messages import parse_messages
-from octavo.server.generate.offload import offload
-from octavo.server.generate.requests import LONG_TEXT
-from octavo.server.schema.fields import Dialect, RequestFields, read_fields
+from octavo.server.generate.chat import Chat, check_variables, encode_aside, read_ending, text_for
+from octavo.server.generate.messages import MESSAGES, parse_messages
+from octavo.server.generate.offload import offload, offload_prompt
+from octavo.server.generate.text_len import check_text_len
+from octavo.server.schema.fields import RequestFields, RouteSchema, read_fields
+from octavo.server.schema.lists import FirstError
 from octavo.server.schema.shapes import Messages, Shape, Tools
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 from octavo.text.chat.tools import parse_tool_choice, parse_tools
 
+MAX_DETOKENIZED = 2**18  # ids in one request, or as many as the context holds
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
@@ -37,12 +38,12 @@ class TokenizeRequest(RequestFields):
 
 
 class DetokenizeRequest(RequestFields):
-    tokens: list[int]
+    tokens: Annotated[list[int], FirstError()]
 
 
-DIALECTS = (
-    Dialect("tokenize", "/tokenize", TokenizeRequest, NOT_OFFERED),
-    Dialect("detokenize", "/detokenize", DetokenizeRequest, {}),
+ROUTE_SCHEMAS = (
+    RouteSchema("tokenize", "/tokenize", TokenizeRequest, NOT_OFFERED),
+    RouteSchema("detokenize", "/detokenize", DetokenizeRequest, {}),
 )
 
 
@@ -62,34 +63,36 @@ SHAPES = {"POST /tokenize": Shape(Tokens), "POST /detokenize": Shape(Detokenized
 
 def router(service: Service) -> APIRouter:
     router = APIRouter()
-    tokenize_dialect, detokenize_dialect = DIALECTS
+    tokenize_schema, detokenize_schema = ROUTE_SCHEMAS
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         service.accept()
-        fields = await read_fields(request, tokenize_dialect, service.config.server)
+        fields = await read_fields(request, tokenize_schema, service.config)
         service.check_model(fields.model)
         ids = await _encode(service, fields)
         longest = service.report.max_model_len
 
-        def tell() -> Response:
+        def respond() -> Response:
             names = service.text.token_names(ids) if fields.return_token_strs else None
             return json_response(Tokens(len(ids), longest, ids, names), fields.ignored)
 
-        return await offload(len(ids), tell)
+        return await offload(len(ids), respond)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         service.accept()
-        fields = await read_fields(request, detokenize_dialect, service.config.server)
+        fields = await read_fields(request, detokenize_schema, service.config)
         service.check_model(fields.model)
         report = service.report
+        if len(fields.tokens) > (most := max(MAX_DETOKENIZED, report.max_model_len)):
+            raise InvalidRequest(f"tokens has {len(fields.tokens)} entries; at most {most} are allowed", param="tokens")
 
-        def tell() -> Response:
+        def respond() -> Response:
             check_ids(fields.tokens, report, Field("tokens"))
             return json_response(Detokenized(service.text.decode(fields.tokens, False)), fields.ignored)
 
-        return await offload(len(fields.tokens), tell)
+        return await offload(len(fields.tokens), respond)
 
     return router
 
@@ -105,19 +108,26 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
             "add_special_tokens = true is not supported with messages: the chat template adds the special tokens",
             param="add_special_tokens",
         )
-    tools = parse_tools(fields.tools or [])
-    variables = fields.chat_template_kwargs or {}
-    check_variables(variables, Field("chat_template_kwargs"))
     text = await text_for(service, fields.chat_template)
-    messages = parse_messages(fields.messages or [])
-    ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
-    chat = Chat(messages, tools, parse_tool_choice(None, tools), variables, text, ending)
-    return await encode(service, chat, max_tokens=None)
+
+    def make() -> Chat:
+        given = (fields.messages, fields.tools, fields.chat_template_kwargs)
+        check_text_len(service, fields.num_bytes, given, MESSAGES)
+        tools = parse_tools(fields.tools or [])
+        variables = fields.chat_template_kwargs or {}
+        check_variables(variables, Field("chat_template_kwargs"))
+        messages = parse_messages(fields.messages or [], service.config.budget)
+        ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
+        return Chat(messages, tools, parse_tool_choice(None, tools), variables, text, ending)
+
+    chat = await offload_prompt(fields.num_bytes, make)
+    return await encode_aside(service, chat, fields.num_bytes, max_tokens=None)
 
 
 async def _encode_prompt(service: Service, fields: TokenizeRequest, prompt: str) -> list[int]:
     for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "chat_template"):
         if getattr(fields, name) is not None:
             raise InvalidRequest(f"{name} is only supported with messages, not with prompt", param=name)
-    encode, around = service.text.encode, fields.add_special_tokens is not False
-    return await asyncio.to_thread(encode, prompt, around) if len(prompt) > LONG_TEXT else encode(prompt, around)
+    check_text_len(service, fields.num_bytes, prompt, Field("prompt"))
+    is_marked = fields.add_special_tokens is not False
+    return await offload_prompt(fields.num_bytes, lambda: service.text.encode(prompt, is_marked))

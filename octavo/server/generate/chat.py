@@ -1,15 +1,15 @@
 """Chat: a conversation to be answered, its prompt, and how its answers are parsed. Shared by all dialects."""
 
-import asyncio
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.generate.answer_events import AnswerShape
-from octavo.server.generate.requests import LONG_TEXT
-from octavo.server.generate.structured import grammar_of_schema, read_grammar
-from octavo.server.schema.fields import RequestFields, SamplingFields
+from octavo.server.generate.offload import offload_prompt
+from octavo.server.generate.structured import read_grammar
+from octavo.server.schema.fields import MAX_TEMPLATE_VARIABLES, RequestFields, SamplingFields
 from octavo.server.state.service import Service
 from octavo.text import Text
 from octavo.text.chat.tools import (
@@ -22,7 +22,9 @@ from octavo.text.chat.tools import (
     template_form,
 )
 from octavo.text.parsers import ToolFormat, tool_format
+from octavo.text.text import RenderCall
 
+T = TypeVar("T")
 RESERVED = (
     "self",
     "messages",
@@ -92,6 +94,8 @@ def check_choice(choice: ToolChoice, service: Service) -> None:
 
 
 def check_variables(variables: Mapping[str, Any], field: Field) -> None:
+    if len(variables) > MAX_TEMPLATE_VARIABLES:
+        raise InvalidRequest(field + f" has {len(variables)} entries; at most {MAX_TEMPLATE_VARIABLES} are allowed")
     for name in variables:
         if name in RESERVED or not name.isidentifier():
             raise InvalidRequest(field + f" must not set {name[:60]!r}")
@@ -119,7 +123,7 @@ async def text_for(service: Service, chat_template: object) -> Text:
         return service.text
     if not isinstance(chat_template, str):
         raise InvalidRequest(Field("chat_template") + " must be a string")
-    return await asyncio.to_thread(service.text.with_template, chat_template)
+    return service.text.with_template(await service.compiler.template(chat_template))
 
 
 def effort_variables(
@@ -134,7 +138,7 @@ def effort_variables(
     text = text or service.text
     known = {name: value for name, value in values.items() if text.template_reads(name)}
     if not known and (effort != "none" or text.formats.thinking is not None):
-        fields.pass_over(EFFORT, service.config.server)
+        fields.pass_over(EFFORT, service.config)
     return known
 
 
@@ -148,26 +152,31 @@ async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, r
             Field("tool_choice") + " and structured_outputs both constrain the output: give only one of them"
         )
     frame = chat.required_format(service.text).frame
-    schema = (calls_schema if frame is None else call_schema)(chat.tools, chat.choice)
-    return await grammar_of_schema(service, schema, Field("tools"), frame, chat.choice.parallel)
+    make = functools.partial(calls_schema if frame is None else call_schema, chat.tools, chat.choice)
+    schema = await offload_prompt(fields.num_bytes, make)
+    return await service.compiler.schema(schema, Field("tools"), frame, chat.choice.parallel)
 
 
-async def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:
-    """The prompt's tokens. A long prompt, or one with a request's own template, is encoded in a thread."""
+def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:
+    """The prompt's tokens, by the model's own template. Takes long for a long chat."""
     text = chat.text or service.text
-    offered = chat.offered
-    tools = template_form(offered) if offered else []
+    return text.encode_called(_call(text, chat), max_tokens)
 
-    def work() -> list[int]:
-        return text.encode_chat(
-            chat.messages,
-            tools=tools or None,
-            max_tokens=max_tokens,
-            add_generation_prompt=chat.ending == "answer",
-            continue_final_message=chat.ending == "open",
-            **chat.variables,
-        )
 
-    size = sum(map(len, map(str, (*chat.messages, *tools))))
-    is_slow = size > LONG_TEXT or text is not service.text
-    return await asyncio.to_thread(work) if is_slow else work()
+async def encode_aside(service: Service, chat: Chat, num_bytes: int, *, max_tokens: int | None) -> list[int]:
+    """The prompt's tokens. A chat of a long request is encoded in a thread; a request's own template is rendered in another
+    process. `num_bytes`: the request's size."""
+    text = chat.text or service.text
+    if (template := text.described_template) is None:
+        return await offload_prompt(num_bytes, lambda: encode(service, chat, max_tokens=max_tokens))
+    call = await offload_prompt(num_bytes, lambda: _call(text, chat))
+    try:
+        rendered = await service.compiler.render(template, call)
+    except InvalidRequest as error:
+        raise text.revealed(error) from error
+    return await offload_prompt(len(rendered), lambda: text.encode_rendered(call, rendered, max_tokens))
+
+
+def _call(text: Text, chat: Chat) -> RenderCall:
+    tools = template_form(chat.offered) if chat.offered else None
+    return text.render_call(chat.messages, chat.ending == "answer", chat.ending == "open", tools, chat.variables)

@@ -1,8 +1,11 @@
-"""ChatRequest: the one internal form of a chat request, to which every dialect maps its own JSON; parse() makes the prompt."""
+"""ChatFields: the one internal form of a chat request, to which every dialect maps its own JSON; parse() makes the prompt."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import ConfigDict
 
 from octavo.errors import ContextTooLong, Field, InvalidRequest
 from octavo.server.generate.chat import (
@@ -11,11 +14,14 @@ from octavo.server.generate.chat import (
     check_variables,
     effort_variables,
     encode,
+    encode_aside,
     read_ending,
     text_for,
 )
 from octavo.server.generate.messages import MESSAGES, parse_messages
+from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import Prompt, cut_prompt
+from octavo.server.generate.text_len import check_text_len
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Messages, ToolChoice, Tools
 from octavo.server.state.service import Service
@@ -23,7 +29,9 @@ from octavo.text import Text
 from octavo.text.chat.tools import NO_CALLS, Tool, parse_tool_choice, parse_tools
 
 
-class ChatRequest(GenerationFields):
+class ChatFields(GenerationFields):
+    model_config = ConfigDict(title="ChatRequest")  # the name in the OpenAPI document
+
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -43,27 +51,32 @@ class ChatPrompt(Prompt):
     chat: Chat = field(kw_only=True)  # what the prompt was made of
 
 
-async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
-    chat = parse_chat(service, fields, await text_for(service, fields.chat_template))
+async def parse(service: Service, fields: ChatFields) -> ChatPrompt:
+    text = await text_for(service, fields.chat_template)
+    chat = await offload_prompt(fields.num_bytes, functools.partial(parse_chat, service, fields, text))
     longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
-    ids = await encode(service, chat, max_tokens=longest)
+    ids = await encode_aside(service, chat, fields.num_bytes, max_tokens=longest)
     if fields.truncate_prompt_tokens is not None:
         ids = cut_prompt(ids, fields, service.report)
     return ChatPrompt(ids, MESSAGES, chat=chat)
 
 
-async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
+async def parse_cut(service: Service, fields: ChatFields) -> ChatPrompt:
     """The prompt of as much of the conversation as fits: whole turns are dropped, oldest first, but never the system message."""
+    return await offload_prompt(fields.num_bytes, functools.partial(_parse_cut, service, fields))
+
+
+def _parse_cut(service: Service, fields: ChatFields) -> ChatPrompt:
     chat = parse_chat(service, fields, service.text)
     messages, longest = chat.messages, service.report.max_model_len
     num_kept = 1 if messages[0]["role"] == "system" else 0
     users = [at for at, message in enumerate(messages) if message["role"] == "user"]
     starts = [num_kept, *(at for at in users if at > num_kept)]
 
-    async def try_from(start: int) -> ChatPrompt | None:
+    def try_from(start: int) -> ChatPrompt | None:
         shorter = dataclasses.replace(chat, messages=[*messages[:num_kept], *messages[start:]])
         try:
-            ids = await encode(service, shorter, max_tokens=longest)
+            ids = encode(service, shorter, max_tokens=longest)
         except ContextTooLong:
             if start == starts[-1]:
                 raise  # nothing left to drop
@@ -71,18 +84,19 @@ async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
         fits = len(ids) < longest or start == starts[-1]
         return ChatPrompt(ids, MESSAGES, chat=shorter) if fits else None
 
-    tried = {0: await try_from(starts[0])}
+    tried = {0: try_from(starts[0])}
     low, high = 0 if tried[0] is not None else 1, len(starts) - 1  # the first start that fits is in this range
     while low < high and tried.get(low) is None:
         middle = (low + high) // 2
-        tried[middle] = await try_from(starts[middle])
+        tried[middle] = try_from(starts[middle])
         low, high = (middle + 1, high) if tried[middle] is None else (low, middle)
-    prompt = tried.get(low) or await try_from(starts[low])
+    prompt = tried.get(low) or try_from(starts[low])
     assert prompt is not None
     return prompt
 
 
-def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
+def parse_chat(service: Service, fields: ChatFields, text: Text) -> Chat:
+    check_text_len(service, fields.num_bytes, (fields.messages, fields.tools, fields.chat_template_kwargs), MESSAGES)
     tools: list[Tool] = []
     choice = NO_CALLS
     if fields.tools or fields.tool_choice is not None:
@@ -91,17 +105,17 @@ def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
         check_choice(choice, service)
         for at, tool in enumerate(tools if choice.mode == "auto" else ()):
             if tool.strict:
-                fields.pass_over(Field("tools", at, "function", "strict"), service.config.server)
+                fields.pass_over(Field("tools", at, "function", "strict"), service.config)
     variables = fields.chat_template_kwargs or {}
     if variables:
         check_variables(variables, Field("chat_template_kwargs"))
     by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
-    messages = parse_messages(fields.messages)
+    messages = parse_messages(fields.messages, service.config.budget)
     ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
     return Chat(messages, tools, choice, {**by_effort, **variables}, text, ending)
 
 
-def num_logprobs(fields: ChatRequest) -> int | None:
+def num_logprobs(fields: ChatFields) -> int | None:
     """Logprobs per token. None: not wanted."""
     top = fields.top_logprobs
     if top and not fields.logprobs:

@@ -1,5 +1,6 @@
 """ChatTask: a chat request as the engine computes it, whatever dialect it came in."""
 
+import functools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -9,9 +10,10 @@ from octavo.admission.searches import likeliest
 from octavo.messages import Logprobs, SamplingParams
 from octavo.server.generate.answer_events import AnswerPiece, AnswerReader, WholeAnswer
 from octavo.server.generate.chat import answer_grammar
-from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs
+from octavo.server.generate.chat_request import ChatFields, ChatPrompt, num_logprobs
 from octavo.server.generate.generation import CompletionTokensDetails, Generation, Usage
 from octavo.server.generate.logprobs import TokenLogprob, chat_logprobs
+from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import build_requests
 from octavo.server.state.service import Service
 from octavo.text.parsers import Content, Event
@@ -29,7 +31,7 @@ class ChatTask:
     @staticmethod
     async def prepare(
         service: Service,
-        fields: ChatRequest,
+        fields: ChatFields,
         prompt: ChatPrompt,
         *,
         response_id: str,
@@ -39,12 +41,13 @@ class ChatTask:
         """`max_tokens`: an upper bound where the fields have none, which shrinks to the room that the prompt leaves; None: all
         of it."""
         grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
-        return ChatTask(service, fields, prompt, response_id, arrived, max_tokens, grammar)
+        make = functools.partial(ChatTask, service, fields, prompt, response_id, arrived, max_tokens, grammar)
+        return await offload_prompt(fields.num_bytes, make)
 
     def __init__(
         self,
         service: Service,
-        fields: ChatRequest,
+        fields: ChatFields,
         prompt: ChatPrompt,
         response_id: str,
         arrived: float,
@@ -56,6 +59,7 @@ class ChatTask:
             [prompt],
             fields,
             report=service.report,
+            budget=service.config.budget,
             text=service.text,
             logprobs=num_logprobs(fields),
             default_max_tokens=max_tokens,
@@ -79,7 +83,7 @@ class ChatTask:
             [request],
             marks=shape.marks,
             every_token=self._every_token or self._counts_reasoning,
-            tokens_per_event=fields.tokens_per_event(service.config.server),
+            tokens_per_event=fields.tokens_per_event(service.config),
         )
         self._readers = [AnswerReader(service.text, request.prompt_ids, shape) for _ in range(request.params.n)]
 

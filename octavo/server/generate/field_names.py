@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from octavo.errors import Field, RequestError
-from octavo.server.generate.chat_request import ChatRequest
+from octavo.server.generate.chat_request import ChatFields
 from octavo.server.schema.fields import RequestFields
 
 _ENTRY = "[]"  # any entry of a list
@@ -38,6 +38,6 @@ class FieldNames:
             error.rename(self.of)
             raise
 
-    def ignored(self, fields: RequestFields, chat: ChatRequest) -> list[str]:
+    def ignored(self, fields: RequestFields, chat: ChatFields) -> list[str]:
         """Names of the fields without effect: the request's own, and those of the chat request made from it."""
         return [*fields.ignored, *(str(self.of(field)) for field in chat.passed_over)]

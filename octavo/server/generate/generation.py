@@ -54,7 +54,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class Whole:
+class WholeChoice:
     """All of one choice."""
 
     index: int
@@ -92,7 +92,7 @@ class Generation:
         skipped. `num_kept`: return only so many of each prompt's choices, the likeliest."""
         self._service = service
         self._every_token = every_token or num_kept is not None  # comparing choices needs the logprobs of all tokens
-        self.prompt_logprobs: list[Sequence[Logprobs]] = [()] * len(requests)
+        self.prompt_logprobs: list[list[Logprobs]] = [[] for _ in requests]
         self._requests = requests
         self._tokens_per_event = tokens_per_event
         self._num_kept = num_kept
@@ -119,9 +119,9 @@ class Generation:
         details = PromptTokensDetails(sum(known)) if len(known) == len(self._num_cached) else None
         return Usage(num_prompt, num_output, num_prompt + num_output, details)
 
-    async def whole(self) -> list[Whole]:
+    async def whole(self) -> list[WholeChoice]:
         """Every choice, once all have finished."""
-        choices = [Whole(index) for index in range(self.num_choices)]
+        choices = [WholeChoice(index) for index in range(self.num_choices)]
         async with aclosing(self.pieces()) as steps:
             async for pieces in steps:
                 for piece in pieces:
@@ -134,8 +134,8 @@ class Generation:
                         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         return choices if self._num_kept is None else self._best(choices, self._num_kept)
 
-    def _best(self, choices: list[Whole], num_kept: int) -> list[Whole]:
-        kept: list[Whole] = []
+    def _best(self, choices: list[WholeChoice], num_kept: int) -> list[WholeChoice]:
+        kept: list[WholeChoice] = []
         num_each = self.num_choices // len(self._requests)  # the same for every prompt
         for start in range(0, len(choices), num_each):
             kept += likeliest(choices[start : start + num_each], num_kept, len(kept))
@@ -212,12 +212,11 @@ class Generation:
         for delta in deltas:
             if delta.finish is not None and delta.finish.reason == "error":
                 raise failure_of(delta.finish)
-            if delta.prompt_logprobs and not self.prompt_logprobs[number]:
-                self.prompt_logprobs[number] = delta.prompt_logprobs
+            delta.add_scores_to(self.prompt_logprobs[number])
             if delta.progress is not None:  # the newest is enough
-                told = delta.progress
+                newest = delta.progress
                 num_prompt = len(self._requests[number].prompt_ids)
-                progress = PromptProgress(num_prompt, told.num_computed, told.num_cached)
+                progress = PromptProgress(num_prompt, newest.num_computed, newest.num_cached)
         if progress is not None:
             pieces.append(Piece(base, TextDelta("", None, None, 0), progress=progress))
         # Deltas of one choice become one piece: a slow reader gets fewer, larger events.

@@ -42,7 +42,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
     decoded_token: str
 
 
-def num_told(entries: Iterable[Logprobs | None]) -> int:
+def count_logprobs(entries: Iterable[Logprobs | None]) -> int:
     """Number of logprobs in these entries, the top ones included."""
     return sum(len(entry.token_ids) for entry in entries if entry is not None)
 
@@ -52,7 +52,7 @@ def chat_logprobs(text: Text, entries: Sequence[Logprobs]) -> ChatLogprobs:
         spelled = text.spell(token_id)
         return TopLogprob(_words(spelled), logprob, list(spelled))
 
-    content, size = [], num_told(entries)
+    content, size = [], count_logprobs(entries)
     for entry in entries:
         own, *top = map(shown, entry.token_ids, entry.logprobs)
         content.append(one_of(size, TokenLogprob(own.token, own.logprob, own.bytes, top)))
@@ -63,7 +63,7 @@ def completion_logprobs(
     text: Text, token_ids: Sequence[int], entries: Sequence[Logprobs | None], offset: int
 ) -> CompletionLogprobs:
     """`offset`: characters before the first token."""
-    shown, size = CompletionLogprobs([], [], [], []), num_told(entries)
+    shown, size = CompletionLogprobs([], [], [], []), count_logprobs(entries)
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = _words(text.spell(token_id))
         shown.text_offset.append(offset)
@@ -84,7 +84,7 @@ def completion_logprobs(
 def prompt_logprobs(text: Text, entries: Sequence[Logprobs]) -> list[dict[str, PromptLogprob] | None]:
     """By token id, for every prompt token; the first has none."""
     shown: list[dict[str, PromptLogprob] | None] = [None]
-    size = num_told(entries)
+    size = count_logprobs(entries)
     for entry in entries:
         ranks = [entry.rank, *range(1, len(entry.token_ids))]
         by_id: dict[str, PromptLogprob] = {}

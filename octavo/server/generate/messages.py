@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from octavo.config import BudgetConfig
 from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
+from octavo.server.schema.json_size import check_json
 
 MESSAGES = Field("messages")
 _HERE = Field()  # a message itself: the path of its fields begins there
@@ -22,13 +24,13 @@ _OF_ROLE = {
 """Fields that only messages of one role have."""
 
 
-def parse_messages(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def parse_messages(values: Sequence[Mapping[str, Any]], budget: BudgetConfig) -> list[dict[str, Any]]:
     if not values:
         raise InvalidRequest(MESSAGES + " is empty: at least one message is needed")
     messages: list[dict[str, Any]] = []
     for at, value in enumerate(values):
         try:
-            messages.append(parse_message(value))
+            messages.append(parse_message(value, budget))
         except RequestError as error:
             error.rename(_within(at))
             raise
@@ -46,7 +48,7 @@ def _within(at: int) -> Callable[[Field], Field]:
     return lambda field: Field("messages", at, *field.path)
 
 
-def parse_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def parse_message(message: Mapping[str, Any], budget: BudgetConfig) -> dict[str, Any]:
     """Errors name fields by their path within the message."""
     role = message.get("role")
     if role == "function":
@@ -63,7 +65,7 @@ def parse_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if (name := _string(message, "name")) is not None:
         parsed["name"] = name
     if role == "assistant":
-        parsed |= _of_assistant(message)
+        parsed |= _of_assistant(message, budget)
     if role == "tool" and (call_id := _string(message, "tool_call_id")) is not None:
         parsed["tool_call_id"] = call_id
     return parsed
@@ -88,35 +90,37 @@ def _with_refusals(message: Mapping[str, Any], content: object) -> object:
     return content or _string(message, "refusal") or content
 
 
-def _of_assistant(message: Mapping[str, Any]) -> dict[str, Any]:
+def _of_assistant(message: Mapping[str, Any], budget: BudgetConfig) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise InvalidRequest(Field("tool_calls") + " must be a list")
     if calls:
-        parsed["tool_calls"] = [_call(call, Field("tool_calls", at)) for at, call in enumerate(calls)]
+        parsed["tool_calls"] = [_call(call, Field("tool_calls", at), budget) for at, call in enumerate(calls)]
     thoughts = [text for key in REASONING if (text := _string(message, key))]
     if thoughts:
         parsed |= dict.fromkeys(REASONING, thoughts[0])
     return parsed
 
 
-def _call(call: Any, where: Field) -> dict[str, Any]:
+def _call(call: Any, where: Field, budget: BudgetConfig) -> dict[str, Any]:
     """A call with its arguments as an object, which templates iterate or format themselves."""
     match call:
         case {"function": {"name": str(name), **function}} if call.get("type", "function") == "function":
             call_id = call.get("id", "")
             if not isinstance(call_id, str):
                 raise InvalidRequest(where / "id" + " must be a string")
-            arguments = _arguments(function.get("arguments"), where / "function" / "arguments")
+            arguments = parse_arguments(function.get("arguments"), where / "function" / "arguments", budget)
             return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         case _:
             raise InvalidRequest(where + ' must be {"id", "type": "function", "function": {"name", "arguments"}}')
 
 
-def _arguments(value: object, where: Field) -> dict[str, Any]:
+def parse_arguments(value: object, where: Field, budget: BudgetConfig) -> dict[str, Any]:
+    """A call's arguments, which come as JSON in a string. The body's limits count for it, too: to the body it is one value."""
     if isinstance(value, str) and value.strip():
         try:
+            check_json(value.encode("utf-8", "replace"), int(budget.max_json_items), budget.max_json_depth, where)
             value = json.loads(value)
         except (ValueError, RecursionError):
             value = []

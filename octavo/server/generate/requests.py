@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from octavo.admission.request_size import RequestSize
 from octavo.admission.validate import MAX_TOKENS, admit
-from octavo.errors import Field, InvalidRequest
+from octavo.config import BudgetConfig
+from octavo.errors import Field, InvalidRequest, quote
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
 from octavo.server.schema.fields import GenerationFields
 from octavo.text import Text
@@ -22,8 +24,8 @@ class Prompt:
 
 
 MAX_COMPLETION_TOKENS = Field("max_completion_tokens")
-LONG_TEXT = 20_000
-"""Characters: longer texts are encoded in a thread, so that other streams of this process do not wait."""
+MAX_REPEATED_BYTES = 8 * 2**20
+"""Of sampling parameters, times the prompts of a request: each prompt's request carries them to the engine."""
 
 
 def new_id(prefix: str) -> str:
@@ -37,6 +39,7 @@ def build_requests(
     fields: GenerationFields,
     *,
     report: EngineReport,
+    budget: BudgetConfig,
     text: Text,
     logprobs: int | None,
     default_max_tokens: int | None,
@@ -44,26 +47,34 @@ def build_requests(
     **more: Any,
 ) -> list[GenerateRequest]:
     """One request per prompt. `default_max_tokens` None: all that fits. `more`: sampling parameters that the dialect decides."""
+    check_beams(fields, report)
     values = sampling_values(fields, report, text.default_sampling)
     values |= {"logprobs": logprobs, **more}
     if fields.bad_words:
         values["bad_word_ids"] = text.bad_word_ids(SamplingParams(bad_words=fields.bad_words).bad_words)
-    by_other_name = fields.max_tokens is None and fields.max_completion_tokens is not None
-    limit = MAX_COMPLETION_TOKENS if by_other_name else MAX_TOKENS
-    wanted = fields.max_completion_tokens if by_other_name else fields.max_tokens
+    limit, wanted = _wanted_tokens(fields)
     if wanted is not None and wanted < 1:
-        raise InvalidRequest(limit + f" must be at least 1, got {wanted}")
+        raise InvalidRequest(limit + f" must be at least 1, got {quote(wanted)}")
+    all_max_tokens: list[int | None] = [wanted] * len(prompts)
+    if wanted is None and default_max_tokens is not None:
+        # A default, unlike a wish, shrinks to the room that the prompt leaves.
+        rooms = (report.max_model_len - len(prompt.ids) for prompt in prompts)
+        all_max_tokens = [max(1, min(default_max_tokens, room)) for room in rooms]
+    _size_of(prompts, all_max_tokens, fields, report).check(budget)
+    params_by_limit: dict[int | None, SamplingParams] = {}
     wishes = _wishes(fields, arrived)
+    if len(prompts) > 1:
+        wishes["response_id"] = response_id
     requests = []
-    for number, prompt in enumerate(prompts):
-        max_tokens = wanted
-        if wanted is None and default_max_tokens is not None:
-            # A default, unlike a wish, shrinks to the room that the prompt leaves.
-            max_tokens = max(1, min(default_max_tokens, report.max_model_len - len(prompt.ids)))
+    for number, (prompt, max_tokens) in enumerate(zip(prompts, all_max_tokens, strict=True)):
+        if max_tokens not in params_by_limit:
+            params_by_limit[max_tokens] = SamplingParams(**{**values, "max_tokens": max_tokens})
+            if len(prompts) > 1 and len(params_by_limit) == 1:
+                _check_repeated(params_by_limit[max_tokens], len(prompts))
         request = admit(
             f"{response_id}-{number}" if len(prompts) > 1 else response_id,
             prompt.ids,
-            SamplingParams(**{**values, "max_tokens": max_tokens}),
+            params_by_limit[max_tokens],
             report,
             text.eos_ids,
             field=prompt.field,
@@ -71,8 +82,70 @@ def build_requests(
             arrived=arrived,
             priority=fields.priority or 0,
         )
-        requests.append(msgspec.structs.replace(request, **wishes) if wishes else request)
+        requests.append(msgspec.structs.replace(request, part=number, **wishes) if wishes else request)
     return requests
+
+
+def _check_repeated(params: SamplingParams, num_prompts: int) -> None:
+    size = len(msgspec.msgpack.encode(params)) * num_prompts
+    if size > MAX_REPEATED_BYTES:
+        raise InvalidRequest(
+            f"the sampling parameters of {num_prompts} prompts take {size} bytes together; at most {MAX_REPEATED_BYTES} are "
+            "allowed: send fewer prompts, or shorter lists and grammars",
+            param="prompt",
+        )
+
+
+def check_size(fields: GenerationFields, num_prompts: int, report: EngineReport, budget: BudgetConfig) -> None:
+    """Check what a request asks for as far as it is known before its prompts are tokenized. Raises InvalidRequest."""
+    limit, wanted = _wanted_tokens(fields)
+    max_tokens = min(max(0, wanted or 0), report.max_model_len)
+    RequestSize(
+        num_prompts,
+        fields.num_sequences,
+        num_output_tokens=num_prompts * max_tokens,
+        max_tokens=max_tokens,
+        choices_field=Field(fields.choices_field),
+        max_tokens_field=limit,
+    ).check(budget)
+
+
+def _size_of(
+    prompts: Sequence[Prompt], all_max_tokens: list[int | None], fields: GenerationFields, report: EngineReport
+) -> RequestSize:
+    lens = [len(prompt.ids) for prompt in prompts]
+    # A prompt or a max_tokens that does not fit the context has an error of its own.
+    rooms = [max(0, report.max_model_len - length) for length in lens]
+    outputs = [room if most is None else min(most, room) for most, room in zip(all_max_tokens, rooms, strict=True)]
+    field = prompts[0].field
+    return RequestSize(
+        len(prompts),
+        fields.num_sequences,
+        sum(lens),
+        sum(outputs),
+        max(outputs),
+        field if len(prompts) == 1 else Field("prompt"),
+        Field(fields.choices_field),
+        _wanted_tokens(fields)[0],
+    )
+
+
+def _wanted_tokens(fields: GenerationFields) -> tuple[Field, int | None]:
+    """The field that limits the answer, and its value."""
+    if fields.max_tokens is None and fields.max_completion_tokens is not None:
+        return MAX_COMPLETION_TOKENS, fields.max_completion_tokens
+    return MAX_TOKENS, fields.max_tokens
+
+
+def check_beams(fields: GenerationFields, report: EngineReport) -> None:
+    """A beam search holds its rows until it ends: it gets half of them at most, so that other requests run beside it."""
+    most = max(1, report.max_num_seqs // 2)
+    if fields.use_beam_search and fields.num_sequences > most:
+        raise InvalidRequest(
+            Field(fields.choices_field)
+            + f" must be at most {most} for a beam search, half of the rows (--max-num-seqs {report.max_num_seqs}), "
+            f"got {fields.num_sequences}"
+        )
 
 
 def _wishes(fields: GenerationFields, arrived: float) -> dict[str, Any]:
@@ -93,7 +166,7 @@ def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -
     if keep != -1 and not 1 <= keep < report.max_model_len:
         raise InvalidRequest(
             Field("truncate_prompt_tokens")
-            + f" must be -1 (all that fits) or from 1 to {report.max_model_len - 1}, got {keep}"
+            + f" must be -1 (all that fits) or from 1 to {report.max_model_len - 1}, got {quote(keep)}"
         )
     return ids[-(longest if keep == -1 else keep) :]
 

@@ -1,25 +1,13 @@
-"""Structured output: a request's fields → the grammar that constrains its answer, built by text/grammar/build.py."""
+"""Structured output: a request's fields → the grammar that constrains its answer, which state/compiler.py has built and checked."""
 
-import asyncio
-import functools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import Field, InvalidRequest, Sentence, Unsupported
+from octavo.errors import Field, InvalidRequest, Sentence
 from octavo.messages import StructuredOutputsParams
-from octavo.observe.journeys.journey import current
 from octavo.server.schema.fields import SamplingFields
 from octavo.server.state.service import Service
-from octavo.text.grammar.build import (
-    RESPONSE_FORMAT,
-    STRUCTURED_OUTPUTS,
-    framed_grammar,
-    grammar_of,
-    schema_grammar,
-    wish_of_response_format,
-)
-from octavo.text.tokenize.vocabulary import Vocabulary
+from octavo.text.grammar.build import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, wish_of_response_format
 
 
 async def read_grammar(service: Service, fields: SamplingFields, response_format: object = None) -> str:
@@ -31,28 +19,7 @@ async def read_grammar(service: Service, fields: SamplingFields, response_format
         names = sum((" and " + field for field, _, _ in found[1:]), Sentence((found[0][0],)))
         raise InvalidRequest(names + " both constrain the output: give only one of them", param=found[1][0])
     field, where, wish = found[0]
-    vocabulary = _vocabulary(service, field)
-    return await _beside(
-        functools.partial(grammar_of, wish, vocabulary, field=field, where=where, max_bytes=_max_bytes(service)),
-    )
-
-
-async def grammar_of_schema(
-    service: Service,
-    schema: object,
-    field: Field,
-    frame: tuple[str, str] | None = None,
-    can_repeat: bool = False,
-) -> str:
-    """The grammar of a required tool call. `frame`: the text around the JSON; with one, the answer can hold several calls."""
-    vocabulary, max_bytes = _vocabulary(service, field), _max_bytes(service)
-    if frame is None:
-        make = functools.partial(schema_grammar, schema, vocabulary, field=field, max_bytes=max_bytes)
-    else:
-        make = functools.partial(
-            framed_grammar, schema, frame, vocabulary, can_repeat=can_repeat, field=field, max_bytes=max_bytes
-        )
-    return await _beside(make)
+    return await service.compiler.wish(wish, field, where)
 
 
 def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[Field, Field | None, Mapping[str, Any]]]:
@@ -76,23 +43,3 @@ def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[Field
             field = Field(f"guided_{kind}")
             found.append((field, field, {kind: value}))
     return found
-
-
-async def _beside(compile: Callable[[], str]) -> str:
-    """Compile in a thread, whatever the size: a short grammar can take a second."""
-    started = time.monotonic()
-    grammar = await asyncio.to_thread(compile)
-    if (journey := current.get()) is not None:
-        journey.grammar_seconds += time.monotonic() - started
-    return grammar
-
-
-def _vocabulary(service: Service, field: Field) -> Vocabulary:
-    try:
-        return service.text.vocabulary
-    except Unsupported as error:
-        raise Unsupported(error.message, param=field) from error
-
-
-def _max_bytes(service: Service) -> int:
-    return int(service.config.server.max_schema_bytes)

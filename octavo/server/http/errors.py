@@ -14,16 +14,22 @@ CODES: dict[type[errors.OctavoError], str | None] = {
     errors.ContextTooLong: "context_length_exceeded",
     errors.Unsupported: "unsupported_parameter",
     errors.Unauthorized: "invalid_api_key",
+    errors.Forbidden: "forbidden",
     errors.ModelNotFound: "model_not_found",
     errors.NotFound: "not_found",
     errors.RequestTimeout: "request_timeout",
     errors.TooLarge: "request_too_large",
+    errors.HeadTooLarge: "head_too_large",
     errors.Overloaded: "rate_limit_exceeded",
     errors.DeadlineExceeded: "deadline_exceeded",
     errors.RequestFailed: "request_failed",
     errors.EngineUnavailable: "engine_unavailable",
     errors.EngineDead: "engine_dead",
 }
+
+
+MAX_MESSAGE_LEN, MAX_PARAM_LEN = 1000, 200
+"""Characters. Messages quote only the start of what a client sent; this bounds those that quote several values."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -44,10 +50,6 @@ ERROR_SHAPES: dict[str, ErrorShape] = {}
 """Path prefix → error shape. An endpoint whose dialect is not OpenAI's registers its own here."""
 
 
-class ClientGone(Exception):
-    """The client closed its connection: no response can be sent."""
-
-
 def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, ErrorBody]:
     """Status and body. An unexpected error shows only the request id under which the log has it."""
     match error:
@@ -55,14 +57,15 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
             pass  # a start-up mistake cannot happen here: fall through to 500
         case errors.OctavoError():
             code = CODES.get(type(error))
-            return error.status, ErrorBody(ErrorDetail(error.message, error.type, error.param, code))
+            message, param = error.message[:MAX_MESSAGE_LEN], error.param and error.param[:MAX_PARAM_LEN]
+            return error.status, ErrorBody(ErrorDetail(message, error.type, param, code))
         case HTTPException(status_code=404):
             return 404, ErrorBody(ErrorDetail(f"no such route: {route[:200]}", "not_found_error", None, "not_found"))
         case HTTPException(status_code=405):
             message = f"this route does not support that method: {route[:200]}"
             return 405, ErrorBody(ErrorDetail(message, "invalid_request_error", None, "method_not_allowed"))
         case HTTPException(status_code=status, detail=detail) if status < 500:
-            return status, ErrorBody(ErrorDetail(str(detail), "invalid_request_error", None, None))
+            return status, ErrorBody(ErrorDetail(str(detail)[:MAX_MESSAGE_LEN], "invalid_request_error", None, None))
     message = f"internal error; see the server's log for request id {request_id}"
     return 500, ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
 
@@ -81,8 +84,8 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
     if isinstance(error, errors.Unauthorized):
         headers["www-authenticate"] = error.challenge
     shape = next((shape for root, shape in ERROR_SHAPES.items() if path == root or path.startswith(root + "/")), None)
-    told = body if shape is None else shape(status, body.error, request_id)
-    return Response(msgspec.json.encode(told), status, headers, media_type="application/json")
+    content = body if shape is None else shape(status, body.error, request_id)
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
 def error_event(error: Exception, request_id: str) -> bytes:

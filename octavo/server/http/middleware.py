@@ -1,11 +1,10 @@
-"""RequestMiddleware: request ids, API keys, the size and time limits of a body, the end of journeys, unexpected errors.
+"""RequestMiddleware: request ids, hosts and origins, API keys, the size and time limits of a body, the end of journeys, unexpected errors.
 
 Plain ASGI, because Starlette's function middleware puts two queues between a stream and its socket."""
 
 import asyncio
 import base64
 import binascii
-import hashlib
 import hmac
 import logging
 import os
@@ -15,12 +14,15 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import RequestTimeout, TooLarge, Unauthorized
+from octavo.errors import EngineUnavailable, Forbidden, RequestError, RequestTimeout, TooLarge, Unauthorized
 from octavo.observe.journeys.journey import current
-from octavo.server.http.errors import ClientGone, error_response
+from octavo.server.http.browsers import HostRule, OriginRule, machine_names
+from octavo.server.http.errors import error_response
+from octavo.server.state.disconnect import ClientGone, receiving
 from octavo.server.state.journeys import JourneySender
 from octavo.server.state.loopback import INSIDE, OWNER
-from octavo.server.state.service import Service
+from octavo.server.state.owners import NOBODY
+from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
 
@@ -28,6 +30,7 @@ OPEN_ROUTES = frozenset({"/health", "/health/live"})  # liveness, under our name
 PAGES = frozenset({"/", "/play"})
 PAGES_FOLDER = "/pages/"
 MAX_REQUEST_ID_LEN = 200
+MAX_PATH_LEN = 1000  # characters of a path in journeys and logs
 BODY_STEP = 1024  # bytes of a body that must arrive within the time limit, unless the body is complete
 
 
@@ -37,8 +40,10 @@ class RequestMiddleware:
         self._app = app
         self._service = service
         self._keys = [key.encode() for key in server.api_keys]
+        self._hosts = HostRule(server, machine_names())
+        self._origins = OriginRule(server)
         self._prefix = server.root_path.rstrip("/")
-        self._max_body_bytes = int(server.max_body_bytes)
+        self._max_body_bytes = int(service.config.budget.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +53,7 @@ class RequestMiddleware:
             # The router then accepts paths with the prefix (proxies that keep it) and without (those that strip it).
             scope["root_path"] = self._prefix
         passage = _Passage(self, self._service, scope, receive, send)
-        token = current.set(passage.journey)
+        token, receive_token = current.set(passage.journey), receiving.set(passage.receive)
         self._service.enter()
         try:
             await passage.walk(self._app)
@@ -57,24 +62,43 @@ class RequestMiddleware:
                 self._service.release(passage.journey.requests)  # submitted and not read to the end
             self._service.leave()
             current.reset(token)
+            receiving.reset(receive_token)
             passage.end()
 
-    def check_key(self, scope: Scope, headers: Headers) -> None:
-        if not self._keys or INSIDE in scope or route_of(scope) in OPEN_ROUTES:
+    def check_access(self, scope: Scope, headers: Headers) -> None:
+        """Raise InvalidRequest or Forbidden for a request's Host or Origin, Unauthorized for its key."""
+        if INSIDE in scope:
             return
-        given = _secrets(scope, headers)
+        try:
+            self._hosts.check(scope, headers)
+            if not self._keys:
+                self._origins.check(scope, headers)
+            elif route_of(scope) not in OPEN_ROUTES:
+                self._check_key(scope, headers)
+        except Forbidden as error:
+            self._service.refused("forbidden", error.reason)
+            raise
+
+    def _check_key(self, scope: Scope, headers: Headers) -> None:
+        keys, passwords = _secrets(headers)
         # Every key is compared, in constant time, so that timing reveals nothing about them.
-        right = [key for secret in given for key in self._keys if hmac.compare_digest(secret, key)]
+        right, right_passwords = (
+            [key for secret in given for key in self._keys if hmac.compare_digest(secret, key)]
+            for given in (keys, passwords)
+        )
         if not right:
-            raise _unauthorized(scope, is_wrong=any(given))
-        scope[OWNER] = hashlib.sha256(right[0]).digest()  # the owner of what outlives the request
+            if not right_passwords:
+                raise _unauthorized(scope, is_wrong=any(keys) or any(passwords))
+            self._origins.check(scope, headers)  # browsers add a stored password to requests of other sites' pages, too
+        scope[OWNER] = self._service.owners.of((right or right_passwords)[0])
 
     def check_length(self, scope: Scope, num_bytes: int) -> None:
         if num_bytes <= self._max_body_bytes or INSIDE in scope:
             return
         limit = self._service.body_limits.get(route_of(scope), self._max_body_bytes)
         if num_bytes > limit:
-            raise TooLarge(f"the request body is over the limit of {limit} bytes")
+            flag = "--max-body-bytes" if limit == self._max_body_bytes else "--max-file-bytes"
+            raise TooLarge(f"the request body is over the limit of {limit} bytes ({flag})")
 
 
 class _Passage:
@@ -83,6 +107,7 @@ class _Passage:
     def __init__(self, door: RequestMiddleware, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         self._door = door
+        self._service = service
         self._journeys = service.journeys
         self._scope = scope
         self._receive = receive
@@ -94,7 +119,7 @@ class _Passage:
         self._patience = service.patience.request
         self._status = 0
         self.request_id = _request_id(self._headers.get("x-request-id", ""))
-        self.journey = service.journeys.begin(self.request_id, scope["method"], scope["path"], started)
+        self.journey = service.journeys.begin(self.request_id, scope["method"], scope["path"][:MAX_PATH_LEN], started)
         if "traceparent" in self._headers:
             names = ("traceparent", "tracestate")
             self.journey.trace_context = {name: self._headers[name] for name in names if name in self._headers}
@@ -107,7 +132,8 @@ class _Passage:
 
     async def walk(self, app: ASGIApp) -> None:
         try:
-            self._door.check_key(self._scope, self._headers)
+            self._door.check_access(self._scope, self._headers)
+            self.journey.owner = self._scope.get(OWNER, NOBODY)
             length = self._headers.get("content-length", "")
             if length.isascii() and length.isdigit():
                 self._door.check_length(self._scope, int(length))
@@ -115,9 +141,9 @@ class _Passage:
         except (ClientGone, ClientDisconnect):
             self._status = 499
         except Exception as error:
-            # RequestErrors come from this file; anything else is a bug and is logged.
-            if not isinstance(error, Unauthorized | RequestTimeout | TooLarge):
-                log.exception("request %s failed: %s %s", self.request_id, self._scope["method"], self._scope["path"])
+            # These come from the checks above and below; anything else is a bug and is logged.
+            if not isinstance(error, RequestError | EngineUnavailable):
+                log.exception("request %s failed: %s %s", self.request_id, self._scope["method"], self.journey.path)
             if self._status:
                 raise  # the head is sent: only closing the connection can signal it
             method, path = self._scope["method"], route_of(self._scope)
@@ -138,12 +164,19 @@ class _Passage:
         return message
 
     async def _receive_in_time(self) -> Message:
-        """Receive with a time limit. Time spent on processing does not count."""
+        """Receive with a time limit, which is short once the server stops. Time spent on processing does not count."""
         began = time.monotonic()
+        if self._service.draining and self._patience > (farewell := self._service.patience.farewell):
+            self._patience, self._waited = farewell, 0.0
         try:
-            async with asyncio.timeout(self._patience - self._waited):
-                return await self._receive()
+            async with asyncio.timeout(self._patience - self._waited) as limit:
+                with self._service.arriving(limit):
+                    return await self._receive()
         except TimeoutError:
+            if self._service.draining:
+                raise EngineUnavailable(
+                    "the server is shutting down, and the request body has not arrived", DRAIN_RETRY_AFTER
+                ) from None
             raise RequestTimeout(
                 f"the request body did not arrive in time: fewer than {BODY_STEP} bytes within {self._patience:g} s"
             ) from None
@@ -182,19 +215,19 @@ def new_request_id() -> str:
     return "req-" + os.urandom(12).hex()
 
 
-def _secrets(scope: Scope, headers: Headers) -> list[bytes]:
-    """The keys that a request carries: OpenAI's clients send a bearer token, Anthropic's x-api-key, browsers a password. Raw
-    bytes: `headers` decodes Latin-1, with which a key outside ASCII would never match."""
-    found = []
+def _secrets(headers: Headers) -> tuple[list[bytes], list[bytes]]:
+    """The keys that a request carries, and the passwords, which browsers add by themselves: OpenAI's clients send a bearer token,
+    Anthropic's x-api-key. Raw bytes: `headers` decodes Latin-1, with which a key outside ASCII would never match."""
+    keys, passwords = [], []
     for name, value in headers.raw:
         scheme, _, rest = value.partition(b" ")
         if name == b"x-api-key":
-            found.append(value.strip())
+            keys.append(value.strip())
         elif name == b"authorization" and scheme.lower() == b"bearer":
-            found.append(rest.strip())
-        elif name == b"authorization" and scheme.lower() == b"basic" and not _is_from_elsewhere(scope, headers):
-            found.append(_password(rest.strip()))
-    return found
+            keys.append(rest.strip())
+        elif name == b"authorization" and scheme.lower() == b"basic":
+            passwords.append(_password(rest.strip()))
+    return keys, passwords
 
 
 def _password(credentials: bytes) -> bytes:
@@ -203,17 +236,6 @@ def _password(credentials: bytes) -> bytes:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except binascii.Error:
         return b""
-
-
-def _is_from_elsewhere(scope: Scope, headers: Headers) -> bool:
-    """Whether another site's page requests a change here: browsers add the stored password to such requests, too.
-    (Reads may come from a link, and the other site does not see the answer.)"""
-    if scope["method"] in ("GET", "HEAD"):
-        return False
-    if (site := headers.get("sec-fetch-site")) is not None:
-        return site not in ("same-origin", "none")
-    origin = headers.get("origin")  # without TLS browsers omit the other header
-    return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
 def _unauthorized(scope: Scope, *, is_wrong: bool) -> Unauthorized:

@@ -1,6 +1,5 @@
 """Parses a multipart/form-data body as it arrives: small fields into memory, one file to its target."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -9,6 +8,7 @@ from fastapi import Request
 from python_multipart.exceptions import FormParserError
 
 from octavo.errors import InvalidRequest
+from octavo.server.state.pools import FILES
 
 MAX_PARTS = 32
 MAX_FIELD_BYTES = 8192
@@ -108,12 +108,12 @@ async def read_form(request: Request, file_field: str, open_target: Callable[[],
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise InvalidRequest("the body must be multipart/form-data, and its header must name the boundary")
     try:
-        form = Form(options[b"boundary"], file_field, await asyncio.to_thread(open_target))
+        form = Form(options[b"boundary"], file_field, await FILES.run(open_target))
     except FormParserError as error:
         raise _malformed(str(error)) from None
     async for piece in request.stream():
         if piece:
-            await asyncio.to_thread(form.feed, piece)
+            await FILES.run(form.feed, piece)
     form.finish()
     return form
 

@@ -16,10 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineError, EngineUnavailable, OctavoError
 from octavo.messages import ReadPlace
-from octavo.server.http.errors import ClientGone, error_event, note
+from octavo.server.http.errors import error_event, note
+from octavo.server.state.disconnect import ClientGone, disconnected
 from octavo.server.state.encoded_json import around_text
 from octavo.server.state.ignored_fields import name_back
 from octavo.server.state.loopback import OWNER
+from octavo.server.state.owners import NOBODY, Viewer
 from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
@@ -64,7 +66,7 @@ class Frames:
 async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run `work` and return its result. If the client disconnects first, cancel it and raise ClientGone."""
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(receive))
+    watch = asyncio.create_task(disconnected(receive))
     service.track(task)
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -80,9 +82,14 @@ async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, An
 
 
 def owner_of(request: Request) -> bytes:
-    """The owner of what outlives the request: a digest of its API key. Empty: the server has no keys."""
-    owner: bytes = request.scope.get(OWNER, b"")
+    """The owner of what the request makes: a digest of its API key. Empty: the server has no keys."""
+    owner: bytes = request.scope.get(OWNER, NOBODY)
     return owner
+
+
+def viewer_of(service: Service, request: Request) -> Viewer:
+    """What the request's key may see."""
+    return service.owners.viewer(owner_of(request))
 
 
 class EventStream(Response):
@@ -190,11 +197,6 @@ async def place_comment(service: Service, queued: Sequence[str]) -> bytes:
                 position, seconds = place.split()
                 return f": queue position={position} estimate_s={seconds}\n\n".encode()
     return b""
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _cut_off() -> EngineUnavailable:

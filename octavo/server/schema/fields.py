@@ -1,32 +1,37 @@
-"""The request fields that dialects share, and how a body is read: see Dialect."""
+"""The request fields that dialects share, and how a body is read: see RouteSchema."""
 
-import asyncio
 import difflib
 import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-from octavo.config import ServerConfig
-from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.config import Config
+from octavo.errors import Field, InvalidRequest, Unsupported, quote, quote_json
 from octavo.messages import RepetitionDetectionParams
+from octavo.messages.params import MAX_BAD_WORDS, MAX_BIASES
 from octavo.observe.journeys.journey import current
+from octavo.server.schema.json_size import check_json
+from octavo.server.schema.lists import TOO_MANY, AtMost, FirstError, too_many
 from octavo.server.schema.shapes import ResponseFormat, Stops, StructuredOutputs
 from octavo.server.schema.unknown import MAX_FOUND, Found, Inside, Stranger, grow, look
 from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT, Harmless
+from octavo.server.threads import Pool
+from octavo.text.grammar.build import MAX_CHOICES
 
 log = logging.getLogger("octavo.server")
 
 MAX_STOPS = 64
 MAX_STOP_LEN = 1024  # characters of one stop string: a stream holds back as many
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18  # the largest vocabularies have about as many
+MAX_TEMPLATE_VARIABLES = 64
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
     16,
     64,
@@ -36,9 +41,9 @@ MAX_MILLISECONDS = 10**12  # far beyond any use, and fits a clock
 MAX_REFUSED = 8  # fields that one error lists by name
 MAX_LOGGED = 1000  # field names remembered as logged
 MAX_SPELLED = 200  # characters of a field's name in an error
-LARGE_BODY = (
-    256 * 1024
-)  # bytes: larger bodies are parsed in a thread, so that other streams of this process do not wait
+LARGE_BODY = 64 * 1024  # bytes: larger bodies are parsed in a thread, so that other streams of this process do not wait
+BODIES = Pool("request bodies", num_threads=1, max_waiting=256)
+"""Parses large bodies. One thread: it holds the GIL nearly all the time."""
 
 
 class RequestFields(BaseModel):
@@ -49,6 +54,12 @@ class RequestFields(BaseModel):
     model: str | None = None
     _ignored: tuple[Field, ...] = PrivateAttr(default=())
     _num_more: int = PrivateAttr(default=0)
+    _num_bytes: int = PrivateAttr(default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the body, a measure of the work that it asks for. No text in it has more characters."""
+        return self._num_bytes
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -62,10 +73,10 @@ class RequestFields(BaseModel):
         """Paths of all fields without effect."""
         return self._ignored
 
-    def pass_over(self, field: Field, server: ServerConfig) -> None:
+    def pass_over(self, field: Field, config: Config) -> None:
         """Record that a field of the schema has no effect with this model, or beside the request's other fields. Strict mode
         refuses it."""
-        if server.strict_fields:
+        if config.server.strict_fields:
             raise Unsupported(field + f" is not supported here: {WITHOUT_EFFECT[_row(str(field))]}")
         log.info("field without effect: %s", field)
         self._ignored = (*self._ignored, field)
@@ -94,15 +105,16 @@ class SamplingFields(RequestFields):
     min_p: float | None = None
     seed: int | None = None
     stop: Stops = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int] | None, AtMost(MAX_STOP_TOKEN_IDS)] = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # a validator turns the keys into numbers
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    # A validator turns the keys into numbers.
+    logit_bias: Annotated[dict[str, float] | None, AtMost(MAX_BIASES)] = None
+    allowed_token_ids: Annotated[list[int] | None, FirstError(), AtMost(MAX_ALLOWED_TOKEN_IDS)] = None
+    bad_words: Annotated[list[str] | None, AtMost(MAX_BAD_WORDS)] = None
     repetition_detection: RepetitionDetection | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -110,25 +122,20 @@ class SamplingFields(RequestFields):
     structured_outputs: StructuredOutputs = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str] | None, AtMost(MAX_CHOICES)] = None
     guided_grammar: str | None = None
 
     @field_validator("stop", mode="after")
     @classmethod
     def _stop_strings(cls, value: object) -> list[str]:
         stops = [] if value is None else [value] if isinstance(value, str) else value
+        if isinstance(stops, list) and len(stops) > MAX_STOPS:
+            raise too_many(stops, MAX_STOPS)
         if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
             raise PydanticCustomError("stop", "Input should be a string or a list of strings")
-        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LEN for stop in stops):
-            raise PydanticCustomError("stop", f"At most {MAX_STOPS} strings of {MAX_STOP_LEN} characters each")
+        if any(len(stop) > MAX_STOP_LEN for stop in stops):
+            raise PydanticCustomError("stop", f"Strings of at most {MAX_STOP_LEN} characters are allowed")
         return stops
-
-    @field_validator("stop_token_ids", mode="after")
-    @classmethod
-    def _few_stop_token_ids(cls, value: list[int] | None) -> list[int] | None:
-        if value is not None and len(value) > MAX_STOP_TOKEN_IDS:
-            raise PydanticCustomError("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} ids")
-        return value
 
     @field_validator("logit_bias", mode="after")
     @classmethod
@@ -137,7 +144,9 @@ class SamplingFields(RequestFields):
             return None
         for key in value:
             if not (key.isascii() and key.isdecimal() and len(key) < 19):
-                raise PydanticCustomError("logit_bias", "Names should be token ids, not {key}", {"key": _short(key)})
+                raise PydanticCustomError(
+                    "logit_bias", "Names should be token ids, not {key}", {"key": quote_json(key)}
+                )
         return {int(key): bias for key, bias in value.items()}
 
 
@@ -159,7 +168,7 @@ class LimitFields(BaseModel):
         for name in LimitFields.model_fields:
             limit = getattr(self, name)
             if limit is not None and not 1 <= limit <= MAX_MILLISECONDS:
-                raise InvalidRequest(f"{name} must be between 1 and {MAX_MILLISECONDS}, got {limit}", param=name)
+                raise InvalidRequest(f"{name} must be between 1 and {MAX_MILLISECONDS}, got {quote(limit)}", param=name)
 
 
 class QueueOptions(BaseModel):
@@ -198,15 +207,27 @@ class SearchFields(BaseModel):
     early_stopping: Any = None  # transformers': true, false or "never"
 
     @property
+    def choices_field(self) -> str:
+        """The field that says how many sequences each prompt has."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each prompt."""
+        return self.best_of or self.n or 1
+
+    @property
     def num_kept(self) -> int | None:
         """How many of each prompt's `best_of` choices are returned. None: all. (Of beams the engine returns only the best.)"""
         return (self.n or 1) if self.best_of is not None and not self.use_beam_search else None
 
-    def check_search(self, server: ServerConfig) -> None:
+    def check_search(self, config: Config) -> None:
         for name in ("n", "best_of"):
             count = getattr(self, name)
-            if count is not None and count > server.max_n:
-                raise InvalidRequest(f"{name} must be at most {server.max_n} (--max-n), got {count}", param=name)
+            if count is not None and count > config.budget.max_n:
+                raise InvalidRequest(
+                    f"{name} must be at most {config.budget.max_n} (--max-n), got {quote(count)}", param=name
+                )
         if getattr(self, "stream", None) and (self.num_kept or 0) and (self.best_of or 0) > (self.n or 1):
             raise InvalidRequest(
                 "best_of cannot be streamed, since the best is known only when all have ended: leave stream or best_of out",
@@ -264,28 +285,33 @@ class GenerationFields(SamplingFields, SearchFields, StreamFields):
     def wants_resumable(self) -> bool:
         return bool(self.stream_options and self.stream_options.resumable)
 
-    def tokens_per_event(self, server: ServerConfig) -> int:
+    def tokens_per_event(self, config: Config) -> int:
         """1 for an answer that is not streamed."""
-        return (self.stream_interval or server.stream_interval) if self.stream else 1
+        return (self.stream_interval or config.server.stream_interval) if self.stream else 1
 
 
 Body = TypeVar("Body", bound=RequestFields)
 
 
-def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
+def make_fields(
+    schema: type[Body], values: Mapping[str, object], num_bytes: int, checked: Mapping[str, object] | None = None
+) -> Body:
     """Build fields from another dialect's values, validated as a body would be. Unknown fields are refused: the answer could
-    not list them."""
+    not list them. `num_bytes`: of the request; `checked`: further values, which the same validators have checked."""
     try:
         fields = schema.model_validate(values)
     except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
+        raise _invalid(error) from None
     for name in fields.model_extra or ():
         raise Unsupported(Field(name) + " is not supported here")
+    if checked:
+        fields = fields.model_copy(update=checked)
+    fields._num_bytes = num_bytes
     return fields
 
 
 @dataclass(frozen=True, eq=False)
-class Dialect(Generic[Body]):
+class RouteSchema(Generic[Body]):
     """What one route accepts. Every field, nested ones by their paths, is in the schema, in `not_offered` (with the values that
     ask for nothing), or unknown."""
 
@@ -299,70 +325,73 @@ class Dialect(Generic[Body]):
         return grow(self.schema.model_json_schema(mode="validation"), self.not_offered)
 
 
-async def read_fields(request: Request, dialect: Dialect[Body], server: ServerConfig) -> Body:
+async def read_fields(request: Request, route: RouteSchema[Body], config: Config) -> Body:
     """Read and check a body. Fields without effect are logged, once per name; the endpoint lists them in its answer
     (`fields.ignored`)."""
     body = await request.body()
-    is_large = len(body) > LARGE_BODY
-    fields = (
-        await asyncio.to_thread(parse_body, body, dialect, server) if is_large else parse_body(body, dialect, server)
-    )
+    if len(body) > LARGE_BODY:
+        fields = await BODIES.run(functools.partial(parse_body, body, route, config))
+    else:
+        fields = parse_body(body, route, config)
     if fields._ignored or fields._num_more:
-        level = logging.INFO if _is_old_news(dialect.path, fields.passed_over) else logging.WARNING
-        names = ", ".join(_short(name, 120) for name in fields.ignored)
-        log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], dialect.path, names)
+        level = logging.INFO if _is_old_news(route.path, fields.passed_over) else logging.WARNING
+        names = ", ".join(quote_json(name, 120) for name in fields.ignored)
+        log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], route.path, names)
     return fields
 
 
-def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Body:
+def parse_body(body: bytes, route: RouteSchema[Body], config: Config) -> Body:
     """Parse and check a body: every field is honoured, refused by name, or in the result's `ignored`, which strict mode refuses
     too."""
+    check_json(body, int(config.budget.max_json_items), config.budget.max_json_depth)
     try:
-        fields = dialect.schema.model_validate_json(body)
+        fields = route.schema.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
-    found = look(dialect.tree, fields)
+        raise _invalid(error) from None
+    fields._num_bytes = len(body)
+    _check_counts(fields, config)
+    found = look(route.tree, fields)
     idle = [*moot(fields)]
     if found.refused or found.unknown or found.idle or idle:
-        _refuse(found, idle, server)
+        _refuse(found, idle, config)
         names = [*(stranger.path for stranger in (*found.unknown, *found.idle)), *(name for name, _ in idle)]
         fields._ignored = tuple(map(Field, names))
         fields._num_more = found.num_more
     for name, (knob, flag) in BY_FLAG.items():
-        if getattr(fields, name, None) is not None and not getattr(server, knob):
+        if getattr(fields, name, None) is not None and not getattr(config.server, knob):
             raise Unsupported(f"{name} is only supported by a server that was started with {flag}", param=name)
-    _check_limits(fields, server)
+    _check_limits(fields, config)
     if (journey := current.get()) is not None:
         journey.reach("parse")
     return fields
 
 
-def _refuse(found: Found, idle: list[tuple[str, str]], server: ServerConfig) -> None:
+def _refuse(found: Found, idle: list[tuple[str, str]], config: Config) -> None:
     """Raise Unsupported with the fields that must not be ignored, at most MAX_REFUSED of them."""
-    told = [(field.path, _not_offered(field)) for field in found.refused[:MAX_REFUSED]]
+    problems = [(field.path, _not_offered(field)) for field in found.refused[:MAX_REFUSED]]
     num_all = len(found.refused)
-    if server.strict_fields:
-        told += [(field.path, _unknown(field)) for field in found.unknown[:MAX_REFUSED]]
-        told += [(field.path, _not_offered(field)) for field in found.idle[:MAX_REFUSED]]
-        told += [(name, f"{name} has no effect here, because {why}: leave it out") for name, why in idle]
+    if config.server.strict_fields:
+        problems += [(field.path, _unknown(field)) for field in found.unknown[:MAX_REFUSED]]
+        problems += [(field.path, _not_offered(field)) for field in found.idle[:MAX_REFUSED]]
+        problems += [(name, f"{name} has no effect here, because {why}: leave it out") for name, why in idle]
         num_all += len(found.unknown) + len(found.idle) + len(idle) + found.num_more
-    if told:
-        told = told[:MAX_REFUSED]
-        more = f"; and {num_all - len(told)} more fields" if num_all > len(told) else ""
-        raise Unsupported("; ".join(words for _, words in told) + more, param=told[0][0])
+    if problems:
+        problems = problems[:MAX_REFUSED]
+        more = f"; and {num_all - len(problems)} more fields" if num_all > len(problems) else ""
+        raise Unsupported("; ".join(words for _, words in problems) + more, param=problems[0][0])
 
 
 def _unknown(field: Stranger) -> str:
     outer, dot, name = field.path.rpartition(".")
     close = difflib.get_close_matches(name, [*(field.siblings or ())], n=1)
-    return f"unknown field {_short(field.path, 120)}" + (
+    return f"unknown field {quote_json(field.path, 120)}" + (
         f" (did you mean {outer + dot + close[0]!r}?)" if close else ""
     )
 
 
 def _not_offered(field: Stranger) -> str:
     instead = f"use {INSTEAD[field.row]}" if field.row in INSTEAD else f"leave {field.path} out"
-    return f"{field.path} = {_short(field.value)} is not supported here: {instead}"
+    return f"{field.path} = {quote_json(field.value)} is not supported here: {instead}"
 
 
 def _row(path: str) -> str:
@@ -370,28 +399,42 @@ def _row(path: str) -> str:
     return re.sub(r"\[\d+\]", "[]", path)
 
 
-def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
-    messages = getattr(fields, "messages", None)
-    if isinstance(messages, list) and len(messages) > server.max_messages:
-        raise InvalidRequest(
-            f"messages has {len(messages)} entries; this server allows at most {server.max_messages} (--max-messages)",
-            param="messages",
-        )
+def _check_counts(fields: RequestFields, config: Config) -> None:
+    """Check the lengths of lists whose entries are checked by hand."""
+    budget = config.budget
+    for name, most, flag in (
+        ("messages", budget.max_messages, "--max-messages"),
+        ("input", budget.max_messages, "--max-messages"),  # of the Responses API
+        ("tools", budget.max_tools, "--max-tools"),
+    ):
+        value = getattr(fields, name, None)
+        if isinstance(value, list) and len(value) > most and (name != "input" or not _is_of_prompts(value)):
+            raise InvalidRequest(
+                f"{name} has {len(value)} entries; this server allows at most {most} ({flag})", param=name
+            )
+
+
+def _is_of_prompts(value: list[Any]) -> bool:
+    """Whether `input` is of texts or token ids, as for embeddings, and not of a conversation's items."""
+    return not isinstance(value[0], dict)
+
+
+def _check_limits(fields: RequestFields, config: Config) -> None:
     if isinstance(fields, LimitFields):
         fields.check_limits()
     if isinstance(fields, StreamFields):
         fields.check_stream()
     if not isinstance(fields, GenerationFields):
         return
-    fields.check_search(server)
+    fields.check_search(config)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         count = getattr(fields, name, None)
-        if type(count) is int and not 0 <= count <= server.max_logprobs:
-            limit = f"between 0 and {server.max_logprobs} (--max-logprobs)"
-            raise InvalidRequest(f"{name} must be {limit}, got {count}", param=name)
+        if type(count) is int and not 0 <= count <= config.budget.max_logprobs:
+            limit = f"between 0 and {config.budget.max_logprobs} (--max-logprobs)"
+            raise InvalidRequest(f"{name} must be {limit}, got {quote(count)}", param=name)
     if fields.stream_interval is not None and fields.stream_interval < 1:
         raise InvalidRequest(
-            f"stream_interval must be at least 1, got {fields.stream_interval}", param="stream_interval"
+            f"stream_interval must be at least 1, got {quote(fields.stream_interval)}", param="stream_interval"
         )
     if None not in (fields.max_tokens, fields.max_completion_tokens) and (
         fields.max_tokens != fields.max_completion_tokens
@@ -435,9 +478,9 @@ def moot(fields: object) -> Iterator[tuple[str, str]]:
             yield name, why
 
 
-def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
+def ranges(config: Config) -> dict[str, dict[str, Any]]:
     """Ranges of numeric fields, as SamplingParams and the server's limits have them, for the OpenAPI document."""
-    logprobs = {"minimum": 0, "maximum": server.max_logprobs}
+    logprobs = {"minimum": 0, "maximum": config.budget.max_logprobs}
     return {
         "temperature": {"minimum": 0, "maximum": 100},
         "top_p": {"exclusiveMinimum": 0, "maximum": 1},
@@ -446,7 +489,7 @@ def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
         "frequency_penalty": {"minimum": -2, "maximum": 2},
         "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
         "top_k": {"minimum": -1},
-        "n": {"minimum": 1, "maximum": server.max_n},
+        "n": {"minimum": 1, "maximum": config.budget.max_n},
         "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
         "min_tokens": {"minimum": 0},
         "stream_interval": {"minimum": 1},
@@ -482,7 +525,12 @@ def _is_old_news(path: str, fields: tuple[Field, ...]) -> bool:
     return False
 
 
-def _invalid(error: ErrorDetails) -> InvalidRequest:
+_WORDS = {"list_type": "input should be a valid array", "dict_type": "input should be an object"}
+"""JSON's words for errors whose own are Python's."""
+
+
+def _invalid(found: ValidationError) -> InvalidRequest:
+    error = found.errors(include_url=False)[0]
     if error["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}")
     if not error["loc"]:
@@ -492,11 +540,7 @@ def _invalid(error: ErrorDetails) -> InvalidRequest:
         field = Field(spelled[:MAX_SPELLED])
     if error["type"] == "missing":
         return InvalidRequest(field + " is missing")
-    words = error["msg"][:1].lower() + error["msg"][1:]
-    return InvalidRequest(field + f": {words}, got {_short(error['input'])}")
-
-
-def _short(value: object, most: int = 60) -> str:
-    """A value as JSON, cut to fit into a message."""
-    text = msgspec.json.encode(value, enc_hook=str).decode()
-    return text if len(text) <= most else text[: most - 3] + "..."
+    if error["type"] == TOO_MANY:
+        return InvalidRequest(field + " has {num} entries; at most {most} are allowed".format(**error["ctx"]))
+    words = _WORDS.get(error["type"]) or error["msg"][:1].lower() + error["msg"][1:]
+    return InvalidRequest(field + f": {words}, got {quote_json(error['input'])}")

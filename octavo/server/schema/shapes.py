@@ -7,11 +7,12 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 
 from octavo.messages.params import StructuredOutputsParams
+from octavo.server.schema.lists import FirstError
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    answer: Any = None  # a msgspec type; None: no JSON
+    response: Any = None  # a msgspec type; None: no JSON
     media: tuple[str, ...] = ()  # of answers that are not JSON
     form: dict[str, Any] | None = None  # what a multipart body holds, as a JSON schema
     error: dict[str, Any] | None = None  # where a dialect has error bodies of its own
@@ -82,7 +83,8 @@ _MESSAGE = _object(
 _FUNCTION = {"name": _NAME, "description": _MAYBE_TEXT, "parameters": _ANYTHING, "strict": _FLAG}
 _SCHEMA = {"name": _TEXT, "description": _MAYBE_TEXT, "schema": _ANYTHING, "strict": _FLAG}
 
-Messages = Annotated[list[dict[str, Any]], WithJsonSchema(_list_of(_MESSAGE, 1))]
+_Objects = Annotated[list[dict[str, Any]], FirstError()]
+Messages = Annotated[_Objects, WithJsonSchema(_list_of(_MESSAGE, 1))]
 Tools = Annotated[
     list[Any] | None,
     WithJsonSchema(
@@ -179,7 +181,7 @@ _ITEM = _any_of(
 Input = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_ITEM, 1)))]
 """A string, or a list of items, which openai_responses/items.py reads."""
 ResponseTools = Annotated[
-    list[dict[str, Any]] | None,
+    _Objects | None,
     WithJsonSchema(_any_of(_list_of(_object(("type", "name"), type=_one_of("function"), **_FUNCTION)), _NULL)),
 ]
 ResponseToolChoice = Annotated[
@@ -232,7 +234,7 @@ _BLOCK = _any_of(
     ),
 )
 Turns = Annotated[
-    list[dict[str, Any]],
+    _Objects,
     WithJsonSchema(
         _list_of(
             _object(
@@ -246,7 +248,7 @@ Turns = Annotated[
 ]
 System = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_TEXT_BLOCK, 1), _NULL))]
 TurnTools = Annotated[
-    list[dict[str, Any]] | None,
+    _Objects | None,
     WithJsonSchema(
         _any_of(
             _list_of(

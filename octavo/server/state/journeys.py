@@ -11,10 +11,11 @@ import msgspec
 from starlette.types import Message, Send
 
 from octavo.client.client import EngineClient, EngineObserver
-from octavo.messages import Answered, GenerateRequest
+from octavo.messages import GenerateRequest, Responded
 from octavo.observe.journeys.journey import ENTRY_BYTES, Journey, OpenJourney, current
 from octavo.observe.journeys.stages import EngineJourney, stage_seconds
 from octavo.server.state.encoded_json import add_member
+from octavo.server.state.owners import EVERYTHING, Viewer
 
 log = logging.getLogger("octavo.server")
 
@@ -25,20 +26,20 @@ _encode = msgspec.json.Encoder().encode
 EVENT = b"event: octavo.journey\ndata: %s\n\n"
 
 
-class Told:
+class SentJourneys:
     """Journeys that were sent to the engine process, bounded in bytes, to be sent again to the next engine."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
-        self._kept: deque[Answered] = deque()
+        self._kept: deque[Responded] = deque()
 
-    def keep(self, answered: Answered) -> None:
-        self._kept.append(msgspec.structs.replace(answered, is_old=True))
-        self._num_bytes += len(answered.journey) + ENTRY_BYTES
+    def keep(self, responded: Responded) -> None:
+        self._kept.append(msgspec.structs.replace(responded, is_old=True))
+        self._num_bytes += len(responded.journey) + ENTRY_BYTES
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= len(self._kept.popleft().journey) + ENTRY_BYTES
 
-    def __iter__(self) -> Iterator[Answered]:
+    def __iter__(self) -> Iterator[Responded]:
         """Oldest first."""
         return iter(self._kept)
 
@@ -51,7 +52,8 @@ class Journeys(EngineObserver):
         self._engine = engine
         self._api_process = api_process
         self._keeps_prompts = keeps_prompts
-        self._open: dict[str, OpenJourney] = {}  # by HTTP request id; of two with the same id the later
+        # By HTTP request id, which clients may choose; of two with the same id the later is found first.
+        self._open: dict[str, list[OpenJourney]] = {}
         self._by_request: dict[str, OpenJourney] = {}  # by GenerateRequest id
         self._decoder = msgspec.msgpack.Decoder(EngineJourney)
         self._waiting: dict[OpenJourney, asyncio.Event] = {}  # waiting for the engine's part
@@ -59,13 +61,13 @@ class Journeys(EngineObserver):
             OpenJourney, asyncio.TimerHandle
         ] = {}  # reported when the engine's part arrives, or by this timer
         self._left: set[OpenJourney] = set()  # the connection has ended, the generation has not
-        self.on_told: list[Callable[[Journey, OpenJourney], None]] = []
-        self._told = Told(max_bytes)
+        self.on_report: list[Callable[[Journey, OpenJourney], None]] = []
+        self._sent = SentJourneys(max_bytes)
         engine.observer = self
 
     def begin(self, id: str, method: str, path: str, received: float) -> OpenJourney:
         journey = OpenJourney(id, method, path, self._api_process, received)
-        self._open[id] = journey
+        self._open.setdefault(id, []).append(journey)
         return journey
 
     def end(self, journey: OpenJourney) -> None:
@@ -73,10 +75,10 @@ class Journeys(EngineObserver):
         of a resumable stream not before the stream is complete."""
         if journey.making == "going on":
             self._left.add(journey)
-        elif journey.is_told:
-            self._tell(journey)
+        elif journey.has_engine_part:
+            self._report(journey)
         else:
-            self._over[journey] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._tell, journey)
+            self._over[journey] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._report, journey)
 
     def made(self, journey: OpenJourney, failure: Exception | None, *, is_given_up: bool) -> None:
         """A resumable stream has ended."""
@@ -89,7 +91,7 @@ class Journeys(EngineObserver):
 
     async def engine_part(self, journey: OpenJourney, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait for the engine's part, at most for so long."""
-        if journey.is_told:
+        if journey.has_engine_part:
             return
         event = self._waiting.setdefault(journey, asyncio.Event())
         try:
@@ -100,42 +102,53 @@ class Journeys(EngineObserver):
         finally:
             self._waiting.pop(journey, None)
 
-    def find(self, id: str) -> OpenJourney | None:
-        """An open journey, by the HTTP request's id or its response's."""
-        return self._open.get(id) or self._by_request.get(id)
+    def find(self, id: str, viewer: Viewer = EVERYTHING) -> OpenJourney | None:
+        """An open journey, by the HTTP request's id or its response's. None: there is none that the key may see."""
+        found = reversed(self._open.get(id, ()))
+        journeys = (*found, *filter(None, [self._by_request.get(id)]))
+        return next((journey for journey in journeys if viewer.may_see(journey.owner)), None)
 
-    def still_here(self) -> list[OpenJourney]:
+    def still_here(self, viewer: Viewer = EVERYTHING) -> list[OpenJourney]:
         """Journeys of POST requests that were not submitted yet: the engine knows the others."""
-        return [journey for journey in self._open.values() if not journey.requests and journey.method == "POST"]
+        return [
+            journey
+            for journeys in self._open.values()
+            for journey in journeys
+            if not journey.requests and journey.method == "POST" and viewer.may_see(journey.owner)
+        ]
 
-    def _tell(self, journey: OpenJourney) -> None:
+    def _report(self, journey: OpenJourney) -> None:
         if (timer := self._over.pop(journey, None)) is not None:
             timer.cancel()
-        if self._open.get(journey.id) is journey:
-            del self._open[journey.id]
+        if journey in (same := self._open.get(journey.id, [])):
+            same.remove(journey)
+            if not same:
+                del self._open[journey.id]
         for id in journey.requests:
             self._by_request.pop(id, None)
-        told = journey.tell()
-        answered = Answered(
+        final = journey.as_journey()
+        responded = Responded(
             [journey.id, *journey.requests],
             journey.method,
             journey.handler,
-            told.status,
-            told.seconds,
-            _encode(told) if journey.method == "POST" else b"",
-            stage_seconds(told.stages)
+            final.status,
+            final.seconds,
+            _encode(final) if journey.method == "POST" else b"",
+            stage_seconds(final.stages)
             if journey.requests or (journey.method == "POST" and journey.status >= 400)
             else {},
-            told.prompt_tokens,
-            told.output_tokens,
-            told.preemptions,
+            final.prompt_tokens,
+            final.output_tokens,
+            final.preemptions,
             journey.ended,
+            owner=journey.owner,
+            jobs=journey.jobs,
         )
-        self._engine.answered(answered)
-        if answered.journey:
-            self._told.keep(answered)
-        for hear in self.on_told:
-            hear(told, journey)
+        self._engine.responded(responded)
+        if responded.journey:
+            self._sent.keep(responded)
+        for hear in self.on_report:
+            hear(final, journey)
 
     def lost(self) -> None:
         for journey in {*self._by_request.values()}:
@@ -144,8 +157,8 @@ class Journeys(EngineObserver):
     def found(self) -> None:
         for journey in {*self._by_request.values()}:
             journey.find_engine()
-        for answered in self._told:
-            self._engine.answered(answered)
+        for responded in self._sent:
+            self._engine.responded(responded)
 
     def submit(self, request: GenerateRequest) -> None:
         """Give a request to the engine, with the name and the time of its HTTP request."""
@@ -154,7 +167,8 @@ class Journeys(EngineObserver):
             self._engine.submit(request)
             return
         now = time.monotonic()
-        self._engine.submit(msgspec.structs.replace(request, http_id=journey.id, arrived=journey.received))
+        received = msgspec.structs.replace(request, http_id=journey.id, owner=journey.owner, arrived=journey.received)
+        self._engine.submit(received)
         journey.submit(request, now)
         if self._keeps_prompts:
             journey.prompts.append(request.prompt_ids)
@@ -165,12 +179,12 @@ class Journeys(EngineObserver):
         journey = self._by_request.get(travelled.id)
         if journey is not None:
             journey.travelled[travelled.id] = travelled
-            if not journey.is_told:
+            if not journey.has_engine_part:
                 return
             if (event := self._waiting.get(journey)) is not None:
                 event.set()
             if journey in self._over:
-                self._tell(journey)
+                self._report(journey)
 
 
 class JourneySender:
@@ -194,13 +208,13 @@ class JourneySender:
             if self._head is not None:
                 message = await self._with_member(self._head, message)
             elif self._is_stream:
-                message = {**message, "body": message.get("body", b"") + EVENT % await self._told()}
+                message = {**message, "body": message.get("body", b"") + EVENT % await self._journey_json()}
         await self._send(message)
 
     async def _with_member(self, head: Message, message: Message) -> Message:
         body: bytes = message.get("body", b"")
         if body.endswith(b"}") and body != b"{}":
-            body = add_member(body, "journey", await self._told())
+            body = add_member(body, "journey", await self._journey_json())
         length = str(len(body)).encode()
         headers = [
             (name, length if bytes(name).lower() == b"content-length" else value) for name, value in head["headers"]
@@ -208,7 +222,7 @@ class JourneySender:
         await self._send({**head, "headers": headers})
         return {**message, "body": body}
 
-    async def _told(self) -> bytes:
+    async def _journey_json(self) -> bytes:
         await self._journeys.engine_part(self._journey)
         self._journey.ended = time.monotonic()
-        return _encode(self._journey.tell())
+        return _encode(self._journey.as_journey())

@@ -11,7 +11,7 @@ from octavo.client.client import EngineClient
 from octavo.errors import OctavoError
 from octavo.messages import ReadLive
 from octavo.observe.history import EVERY_SECONDS, NUM_KEPT, past_of
-from octavo.observe.live_state import LiveEnd, LivePast, LiveState, changes
+from octavo.observe.live_state import LiveEnd, LiveLook, LivePast, LiveState, changes
 from octavo.server.state.encoded_json import add_member
 
 INTERVAL_SECONDS = 0.25
@@ -22,36 +22,39 @@ MAX_BEHIND = 40
 """Events that a slow watcher may lag behind; then it is disconnected, and may reconnect."""
 
 _encode = msgspec.json.Encoder().encode
-_decoder = msgspec.json.Decoder(LiveState)
+_decoder = msgspec.json.Decoder(LiveLook)
 
 
 class LiveFeed:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._watchers: set[asyncio.Queue[bytes | None]] = set()
+        self._watchers: dict[asyncio.Queue[bytes | None], bytes | None] = {}  # → the owner whose requests it sees
         self._task: asyncio.Task[None] | None = None
-        self._last: LiveState | None = None
-        self._ended: deque[LiveEnd] = deque(maxlen=MAX_ENDED)  # ┐ sent so far, for new watchers
+        self._last: LiveLook | None = None
+        self._ended: deque[tuple[LiveEnd, bytes]] = deque(maxlen=MAX_ENDED)  # ┐ sent so far, for new watchers
         self._past: deque[LivePast] = deque(maxlen=NUM_KEPT)  # ┘
 
     @property
     def is_full(self) -> bool:
         return len(self._watchers) >= MAX_WATCHERS
 
-    async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Events: first the whole state, then the changes. Ends when the server drains or the engine is gone."""
+    async def watch(self, owner: bytes | None = None) -> AsyncGenerator[bytes, None]:
+        """Events: first the whole state, then the changes. Ends when the server drains or the engine is gone. `owner`: the API
+        key whose requests are shown; None: all."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_BEHIND)
         if self._last is not None:
-            whole = msgspec.structs.replace(self._last, ended=[*self._ended], past=[*self._past])
-            queue.put_nowait(_event(whole, None))
-        self._watchers.add(queue)
+            ended = [end for end, _ in self._ended]
+            state = msgspec.structs.replace(self._last.state, ended=ended, past=[*self._past])
+            full = msgspec.structs.replace(self._last, state=state, ended=[whose for _, whose in self._ended])
+            queue.put_nowait(_event(full.seen_by(owner), None))
+        self._watchers[queue] = owner
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         try:
             while (event := await queue.get()) is not None:
                 yield event
         finally:
-            self._watchers.discard(queue)
+            self._watchers.pop(queue, None)
 
     def close(self) -> None:
         for queue in self._watchers:
@@ -63,9 +66,9 @@ class LiveFeed:
         since = -1
         try:
             while self._watchers:
-                state = _decoder.decode(await self._engine.control(ReadLive(call=0, since=since)))
-                since = max([0, since, *(end.number for end in state.ended)])
-                self._tell(state)
+                look = _decoder.decode(await self._engine.control(ReadLive(call=0, since=since)))
+                since = max([0, since, *(end.number for end in look.state.ended)])
+                self._publish(look)
                 await asyncio.sleep(INTERVAL_SECONDS)
         except OctavoError:
             self.close()  # the engine is gone: watchers reconnect
@@ -74,20 +77,23 @@ class LiveFeed:
             self._ended.clear()
             self._past.clear()
 
-    def _tell(self, state: LiveState) -> None:
-        before, self._last = self._last, state
-        self._remember(state)
-        event = _event(state, before)
-        for queue in [*self._watchers]:
+    def _publish(self, look: LiveLook) -> None:
+        before, self._last = self._last, look
+        self._remember(look)
+        events: dict[bytes | None, bytes] = {}  # by owner: most watchers see the same
+        for queue, owner in [*self._watchers.items()]:
             if queue.full():
-                self._watchers.discard(queue)
+                del self._watchers[queue]
                 queue.get_nowait()
                 queue.put_nowait(None)
-            else:
-                queue.put_nowait(event)
+                continue
+            if owner not in events:
+                events[owner] = _event(look.seen_by(owner), None if before is None else before.state)
+            queue.put_nowait(events[owner])
 
-    def _remember(self, state: LiveState) -> None:
-        self._ended += state.ended
+    def _remember(self, look: LiveLook) -> None:
+        state = look.state
+        self._ended += zip(state.ended, look.ended, strict=True)
         self._past += state.past
         if not self._past or state.time - self._past[-1].time >= EVERY_SECONDS:
             self._past.append(past_of(state))

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Scope
 INSIDE = "octavo.inside"
 """The key of a scope that was made here: no request over a socket can have it."""
 OWNER = "octavo.owner"
-"""The scope key of the owner of what outlives the request: a digest of its API key. Empty: the server has no keys."""
+"""The scope key of the owner of what the request makes (owners.py). Empty: the server has no keys."""
 
 
 class LoopbackResponse(msgspec.Struct, frozen=True):

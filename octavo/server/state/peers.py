@@ -16,10 +16,11 @@ from octavo.errors import EngineUnavailable, InvalidRequest
 
 log = logging.getLogger("octavo.server")
 
+MAX_QUESTION = 16 * 1024  # bytes: more than any id needs, and less than a reader of lines takes
 PATIENCE_SECONDS = 5.0  # waiting for a process that does not answer
 CONNECTION_LOST = "the API process that served this has ended"
 
-Answerer = Callable[[bytes], AsyncGenerator[bytes, None] | None]
+Handler = Callable[[bytes], AsyncGenerator[bytes, None] | None]
 """A query of one kind → its answer in chunks, now or as they come. None: this process has none. It may raise InvalidRequest: it
 has one, but not the requested part."""
 
@@ -39,14 +40,14 @@ class Peers:
     """Has no other processes to ask until it is opened."""
 
     def __init__(self) -> None:
-        self._answerers: dict[str, Answerer] = {}
+        self._handlers: dict[str, Handler] = {}
         self._folder: Path | None = None
         self._own: Path | None = None
         self._server: asyncio.Server | None = None
 
-    def answer(self, kind: str, answerer: Answerer) -> None:
+    def handle(self, kind: str, handler: Handler) -> None:
         """Register the handler of queries of this kind."""
-        self._answerers[kind] = answerer
+        self._handlers[kind] = handler
 
     async def open(self, folder: Path, origin: int) -> None:
         self._folder, self._own = folder, folder / f"sibling-{origin}"
@@ -61,19 +62,21 @@ class Peers:
         if self._folder is None:
             return None
         question = msgspec.json.encode(_Question(kind, body)) + b"\n"
+        if len(question) > MAX_QUESTION:  # with an id that no process has given
+            return None
         for path in sorted(self._folder.glob("sibling-*")):
             if path == self._own:
                 continue
             try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
-                    answer, reader, writer = await _put(question, path)
+                    reply, reader, writer = await _put(question, path)
             except (OSError, TimeoutError, msgspec.DecodeError):  # it has ended, or is about to
                 continue
-            if answer.is_found and not answer.refusal:
+            if reply.is_found and not reply.refusal:
                 return _chunks(reader, writer)
             writer.close()
-            if answer.is_found:
-                raise InvalidRequest(answer.refusal, param=answer.param)
+            if reply.is_found:
+                raise InvalidRequest(reply.refusal, param=reply.param)
         return None
 
     async def ask_whole(self, kind: str, body: bytes) -> bytes | None:
@@ -83,9 +86,9 @@ class Peers:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError):
             question = msgspec.json.decode(await reader.readline(), type=_Question)
-            answerer = self._answerers.get(question.kind)
+            handler = self._handlers.get(question.kind)
             try:
-                chunks = None if answerer is None else answerer(question.body)
+                chunks = None if handler is None else handler(question.body)
             except InvalidRequest as error:
                 return writer.write(_line(_Reply(True, error.message, error.param)))
             writer.write(_line(_Reply(chunks is not None)))
@@ -135,5 +138,5 @@ async def _chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             raise EngineUnavailable(CONNECTION_LOST) from None
 
 
-def _line(answer: _Reply) -> bytes:
-    return msgspec.json.encode(answer) + b"\n"
+def _line(reply: _Reply) -> bytes:
+    return msgspec.json.encode(reply) + b"\n"

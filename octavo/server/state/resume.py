@@ -5,6 +5,7 @@ connection is the reader: a client may reconnect before its old connection is no
 
 import asyncio
 import logging
+import operator
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -126,9 +127,10 @@ class StreamLog:
 class StreamLogs:
     """The logs of one API process."""
 
-    def __init__(self, seconds: float, max_bytes: int) -> None:
-        """A log without a reader is dropped after `seconds`, or earlier if all logs exceed `max_bytes`."""
-        self._seconds, self._max_bytes = seconds, max_bytes
+    def __init__(self, seconds: float, max_bytes: int, may_see: Callable[[bytes, bytes], bool] = operator.eq) -> None:
+        """A log without a reader is dropped after `seconds`, or earlier if all logs exceed `max_bytes`. `may_see`: whether an
+        owner (the first) may see the stream of another."""
+        self._seconds, self._max_bytes, self._may_see = seconds, max_bytes, may_see
         self._logs: dict[str, StreamLog] = {}
         self._num_bytes = 0
 
@@ -149,9 +151,9 @@ class StreamLogs:
         return log
 
     def find(self, stream_id: str, owner: bytes) -> StreamLog | None:
-        """None: there is none, or it has another owner."""
+        """None: there is none that `owner` may see."""
         log = self._logs.get(stream_id)
-        return log if log is not None and log.owner == owner else None
+        return log if log is not None and self._may_see(owner, log.owner) else None
 
     def end(self, stream_id: str, owner: bytes) -> bool:
         """Drop a log and cancel the task that fills it. False: there is none."""

@@ -1,24 +1,27 @@
 """Service: what every endpoint shares: the engine, the text, the limits, and whether new work is accepted."""
 
 import asyncio
+import contextlib
 import functools
 import logging
-import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from octavo.client.client import EngineClient
 from octavo.config import Config
-from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
+from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound, quote
+from octavo.ipc.cores import usable_cores
 from octavo.ipc.launch import Patience
 from octavo.messages import Control, EngineReport, GenerateRequest
 from octavo.observe.journeys.journey import Journey, OpenJourney
 from octavo.observe.logs import request_fields, request_line
 from octavo.observe.metrics.http_metrics import UNCOUNTED
+from octavo.server.state.compiler import Compiler
 from octavo.server.state.journeys import Journeys
 from octavo.server.state.live_feed import LiveFeed
 from octavo.server.state.loopback import LoopbackResponse
+from octavo.server.state.owners import owners_of
 from octavo.server.state.peers import Peers
 from octavo.server.state.resume import StreamLogs
 from octavo.server.state.traces import Traces
@@ -41,18 +44,19 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.created = int(time.time())
-        num_processes = config.server.num_api_processes(
-            os.cpu_count() or 1
-        )  # they share the engine's memory for journeys
+        self.owners = owners_of(config)
+        self.compiler = Compiler(text, config.budget)
+        # As many as the supervisor starts: they share the engine's memory for journeys.
+        num_processes = config.server.num_api_processes(usable_cores())
         kept = int(config.server.journey_bytes) // num_processes if engine.can_be_replaced else 0
         self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
         self.live = LiveFeed(engine)
         endpoint = config.server.otlp_traces_endpoint
         self.traces = Traces(endpoint, model_name, version()) if endpoint else None
         if self.traces is not None:
-            self.journeys.on_told.append(self.traces.told)
+            self.journeys.on_report.append(self.traces.export)
         if config.server.enable_log_requests:
-            self.journeys.on_told.append(self._log)
+            self.journeys.on_report.append(self._log)
         self.idle = asyncio.Event()  # set while no HTTP request is in progress
         self.idle.set()
         self.num_requests = 0  # HTTP requests so far
@@ -60,7 +64,8 @@ class Service:
         self.stopping = False  # what still runs is being cancelled
         self.patience = Patience()
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
-        self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
+        server = config.server
+        self.logs = StreamLogs(server.resume_seconds, int(server.resume_bytes), self.owners.may_see)
         self.peers = Peers()  # the other API processes
         self.ask: Ask | None = None  # set by build_app
         self.openapi: Callable[[], dict[str, Any]] = dict  # set by build_app
@@ -68,6 +73,7 @@ class Service:
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # endpoints' background work
         self._was_ready = False
         self._num_in_flight = 0
+        self._arriving: set[asyncio.Timeout] = set()  # limits of requests whose body is awaited
         self._work: set[asyncio.Task[Any]] = set()
 
     @property
@@ -103,7 +109,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """None and the empty string mean the one model that is served."""
         if name and name != self.model_name:
-            raise ModelNotFound(f"model {name!r} is not served here; use {self.model_name!r}", param="model")
+            raise ModelNotFound(f"model {quote(name)} is not served here; use {self.model_name!r}", param="model")
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Give requests to the engine, in order: all of them, or none where one is refused. Their deltas are to be read; those
@@ -130,6 +136,28 @@ class Service:
         if not self._num_in_flight:
             self.idle.set()
 
+    @contextlib.contextmanager
+    def arriving(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Have the time limit of a body shortened when the server begins to drain: nothing is computed for it yet."""
+        self._arriving.add(limit)
+        try:
+            yield
+        finally:
+            self._arriving.discard(limit)
+
+    def drain(self) -> None:
+        """Take no new work. What runs may finish; bodies that are on their way get Patience.farewell for their next bytes."""
+        self.draining = True
+        soon = asyncio.get_running_loop().time() + self.patience.farewell
+        for limit in self._arriving:
+            if (until := limit.when()) is None or until > soon:
+                limit.reschedule(soon)
+
+    def refused(self, kind: str, reason: str) -> None:
+        """Count a request that was refused before its key or its content was looked at (REFUSALS in ipc/heartbeat.py)."""
+        if self.engine.heartbeat is not None:
+            self.engine.heartbeat.count_refusal(self.engine.origin, kind, reason)
+
     def heard(self) -> None:
         self.last_heard = time.monotonic()
 
@@ -138,13 +166,13 @@ class Service:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
-    def _log(self, told: Journey, journey: OpenJourney) -> None:
-        if journey.handler in UNCOUNTED and told.status < 400:
+    def _log(self, journey: Journey, opened: OpenJourney) -> None:
+        if opened.handler in UNCOUNTED and journey.status < 400:
             return
-        line, fields = request_line(told, journey), request_fields(told, journey)
-        if journey.prompts:
+        line, fields = request_line(journey, opened), request_fields(journey, opened)
+        if opened.prompts:
             longest = self.config.server.max_log_len
-            prompts = [self.text.decode(ids, skip_special_tokens=False)[:longest] for ids in journey.prompts]
+            prompts = [self.text.decode(ids, skip_special_tokens=False)[:longest] for ids in opened.prompts]
             line += f"; prompts {prompts!r}"
             fields["prompts"] = prompts
         log.info("%s", line, extra={"fields": fields})
@@ -153,16 +181,17 @@ class Service:
         """Run until cancelled. A failure is logged, and does not affect requests."""
         async with asyncio.TaskGroup() as group:
             for work in self.background:
-                group.create_task(_told(work()))
+                group.create_task(_log_failure(work()))
 
     def stop(self) -> None:
         """End every running response now, each with an error that says why."""
         self.draining = self.stopping = True
         for task in list(self._work):
             task.cancel()
+        self.compiler.close()
 
 
-async def _told(work: Coroutine[Any, Any, None]) -> None:
+async def _log_failure(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
     except Exception:

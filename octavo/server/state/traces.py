@@ -41,15 +41,15 @@ class Traces:
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
 
-    def told(self, told: Journey, journey: OpenJourney) -> None:
-        if not journey.requests:
+    def export(self, journey: Journey, opened: OpenJourney) -> None:
+        if not opened.requests:
             return  # nothing was generated
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.status import Status, StatusCode
 
-        parent = self._propagator.extract(journey.trace_context)
-        zero = int(told.received_at * 1e9)
-        attributes = request_attributes(told, journey, self._model_name)
+        parent = self._propagator.extract(opened.trace_context)
+        zero = int(journey.received_at * 1e9)
+        attributes = request_attributes(journey, opened, self._model_name)
         span = self._tracer.start_span(
             f"{attributes['gen_ai.operation.name']} {self._model_name}",
             parent,
@@ -58,14 +58,14 @@ class Traces:
             start_time=zero,
         )
         inside = set_span_in_context(span, parent)
-        for stage in told.stages:
+        for stage in journey.stages:
             part = self._tracer.start_span(
                 stage.name, inside, attributes=stage_attributes(stage), start_time=zero + int(stage.start * 1e9)
             )
             part.end(zero + int(stage.end * 1e9))
-        if told.state != "finished":
-            span.set_status(Status(StatusCode.ERROR, told.error or told.state))
-        span.end(zero + int(told.seconds * 1e9))
+        if journey.state != "finished":
+            span.set_status(Status(StatusCode.ERROR, journey.error or journey.state))
+        span.end(zero + int(journey.seconds * 1e9))
 
     def close(self) -> None:
         """Send what is waiting, for FLUSH_SECONDS at most."""
@@ -78,44 +78,44 @@ def traces_url(endpoint: str) -> str:
     return endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path=COLLECTORS_PATH))
 
 
-def request_attributes(told: Journey, journey: OpenJourney, model_name: str) -> dict[str, Any]:
-    kind = journey.handler.rstrip("/").rsplit("/", 1)[-1]
-    name = OPERATIONS.get("chat" if "/chat/" in journey.handler else kind, "generate_content")
-    seconds = stage_seconds(told.stages)
+def request_attributes(journey: Journey, opened: OpenJourney, model_name: str) -> dict[str, Any]:
+    kind = opened.handler.rstrip("/").rsplit("/", 1)[-1]
+    name = OPERATIONS.get("chat" if "/chat/" in opened.handler else kind, "generate_content")
+    seconds = stage_seconds(journey.stages)
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": name,
         "gen_ai.provider.name": "octavo",
         "gen_ai.request.model": model_name,
         "gen_ai.response.model": model_name,
-        "gen_ai.response.id": told.response_ids[0],
-        "gen_ai.response.finish_reasons": [str(reason) for reason in told.finish_reasons],
-        "gen_ai.usage.input_tokens": told.prompt_tokens,
-        "gen_ai.usage.output_tokens": told.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": told.cached_tokens,
+        "gen_ai.response.id": journey.response_ids[0],
+        "gen_ai.response.finish_reasons": [str(reason) for reason in journey.finish_reasons],
+        "gen_ai.usage.input_tokens": journey.prompt_tokens,
+        "gen_ai.usage.output_tokens": journey.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": journey.cached_tokens,
         # vLLM's own, for existing dashboards.
-        "gen_ai.request.id": told.id,
+        "gen_ai.request.id": journey.id,
         "gen_ai.latency.time_in_queue": seconds.get("queue", 0.0),
         "gen_ai.latency.time_in_model_prefill": seconds.get("prefill", 0.0),
         "gen_ai.latency.time_in_model_decode": seconds.get("decode", 0.0),
-        "gen_ai.latency.e2e": told.seconds,
-        "http.request.method": journey.method,
-        "http.route": journey.handler,
-        "http.response.status_code": told.status,
-        "octavo.preemptions": told.preemptions,
-        "octavo.api_process": told.api_process,
+        "gen_ai.latency.e2e": journey.seconds,
+        "http.request.method": opened.method,
+        "http.route": opened.handler,
+        "http.response.status_code": journey.status,
+        "octavo.preemptions": journey.preemptions,
+        "octavo.api_process": journey.api_process,
     }
-    if told.first_byte_seconds is not None:
-        attributes["gen_ai.latency.time_to_first_token"] = told.first_byte_seconds
-    for reason, spent in wait_seconds(told.stages).items():
+    if journey.first_byte_seconds is not None:
+        attributes["gen_ai.latency.time_to_first_token"] = journey.first_byte_seconds
+    for reason, spent in wait_seconds(journey.stages).items():
         attributes[f"octavo.wait.{reason}"] = spent
-    if told.error or told.state != "finished":
-        attributes["error.type"] = told.error.split(" ")[0] or told.state
-    return attributes | _wishes(journey)
+    if journey.error or journey.state != "finished":
+        attributes["error.type"] = journey.error.split(" ")[0] or journey.state
+    return attributes | _wishes(opened)
 
 
-def _wishes(journey: OpenJourney) -> dict[str, Any]:
+def _wishes(opened: OpenJourney) -> dict[str, Any]:
     """Sampling parameters, of the request or the model's defaults."""
-    params = journey.params
+    params = opened.params
     if params is None:
         return {}
     wishes: Mapping[str, Any] = {

@@ -3,8 +3,8 @@
 import { element } from "./common.js";
 
 export class Answer {
-  // `tip`: the tooltip of a token; `told`: the live region for screen readers.
-  constructor(tip, told) {
+  // `tip`: the tooltip of a token; `note`: the live region for screen readers.
+  constructor(tip, note) {
     this.text = "";
     this.thought = "";
     this.calls = []; // in the API's format
@@ -14,7 +14,7 @@ export class Answer {
     this.usage = null;
     this.reason = "";
     this.at = -1; // the token selected with the keyboard
-    Object.assign(this, { tip, told });
+    Object.assign(this, { tip, note });
     this.thoughtBox = element("div", { class: "thought hidden" });
     this.textBox = element("div", { class: "text", tabindex: 0, role: "group", "aria-label": "answer; the arrow keys show each token's probability" });
     this.callBox = element("div", {});
@@ -87,7 +87,7 @@ export class Answer {
     span.classList.add("at");
     span.scrollIntoView({ block: "nearest" });
     this.show(span);
-    this.told.textContent = span.odds.join(", ");
+    this.note.textContent = span.odds.join(", ");
   }
 
   call(piece) {

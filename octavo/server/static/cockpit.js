@@ -19,7 +19,7 @@ const STAGES = [
   ["decode", "⑦ decode", "Generated tokens, and rows that decode"],
   ["stream", "⑧ stream", "Finished requests, and the time to write their last bytes"],
 ];
-const REASONS = { grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", order: "earlier requests", step: "the end of the step" };
+const REASONS = { grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", order: "earlier requests", turn: "other requests' turns", step: "the end of the step" };
 const LANES = { new: "new", preempted: "preempted", grammar: "waiting for their grammars" };
 
 const map = new PageMap(find("map")), batch = new Batch(find("batch"));
@@ -206,7 +206,7 @@ function drawLegend() {
 function drawBatch() {
   batch.draw();
   const rows = batch.rows, prompts = rows.filter((row) => row.isPrompt).length, tokens = rows.reduce((sum, row) => sum + row.stepTokens, 0);
-  write(find("batch-told"), `${count(rows.length)} of ${count(state.max_rows)} rows: ${count(prompts)} compute their prompts, ${count(rows.length - prompts)} decode; ${count(tokens)} of ${count(state.max_step_tokens)} tokens in this step`);
+  write(find("batch-note"), `${count(rows.length)} of ${count(state.max_rows)} rows: ${count(prompts)} compute their prompts, ${count(rows.length - prompts)} decode; ${count(tokens)} of ${count(state.max_step_tokens)} tokens in this step`);
   if (!find("batch-details").open) return;
   keepRows(
     find("batch-rows"),

@@ -131,10 +131,10 @@ export function touch({ map, batch, rows, redraw }) {
   });
   keys(map, map.canvas, (place) => {
     mark(map.code(place));
-    namePlace(place, (text) => write(find("page-told"), text));
+    namePlace(place, (text) => write(find("page-note"), text));
   }, openPlace);
   keys(batch, batch.canvas, (place) => {
     mark(rows()[place].owner);
-    write(find("row-told"), describeRow(rows()[place]));
+    write(find("row-note"), describeRow(rows()[place]));
   }, openRow);
 }

@@ -84,7 +84,7 @@ async function send(isResumed = false) {
     return;
   }
   sent = request;
-  if (!isResumed) find("talk").append((answer = new Answer(find("tip"), find("token-told"))).card);
+  if (!isResumed) find("talk").append((answer = new Answer(find("tip"), find("token-note"))).card);
   answer.started = 0;
   follow(true);
   running = new AbortController();

@@ -6,7 +6,7 @@ const KINDS = {
   queue: "wait", preempted: "wait", restart: "wait", prefill: "prompt", recompute: "prompt", decode: "decode", several: "decode", engine: "decode",
 };
 const WAITS = {
-  grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", order: "earlier requests", step: "the end of the step",
+  grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", order: "earlier requests", turn: "other requests' turns", step: "the end of the step",
 };
 
 const EXPLANATIONS = {
@@ -33,7 +33,7 @@ export function waterfall(journey) {
       element("span", { class: "seconds number", text: seconds(length) }),
     );
     const details = describe(stage);
-    if (details) row.append(element("div", { class: "told", text: details }));
+    if (details) row.append(element("div", { class: "note", text: details }));
     list.append(row);
   }
   return list;

@@ -3,6 +3,7 @@
 import io
 import json
 import resource
+import tracemalloc
 
 import msgspec
 import pytest
@@ -15,11 +16,11 @@ from octavo.server.batch.records import (
     Record,
     Seen,
     Tally,
-    answer_record,
     bad_line_record,
     encode_record,
     open_records,
     read_back,
+    response_record,
     unanswered_record,
 )
 from octavo.server.state.loopback import LoopbackResponse
@@ -67,6 +68,52 @@ def test_a_bad_line_says_why_and_where_and_the_next_is_read(line, code, says):
     assert isinstance(bad, BadLine) and bad.code.startswith(code) and says in bad.message, bad
 
 
+@pytest.mark.parametrize("where", ["line", "body"])
+def test_a_line_with_very_many_members_takes_little_memory(where):
+    """Nor is it taken apart in one piece, which would hold all threads up."""
+    many = ",".join(f'"k{n}":1' for n in range(200_000))
+    body, others = ("{" + many + "}", "") if where == "body" else ("{}", many + ",")
+    line = ("{" + others + f'"custom_id":"x","method":"POST","url":"/a","body":{body}' + "}").encode()
+    rules = Rules(("/a",), max_body_bytes=10**7)
+    tracemalloc.start()
+    try:
+        (read_line,) = read(line, rules=rules)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * len(line), "a dictionary of its members would take twenty times as much"
+    if where == "body":
+        assert isinstance(read_line, Line) and read_line.body == body.encode() and not read_line.limits_its_wait
+    else:
+        assert isinstance(read_line, BadLine) and read_line.code == "line_too_long", read_line
+
+
+def test_empty_lines_count_where_there_is_a_limit():
+    rules = msgspec.structs.replace(RULES, max_lines=100)
+    assert [line.number for line in read(*[b""] * 99, GOOD, rules=rules)] == [100]
+    (bad,) = read(*[b""] * 100, GOOD, rules=rules)
+    assert isinstance(bad, BadLine) and (bad.code, bad.number) == ("too_many_lines", 101)
+
+
+def test_custom_ids_with_nul_differ_behind_it():
+    ids = ["a", "a\0", "a\0b", "a\0c"]
+    assert [line.custom_id for line in read(*[{**GOOD, "custom_id": each} for each in ids])] == ids
+    seen = Seen()
+    assert [seen.add(each) for each in [*ids, *ids]] == [True] * 4 + [False] * 4
+    seen.close()
+
+
+def test_invalid_utf8_is_an_error_of_its_line():
+    raw = json.dumps(GOOD).encode()
+    for bad in (
+        raw.replace(b'"x"', b'"\xff"'),
+        raw.replace(b"{", b'{"\xff":1,', 1),
+        raw.replace(b'"POST"', b'"\xc0\x80"'),
+    ):
+        (line,) = read(bad)
+        assert isinstance(line, BadLine), line
+
+
 def test_other_keys_are_named_or_refused():
     (line,) = read({**GOOD, "note": 1})
     assert line.ignored == ("note",)
@@ -92,8 +139,8 @@ def records() -> list[Record]:
         200, "req-1", None, b'{"usage":{"prompt_tokens":3,"completion_tokens":4,"prompt_tokens_details":null}}\n'
     )
     return [
-        answer_record(Line(1, "a\n\u2028b", "/a", b"{}"), answer),
-        answer_record(Line(2, "c", "/a", b"{}", ("note",)), LoopbackResponse(400, "req-2", None, b'{"error":{}}')),
+        response_record(Line(1, "a\n\u2028b", "/a", b"{}"), answer),
+        response_record(Line(2, "c", "/a", b"{}", ("note",)), LoopbackResponse(400, "req-2", None, b'{"error":{}}')),
         bad_line_record(BadLine(3, "invalid_url", "line 3: no", "url")),
         unanswered_record(Line(4, "d", "/a", b"{}"), "batch_expired", "late"),
     ]

@@ -8,21 +8,21 @@ from octavo.errors import InvalidRequest, Unsupported
 
 def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as OpenAI's chat API has them: a tool's result is a message of its own, a call is part of the assistant's."""
-    told: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     if system is not None and (words := _system(system, "system")):
-        told.append({"role": "system", "content": words})
+        converted.append({"role": "system", "content": words})
     if not messages:
         raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
     names: dict[str, str] = {}  # call id → tool
     for at, message in enumerate(messages):
-        told += _message(message, f"messages[{at}]", names)
-    last = told[-1]
+        converted += _message(message, f"messages[{at}]", names)
+    last = converted[-1]
     if last["role"] == "assistant" and (last.get("tool_calls") or not last["content"]):
         raise InvalidRequest(
             "messages ends with an assistant message, which is continued: it must end with text and must not call a tool",
             param="messages",
         )
-    return told
+    return converted
 
 
 def _message(message: dict[str, Any], where: str, names: dict[str, str]) -> list[dict[str, Any]]:
@@ -55,20 +55,20 @@ def _system(value: object, where: str) -> str:
 
 
 def _user(blocks: list[dict[str, Any]], where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     words: list[str] = []
     for at, block in enumerate(blocks):
         place = f"{where}.content[{at}]"
         if block.get("type") == "tool_result":
             if words:
-                told.append({"role": "user", "content": "\n".join(words)})
+                converted.append({"role": "user", "content": "\n".join(words)})
                 words = []
-            told.append(_result(block, place, names))
+            converted.append(_result(block, place, names))
         else:
             words.append(_text(block, place))
-    if words or not told:
-        told.append({"role": "user", "content": "\n".join(words)})
-    return told
+    if words or not converted:
+        converted.append({"role": "user", "content": "\n".join(words)})
+    return converted
 
 
 def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []  # completed
-        self._told: list[msgspec.Struct] = []
+        self._events: list[msgspec.Struct] = []
         self._open: Block | None = None
         self._texts: list[str] = []  # of the open block
 
@@ -145,21 +145,21 @@ class Blocks:
         """End the message. An empty answer has no block."""
         self._close()
 
-    def take_told(self) -> list[msgspec.Struct]:
+    def take_events(self) -> list[msgspec.Struct]:
         """The stream events since the last call."""
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events
 
     def _begin(self, block: Block) -> None:
         if type(self._open) is type(block):
             return
         self._close()
         self._open, self._texts = block, []
-        self._told.append(BlockStart(len(self.blocks), block))
+        self._events.append(BlockStart(len(self.blocks), block))
 
     def _add(self, text: str, delta: TextDelta | ThinkingDelta | JsonDelta) -> None:
         self._texts.append(text)
-        self._told.append(BlockDelta(len(self.blocks), delta))
+        self._events.append(BlockDelta(len(self.blocks), delta))
 
     def _close(self) -> None:
         text = "".join(self._texts)
@@ -170,9 +170,9 @@ class Blocks:
                 block: Block = TextBlock(text)
             case ThinkingBlock():
                 block = ThinkingBlock(text)
-                self._told.append(BlockDelta(len(self.blocks), SignatureDelta(block.signature)))
+                self._events.append(BlockDelta(len(self.blocks), SignatureDelta(block.signature)))
             case ToolUseBlock():
                 block = msgspec.structs.replace(self._open, input=msgspec.Raw(text.encode() or b"{}"))
-        self._told.append(BlockStop(len(self.blocks)))
+        self._events.append(BlockStop(len(self.blocks)))
         self.blocks.append(block)
         self._open = None

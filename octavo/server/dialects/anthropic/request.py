@@ -1,14 +1,18 @@
 """What a request to Anthropic's API may say, and the same as a chat request."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from octavo.errors import Field, InvalidRequest
+from octavo.errors import Field, InvalidRequest, quote
 from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.generate import chat_request
 from octavo.server.generate.field_names import FieldNames
-from octavo.server.schema.fields import RequestFields, StreamFields, make_fields
+from octavo.server.generate.messages import MESSAGES
+from octavo.server.generate.offload import offload_prompt
+from octavo.server.generate.text_len import check_text_len
+from octavo.server.schema.fields import MAX_STOPS, RequestFields, StreamFields, make_fields
+from octavo.server.schema.lists import AtMost
 from octavo.server.schema.shapes import (
     CacheControl,
     OutputFormat,
@@ -77,11 +81,18 @@ class MessagesRequest(CountRequest, StreamFields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str] | None, AtMost(MAX_STOPS)] = None
     metadata: TurnMetadata = None
 
 
-async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.ChatRequest, chat_request.ChatPrompt]:
+async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.ChatFields, chat_request.ChatPrompt]:
+    asked = await offload_prompt(fields.num_bytes, lambda: _chat_fields(service, fields))
+    with NAMES.in_errors():
+        return asked, await chat_request.parse(service, asked)
+
+
+def _chat_fields(service: Service, fields: CountRequest) -> chat_request.ChatFields:
+    check_text_len(service, fields.num_bytes, (fields.system, fields.messages, fields.tools), MESSAGES)
     choice, is_parallel = chat_tool_choice(fields.tool_choice)
     values: dict[str, Any] = {"messages": chat_messages(fields.system, fields.messages)}
     if fields.tools:
@@ -95,7 +106,7 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.Ch
     if fields.thinking is not None:
         is_wanted = fields.thinking.type != "disabled"
         if is_wanted and service.text.formats.thinking is None and not any(map(service.text.template_reads, SWITCHES)):
-            fields.pass_over(Field("thinking"), service.config.server)
+            fields.pass_over(Field("thinking"), service.config)
         # Where the template has no switch and the model thinks anyway, its reasoning is left out of the answer.
         values |= {
             "chat_template_kwargs": dict.fromkeys(SWITCHES, is_wanted),
@@ -106,13 +117,12 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.Ch
         values["continue_final_message"] = True
     if isinstance(fields, MessagesRequest):
         if fields.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, got {fields.max_tokens}", param="max_tokens")
+            raise InvalidRequest(f"max_tokens must be at least 1, got {quote(fields.max_tokens)}", param="max_tokens")
         same = ("temperature", "top_p", "top_k", "stream")
         values |= {name: getattr(fields, name) for name in same} | fields.limits
         values["stop"] = fields.stop_sequences
     with NAMES.in_errors():
-        asked = make_fields(chat_request.ChatRequest, values)
-        return asked, await chat_request.parse(service, asked)
+        return make_fields(chat_request.ChatFields, values, fields.num_bytes)
 
 
 def _check_prefill(fields: CountRequest, choice: object) -> None:

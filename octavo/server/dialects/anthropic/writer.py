@@ -30,14 +30,14 @@ class MessageWriter:
             async for parts in steps:
                 for part in parts:
                     self._blocks.feed(part.event)
-                yield before + self._told()
+                yield before + self._new_events()
                 before = b""
         self._blocks.finish()
         last = typed_event(output.MessageDelta(self._end(), self._usage()))
-        yield before + self._told() + last + typed_event(output.MessageStop())
+        yield before + self._new_events() + last + typed_event(output.MessageStop())
 
-    def _told(self) -> bytes:
-        return b"".join(map(typed_event, self._blocks.take_told()))
+    def _new_events(self) -> bytes:
+        return b"".join(map(typed_event, self._blocks.take_events()))
 
     def _message(
         self, blocks: list[output.Block], stop_reason: output.StopReason | None, stop_sequence: str | None

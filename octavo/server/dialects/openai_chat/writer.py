@@ -18,10 +18,10 @@ from octavo.server.dialects.openai_chat.output import (
     message,
 )
 from octavo.server.generate.answer_events import AnswerPiece, WholeAnswer
-from octavo.server.generate.chat_request import ChatRequest
+from octavo.server.generate.chat_request import ChatFields
 from octavo.server.generate.chat_task import ChatTask
 from octavo.server.generate.generation import PromptProgress, Usage
-from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, num_told, prompt_logprobs
+from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, count_logprobs, prompt_logprobs
 from octavo.server.generate.offload import offload
 from octavo.server.http.sse import DONE, Frames, event
 from octavo.server.state.service import Service
@@ -31,9 +31,9 @@ from octavo.text.parsers import Content
 class ChatWriter:
     """The choices of one completion."""
 
-    def __init__(self, service: Service, fields: ChatRequest, task: ChatTask) -> None:
+    def __init__(self, service: Service, fields: ChatFields, task: ChatTask) -> None:
         self._fields, self._text, self._task = fields, service.text, task
-        self._is_plain = not (fields.logprobs or fields.return_token_ids)
+        self._is_text_only = not (fields.logprobs or fields.return_token_ids)
         self._head = (task.response_id, int(time.time()), service.model_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -65,12 +65,12 @@ class ChatWriter:
 
     async def collect(self) -> ChatCompletion:
         answers = await self._task.whole()
-        size = sum(num_told(answer.logprobs) for answer in answers)
+        size = sum(count_logprobs(answer.logprobs) for answer in answers)
         choices = await offload(size, lambda: [self._choice(answer) for answer in answers])
         scores: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
         if self._fields.prompt_logprobs is not None:
             entries = self._task.generation.prompt_logprobs[0]
-            scores = await offload(num_told(entries), lambda: prompt_logprobs(self._text, entries))
+            scores = await offload(count_logprobs(entries), lambda: prompt_logprobs(self._text, entries))
         return ChatCompletion(*self._head, choices, self._task.usage, scores, self._prompt_ids())
 
     def _choice(self, answer: WholeAnswer) -> Choice:
@@ -94,7 +94,7 @@ class ChatWriter:
 
     def _only_text(self, piece: AnswerPiece) -> str | None:
         """The text of a piece that is content alone, as nearly all are. None: it holds more."""
-        if self._is_plain and piece.finish_reason is None and len(piece.events) == 1:
+        if self._is_text_only and piece.finish_reason is None and len(piece.events) == 1:
             match piece.events[0]:
                 case Content(text):
                     return text

@@ -1,9 +1,11 @@
 """What a request to /v1/completions may say, and its prompts as token ids."""
 
-import asyncio
+import functools
 
 from octavo.errors import Field, InvalidRequest
-from octavo.server.generate.requests import LONG_TEXT, Prompt, cut_prompt
+from octavo.server.generate.offload import offload_prompt
+from octavo.server.generate.requests import Prompt, check_size, cut_prompt
+from octavo.server.generate.text_len import check_text_len
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Prompts
 from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE
@@ -25,6 +27,10 @@ class CompletionRequest(GenerationFields):
 
 
 async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
+    return await offload_prompt(fields.num_bytes, functools.partial(_parse, service, fields))
+
+
+def _parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
     given = fields.prompt
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
         prompts = {"prompt": given}
@@ -38,23 +44,19 @@ async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
         )
     else:
         prompts = {f"prompt[{at}]": item for at, item in enumerate(given)}
+    check_size(fields, len(prompts), service.report, service.config.budget)
     for param, item in prompts.items():
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise _wrong_prompt(param)
-
-    def encode() -> list[Prompt]:
-        words, report = service.text.encode, service.report
-        limit = report.max_model_len if fields.truncate_prompt_tokens is None else None
-        found = []
-        for param, item in prompts.items():
-            ids = words(item, param=param, max_tokens=limit) if isinstance(item, str) else item
-            kept = cut_prompt(ids, fields, report)
-            found.append(Prompt(kept, Field(param), item if isinstance(item, str) and len(kept) == len(ids) else None))
-        return found
-
-    # Many prompts take as long to encode as one long one: the size of all counts.
-    size = sum(len(item) for item in prompts.values() if isinstance(item, str))
-    return await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
+    check_text_len(service, fields.num_bytes, given, Field("prompt"))
+    words, report = service.text.encode, service.report
+    limit = report.max_model_len if fields.truncate_prompt_tokens is None else None
+    found = []
+    for param, item in prompts.items():
+        ids = words(item, param=param, max_tokens=limit) if isinstance(item, str) else item
+        kept = cut_prompt(ids, fields, report)
+        found.append(Prompt(kept, Field(param), item if isinstance(item, str) and len(kept) == len(ids) else None))
+    return found
 
 
 def _wrong_prompt(param: str) -> InvalidRequest:

@@ -12,7 +12,7 @@ from octavo.messages import Logprobs
 from octavo.server.dialects.openai_completions.output import Choice, Completion
 from octavo.server.dialects.openai_completions.request import CompletionRequest
 from octavo.server.generate.generation import Generation, Piece, Usage
-from octavo.server.generate.logprobs import PromptLogprob, completion_logprobs, num_told, prompt_logprobs
+from octavo.server.generate.logprobs import PromptLogprob, completion_logprobs, count_logprobs, prompt_logprobs
 from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import Prompt, build_requests
 from octavo.server.http.sse import DONE, Frames, event
@@ -46,6 +46,7 @@ class CompletionWriter:
             prompts,
             fields,
             report=service.report,
+            budget=service.config.budget,
             text=text,
             logprobs=fields.logprobs,
             default_max_tokens=DEFAULT_MAX_TOKENS,
@@ -54,9 +55,9 @@ class CompletionWriter:
             grammar=grammar,
         )
         wants_tokens = fields.logprobs is not None or bool(fields.return_token_ids)
-        self._is_plain = not (wants_tokens or fields.echo)
-        self._tells_prompt = of_prompt is not None
-        per_event = fields.tokens_per_event(service.config.server)
+        self._is_text_only = not (wants_tokens or fields.echo)
+        self._scores_prompt = of_prompt is not None
+        per_event = fields.tokens_per_event(service.config)
         self.generation = Generation(service, requests, per_event, wants_tokens, num_kept=fields.num_kept)
         self._fields, self._text, self._prompts = fields, text, prompts
         self._offsets: dict[int, int] = {}  # choice that has begun → characters of its tokens so far
@@ -77,7 +78,7 @@ class CompletionWriter:
                     yield b"".join(
                         [
                             frames.event(piece.index, piece.delta.text)
-                            if self._is_plain and piece.delta.finish_reason is None and piece.progress is None
+                            if self._is_text_only and piece.delta.finish_reason is None and piece.progress is None
                             else self._event(piece, quiet)
                             for piece in pieces
                         ]
@@ -86,9 +87,9 @@ class CompletionWriter:
         yield last + DONE
 
     async def collect(self) -> Completion:
-        wholes = await self.generation.whole()
-        pieces = [whole.as_piece() for whole in wholes]
-        size = self._num_scored(pieces) + sum(num_told(piece.logprobs) for piece in pieces)
+        kept = await self.generation.whole()
+        pieces = [choice.as_piece() for choice in kept]
+        size = self._num_scored(pieces) + sum(count_logprobs(piece.logprobs) for piece in pieces)
         choices = await offload(size, lambda: [self._choice(piece) for piece in pieces])
         return Completion(*self._head, choices, self._usage())
 
@@ -96,11 +97,12 @@ class CompletionWriter:
         return b"".join([self._event(piece, usage) for piece in pieces])
 
     def _num_scored(self, pieces: list[Piece]) -> int:
-        """Prompt tokens whose logprobs these pieces carry: the first piece of each choice does."""
-        if not self._tells_prompt:
+        """Prompt tokens and logprobs of these that the pieces carry: the first piece of each choice does."""
+        if not (self._scores_prompt or self._fields.echo):
             return 0
         n, offsets, scores = self._fields.n or 1, self._offsets, self.generation.prompt_logprobs
-        return sum(num_told(scores[piece.index // n]) for piece in pieces if piece.index not in offsets)
+        firsts = [piece.index // n for piece in pieces if piece.index not in offsets]
+        return sum(len(self._prompts[number].ids) + count_logprobs(scores[number]) for number in firsts)
 
     def _event(self, piece: Piece, usage: Usage | UnsetType | None) -> bytes:
         # Progress comes with an empty choice: clients look into the first choice of every chunk.

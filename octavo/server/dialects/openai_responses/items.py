@@ -1,10 +1,10 @@
 """Input of the Responses API → items, and items → chat messages."""
 
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.config import BudgetConfig
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.dialects.openai_responses.output import item_id
 from octavo.server.dialects.openai_responses.types import (
     CallItem,
@@ -18,6 +18,7 @@ from octavo.server.dialects.openai_responses.types import (
     Refusal,
     SummaryText,
 )
+from octavo.server.generate.messages import parse_arguments
 
 ROLES = ("user", "assistant", "system", "developer")
 MAX_CALL_ID_LEN = 256
@@ -26,7 +27,7 @@ Find = Callable[[str], Item | None]
 """Finds the item of an earlier response by its id."""
 
 
-def read_input(value: object, find: Find) -> list[Item]:
+def read_input(value: object, find: Find, budget: BudgetConfig) -> list[Item]:
     """Parse `input`: a string is a user's message."""
     if isinstance(value, str):
         return [MessageItem(item_id("msg"), "user", [InputText(value)])]
@@ -34,7 +35,7 @@ def read_input(value: object, find: Find) -> list[Item]:
         raise InvalidRequest("input must be a string or a list of items", param="input")
     if not value:
         raise InvalidRequest("input is empty: at least one item is needed", param="input")
-    return [_item(entry, f"input[{at}]", find) for at, entry in enumerate(value)]
+    return [_item(entry, f"input[{at}]", find, budget) for at, entry in enumerate(value)]
 
 
 def references(value: object) -> set[str]:
@@ -49,7 +50,7 @@ def _kind(entry: object) -> object:
     return entry.get("type") or ("message" if "role" in entry else "item_reference" if "id" in entry else None)
 
 
-def _item(entry: object, where: str, find: Find) -> Item:
+def _item(entry: object, where: str, find: Find, budget: BudgetConfig) -> Item:
     if not isinstance(entry, dict):
         raise InvalidRequest(f"{where} must be an object", param=where)
     match _kind(entry):
@@ -57,7 +58,7 @@ def _item(entry: object, where: str, find: Find) -> Item:
             return _message(entry, where)
         case "function_call":
             name, call_id = _text(entry, "name", where), _call_id(entry, where)
-            return CallItem(_id(entry, "fc"), call_id, name, _arguments(entry, where))
+            return CallItem(_id(entry, "fc"), call_id, name, _arguments(entry, where, budget))
         case "function_call_output":
             return CallOutputItem(_id(entry, "fco"), _call_id(entry, where), _output(entry.get("output"), where))
         case "reasoning":
@@ -150,15 +151,9 @@ def _text(entry: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-def _arguments(entry: dict[str, Any], where: str) -> str:
+def _arguments(entry: dict[str, Any], where: str, budget: BudgetConfig) -> str:
     text = _text(entry, "arguments", where)
-    try:
-        is_object = isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        param = f"{where}.arguments"
-        raise InvalidRequest(f"{param} must be a JSON object as a string", param=param)
+    parse_arguments(text, Field(f"{where}.arguments"), budget)
     return text
 
 
@@ -182,6 +177,7 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[
     instructions and the system messages that open the conversation: templates expect it so."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}  # call id → tool
+    opening: list[str] = []  # texts after the first of the system message that opens the conversation
     for item in items:
         last = messages[-1] if messages else {}
         is_open = last.get("role") == "assistant"
@@ -193,7 +189,7 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[
                     messages.append({"role": "assistant", "content": _words(item)})
             case MessageItem(role=role) if role in ("system", "developer"):
                 if len(messages) == 1 and last["role"] == "system":
-                    last["content"] += "\n\n" + _words(item)
+                    opening.append(_words(item))
                 else:
                     messages.append({"role": "system", "content": _words(item)})
             case MessageItem():
@@ -211,6 +207,8 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[
                     messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
             case CallOutputItem():
                 messages.append(_result(item, names))
+    if opening:
+        messages[0]["content"] = "\n\n".join([messages[0]["content"], *opening])
     return messages
 
 

@@ -17,7 +17,7 @@ class Output:
     def __init__(self, first_sequence_number: int = 0) -> None:
         self.items: list[types.Item] = []  # completed
         self._next_number = first_sequence_number
-        self._told: list[types.StreamEvent] = []
+        self._events: list[types.StreamEvent] = []
         self._open: types.Item | None = None
         self._texts: list[str] = []  # of the open item
         self._logprobs: list[TokenLogprob] = []
@@ -34,7 +34,7 @@ class Output:
                 self._begin(types.CallItem(item_id("fc"), event.id, event.name, "", "in_progress"))
             case CallArguments(_, text):
                 self._texts.append(text)
-                self._tell(types.ArgumentsDelta, *self._place, text)
+                self._add_event(types.ArgumentsDelta, *self._place, text)
             case CallEnd():
                 self._close()
 
@@ -44,10 +44,10 @@ class Output:
             self._say("", ())
         self._close("incomplete" if is_cut else "completed")
 
-    def take_told(self) -> list[types.StreamEvent]:
+    def take_events(self) -> list[types.StreamEvent]:
         """The stream events since the last call."""
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events
 
     def next_number(self) -> int:
         """The sequence number for an event that is made elsewhere."""
@@ -57,57 +57,57 @@ class Output:
     @property
     def items_so_far(self) -> list[types.Item]:
         """The completed items and what there is of the open one."""
-        return [*self.items, self._whole("incomplete")] if self._open is not None else self.items
+        return [*self.items, self._item("incomplete")] if self._open is not None else self.items
 
     @property
     def _place(self) -> tuple[str, int]:
         assert self._open is not None
         return self._open.id, len(self.items)
 
-    def _tell(self, kind: type[types.StreamEvent], *values: Any) -> None:
-        self._told.append(kind(self.next_number(), *values))
+    def _add_event(self, kind: type[types.StreamEvent], *values: Any) -> None:
+        self._events.append(kind(self.next_number(), *values))
 
     def _begin(self, item: types.Item) -> None:
         self._open, self._texts, self._logprobs = item, [], []
-        self._tell(types.ItemAdded, len(self.items), item)
+        self._add_event(types.ItemAdded, len(self.items), item)
 
     def _say(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
         if not isinstance(self._open, types.MessageItem):
             self._close()
             self._begin(types.MessageItem(item_id("msg"), "assistant", [], "in_progress"))
-            self._tell(types.PartAdded, *self._place, 0, types.OutputText(""))
+            self._add_event(types.PartAdded, *self._place, 0, types.OutputText(""))
         if text:
             self._texts.append(text)
             self._logprobs += logprobs
-            self._tell(types.TextDelta, *self._place, 0, text, list(logprobs))
+            self._add_event(types.TextDelta, *self._place, 0, text, list(logprobs))
 
     def _think(self, text: str) -> None:
         if not isinstance(self._open, types.ReasoningItem):
             self._close()
             self._begin(types.ReasoningItem(item_id("rs"), [], status="in_progress"))
-            self._tell(types.PartAdded, *self._place, 0, types.ReasoningText(""))
+            self._add_event(types.PartAdded, *self._place, 0, types.ReasoningText(""))
         self._texts.append(text)
-        self._tell(types.ReasoningDelta, *self._place, 0, text)
+        self._add_event(types.ReasoningDelta, *self._place, 0, text)
 
     def _close(self, status: types.Status = "completed") -> None:
         if self._open is None:
             return
         text = "".join(self._texts)
-        item = self._whole(status)
+        item = self._item(status)
         match item:
             case types.MessageItem(content=[types.OutputText() as part]):
-                self._tell(types.TextDone, *self._place, 0, text, self._logprobs)
-                self._tell(types.PartDone, *self._place, 0, part)
+                self._add_event(types.TextDone, *self._place, 0, text, self._logprobs)
+                self._add_event(types.PartDone, *self._place, 0, part)
             case types.ReasoningItem(content=[part]):
-                self._tell(types.ReasoningDone, *self._place, 0, text)
-                self._tell(types.PartDone, *self._place, 0, part)
+                self._add_event(types.ReasoningDone, *self._place, 0, text)
+                self._add_event(types.PartDone, *self._place, 0, part)
             case types.CallItem():
-                self._tell(types.ArgumentsDone, *self._place, item.name, text)
-        self._tell(types.ItemDone, len(self.items), item)
+                self._add_event(types.ArgumentsDone, *self._place, item.name, text)
+        self._add_event(types.ItemDone, len(self.items), item)
         self.items.append(item)
         self._open = None
 
-    def _whole(self, status: types.Status) -> types.Item:
+    def _item(self, status: types.Status) -> types.Item:
         text = "".join(self._texts)
         replace = msgspec.structs.replace
         match self._open:

@@ -1,15 +1,16 @@
 """What a request to the Responses API may say, and the same as a chat request."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from octavo.config import ServerConfig
-from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.config import Config
+from octavo.errors import Field, InvalidRequest, Unsupported, quote
 from octavo.server.dialects.openai_responses.types import ResponseTool
-from octavo.server.generate.chat_request import ChatRequest
+from octavo.server.generate.chat_request import ChatFields
 from octavo.server.generate.field_names import FieldNames
 from octavo.server.schema.fields import (
+    MAX_METADATA,
     QueueOptions,
     RequestFields,
     SamplingFields,
@@ -17,6 +18,7 @@ from octavo.server.schema.fields import (
     check_metadata,
     make_fields,
 )
+from octavo.server.schema.lists import AtMost
 from octavo.server.schema.shapes import Input, ResponseToolChoice, ResponseTools, TextFormat
 from octavo.text.chat.tools import parse_tools
 
@@ -24,6 +26,8 @@ from octavo.text.chat.tools import parse_tools
 MAX_TEMPERATURE = 2
 MAX_NUMBER = 2**53 - 1  # the largest that every JSON reader keeps exact
 MAX_SAFETY_IDENTIFIER = 64  # characters
+MAX_LABEL_LEN = 1024  # characters of user and prompt_cache_key, which a response returns
+MAX_INCLUDED = 64
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -92,7 +96,7 @@ class InputRequest(SamplingFields):
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None  # of tools that the server runs: there are none
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str] | None, AtMost(MAX_INCLUDED)] = None
     tools: ResponseTools = None
     tool_choice: ResponseToolChoice = None
     parallel_tool_calls: bool | None = None
@@ -103,7 +107,7 @@ class InputRequest(SamplingFields):
     priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
     # Labels for the caller's own use: accepted, without effect.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, AtMost(MAX_METADATA)] = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
@@ -136,23 +140,23 @@ NAMES = FieldNames(
 )
 
 
-def check(fields: InputRequest, server: ServerConfig) -> None:
+def check(fields: InputRequest, config: Config) -> None:
     """Check what the schema cannot express."""
     for name in fields.include or ():
         if name not in INCLUDABLE:
             raise InvalidRequest(f"include: {name[:60]!r} is not one of {', '.join(INCLUDABLE)}", param="include")
     if ENCRYPTED_REASONING in (fields.include or ()):
-        fields.pass_over(Field("include", ENCRYPTED_REASONING), server)
+        fields.pass_over(Field("include", ENCRYPTED_REASONING), config)
     for name, value, least in (
         ("max_output_tokens", fields.max_output_tokens, 1),
         ("max_tool_calls", fields.max_tool_calls, 1),
         ("top_logprobs", fields.top_logprobs, 0),
     ):
         if value is not None and not least <= value <= MAX_NUMBER:
-            raise InvalidRequest(f"{name} must be between {least} and {MAX_NUMBER}, got {value}", param=name)
-    if (fields.top_logprobs or 0) > server.max_logprobs:
-        limit = f"between 0 and {server.max_logprobs} (--max-logprobs)"
-        raise InvalidRequest(f"top_logprobs must be {limit}, got {fields.top_logprobs}", param="top_logprobs")
+            raise InvalidRequest(f"{name} must be between {least} and {MAX_NUMBER}, got {quote(value)}", param=name)
+    if (fields.top_logprobs or 0) > config.budget.max_logprobs:
+        limit = f"between 0 and {config.budget.max_logprobs} (--max-logprobs)"
+        raise InvalidRequest(f"top_logprobs must be {limit}, got {quote(fields.top_logprobs)}", param="top_logprobs")
     if not 0 <= (fields.temperature or 0) <= MAX_TEMPERATURE:
         raise InvalidRequest(
             f"temperature must be between 0 and {MAX_TEMPERATURE}, got {fields.temperature}", param="temperature"
@@ -161,10 +165,14 @@ def check(fields: InputRequest, server: ServerConfig) -> None:
         raise InvalidRequest(
             f"safety_identifier must have at most {MAX_SAFETY_IDENTIFIER} characters", param="safety_identifier"
         )
+    for name in ("user", "prompt_cache_key"):
+        if len(getattr(fields, name) or "") > MAX_LABEL_LEN:
+            raise InvalidRequest(f"{name} must have at most {MAX_LABEL_LEN} characters", param=name)
     check_metadata(fields.metadata or {})
 
 
-def chat_request(fields: InputRequest, messages: list[dict[str, Any]]) -> ChatRequest:
+def chat_request(fields: InputRequest, messages: list[dict[str, Any]], num_bytes: int) -> ChatFields:
+    """`num_bytes`: of the request, and of the conversation before it."""
     tools, choice = chat_tools(fields)
     values: dict[str, Any] = {"messages": messages, "priority": fields.priority}
     if isinstance(fields, ResponsesRequest):
@@ -179,7 +187,7 @@ def chat_request(fields: InputRequest, messages: list[dict[str, Any]]) -> ChatRe
         values["reasoning_effort"] = fields.effort
     # The same validators have checked these already.
     sampling = {name: getattr(fields, name) for name in SamplingFields.model_fields.keys() - RequestFields.model_fields}
-    return make_fields(ChatRequest, values).model_copy(update=sampling)
+    return make_fields(ChatFields, values, num_bytes, sampling)
 
 
 def response_format(fields: InputRequest) -> dict[str, Any] | None:
@@ -214,11 +222,16 @@ def chat_tools(fields: InputRequest) -> tuple[list[dict[str, Any]], object]:
                 raise InvalidRequest("tool_choice is 'required', but there are no tools", param="tool_choice")
             return tools, "required"
         case {"type": "function", "name": str(name)}:
-            _named(tools, name)
+            if not any(tool["function"]["name"] == name for tool in tools):
+                raise _not_in_tools(name)
             return tools, {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*chosen]} if chosen:
             names = [_allowed_name(entry) for entry in chosen]
-            return [tool for name in dict.fromkeys(names) for tool in _named(tools, name)], mode
+            by_name = {tool["function"]["name"]: tool for tool in tools}
+            for name in names:
+                if name not in by_name:
+                    raise _not_in_tools(name)
+            return [by_name[name] for name in dict.fromkeys(names)], mode
         case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
             raise Unsupported(
                 f"tool_choice.type {kind[:60]!r} is not supported here: only functions are", param="tool_choice.type"
@@ -243,11 +256,8 @@ def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": {key: tool[key] for key in kept if tool.get(key) is not None}}
 
 
-def _named(tools: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    found = [tool for tool in tools if tool["function"].get("name") == name]
-    if not found:
-        raise InvalidRequest(f"tool_choice names {name[:60]!r}, which is not in tools", param="tool_choice")
-    return found
+def _not_in_tools(name: str) -> InvalidRequest:
+    return InvalidRequest(f"tool_choice names {name[:60]!r}, which is not in tools", param="tool_choice")
 
 
 def _allowed_name(entry: object) -> str:

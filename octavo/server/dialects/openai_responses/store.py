@@ -2,6 +2,7 @@
 
 Entries are kept encoded, so that their size is the memory they take."""
 
+import operator
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Literal
@@ -18,22 +19,41 @@ MAX_ID_LEN = 100
 
 class StoredResponse(msgspec.Struct, frozen=True):
     id: str
-    owner: bytes  # a digest of the API key that may read it
+    owner: bytes  # of the API key that made it (state/owners.py)
     body: bytes  # the response, as it was sent
     items: bytes  # the whole conversation including this response's output, as JSON
     num_output: int  # how many of the last items are the response's own output
 
-    def read_items(self) -> list[Item]:
-        return msgspec.json.decode(self.items, type=list[Item])
-
     def read_input(self) -> list[Item]:
-        items = self.read_items()
+        items = decode_items(self.items)
         return items[: len(items) - self.num_output]
+
+    def find_item(self, item_id: str) -> Item | None:
+        """Only this item is decoded: a request may refer to many items of a long conversation."""
+        entries = msgspec.json.decode(self.items, type=list[msgspec.Raw])
+        found = next((entry for entry in reversed(entries) if _decode_named(entry).id == item_id), None)
+        return None if found is None else _decode_item(found)
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+_decode_item: Callable[[bytes | msgspec.Raw], Item] = msgspec.json.Decoder(Item).decode
+
+
+def decode_items(items: bytes) -> list[Item]:
+    return msgspec.json.decode(items, type=list[Item]) if items else []
 
 
 class ResponseStore:
-    def __init__(self, max_responses: int, max_bytes: int) -> None:
+    def __init__(
+        self, max_responses: int, max_bytes: int, may_see: Callable[[bytes, bytes], bool] = operator.eq
+    ) -> None:
+        """`may_see`: whether an owner (the first) may see what another has."""
         self._max_responses = max_responses
+        self._may_see = may_see
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
         self._own_items: dict[str, list[str]] = {}  # response id → ids of the items that it added
@@ -67,7 +87,7 @@ class ResponseStore:
 
     def get(self, response_id: str, owner: bytes) -> StoredResponse | None:
         response = self._entries.get(response_id)
-        if response is None or response.owner != owner:
+        if response is None or not self._may_see(owner, response.owner):
             return None
         self._entries.move_to_end(response_id)
         return response
@@ -86,8 +106,7 @@ class ResponseStore:
 
     def item(self, item_id: str, owner: bytes) -> Item | None:
         response = self.get(self._homes.get(item_id, ""), owner)
-        items = response.read_items() if response is not None else []
-        return next((item for item in items if item.id == item_id), None)
+        return None if response is None else response.find_item(item_id)
 
 
 Verb = Literal["get", "delete", "item", "cancel"]
@@ -116,7 +135,7 @@ class KeptResponses:
         self.own = store
         self._cancel, self._end = cancel, end
         self._peers = peers
-        peers.answer(self.KIND, self._answer)
+        peers.handle(self.KIND, self._reply)
 
     async def get(self, response_id: str, owner: bytes) -> StoredResponse | None:
         found = await self._find("get", response_id, owner)
@@ -153,14 +172,14 @@ class KeptResponses:
                 return b"" if was_kept or was_streamed else None
         return None if found is None else msgspec.msgpack.encode(found)
 
-    def _answer(self, question: bytes) -> AsyncGenerator[bytes, None] | None:
+    def _reply(self, question: bytes) -> AsyncGenerator[bytes, None] | None:
         found = self._find_here(msgspec.json.decode(question, type=_Wanted))
-        return None if found is None else _whole(found)
+        return None if found is None else _as_stream(found)
 
 
-async def _whole(answer: bytes) -> AsyncGenerator[bytes, None]:
-    if answer:
-        yield answer
+async def _as_stream(reply: bytes) -> AsyncGenerator[bytes, None]:
+    if reply:
+        yield reply
 
 
 def _size(response: StoredResponse) -> int:

@@ -91,12 +91,12 @@ class ResponseWriter:
             async for parts in steps:
                 for part in parts:
                     output.feed(part.event, part.logprobs)
-                yield before + b"".join(map(typed_event, output.take_told()))
+                yield before + b"".join(map(typed_event, output.take_events()))
                 before = b""
         response = self._finish()
         last = types.Completed if response.status == "completed" else types.Incomplete
-        told = b"".join(map(typed_event, output.take_told()))
-        yield before + told + typed_event(last(output.next_number(), response)) + DONE
+        events = b"".join(map(typed_event, output.take_events()))
+        yield before + events + typed_event(last(output.next_number(), response)) + DONE
 
     def error_event(self, error: Exception, request_id: str) -> bytes:
         """The last events of a stream that failed after it had begun."""
