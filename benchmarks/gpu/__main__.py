@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu import workloads
 from benchmarks.gpu.show import Results
 from octavo.cli.bench.flags import above_zero, positive
-from octavo.cli.flags import OFFLINE, Parser, add_config_flags, count, options_from, whole
+from octavo.cli.flags import OFFLINE, Parser, add_config_flags, count, integer, options_from
 from octavo.errors import ConfigError, OctavoError
 
 FIRST_SEED = 100
@@ -76,7 +76,7 @@ def _names(text: str) -> list[str]:
 
 
 def _seeds(text: str) -> list[int]:
-    return [whole(part) for part in text.split(",")]
+    return [integer(part) for part in text.split(",")]
 
 
 def _run(arguments: argparse.Namespace) -> int:

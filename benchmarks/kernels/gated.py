@@ -194,16 +194,16 @@ def main() -> None:
         f"{elapsed():5.1f} s  ready. µs; * the fastest, < what the rules take; gain of the rule's tile and of the best"
     )
     print(f"{'':5}{'rows':>6}" + "".join(f"{name:>9}  " for name in COLUMNS) + "   rule   best  memory", flush=True)
-    told = []
+    lines = []
     for shape in SHAPES:
         for rows in ROWS:
             if elapsed() > arguments.seconds:
-                told.append(f"{shape.name} {rows}: no time left")
+                lines.append(f"{shape.name} {rows}: no time left")
                 continue
             times, notes = measure(shape, rows, pool, watch)
             print(line_of(shape, rows, times) if times else f"{shape.name} {rows}", *notes, sep="\n      ", flush=True)
-            told += [advice(shape, rows, times)] if times else []
-    print(f"{elapsed():5.1f} s  what the rules should say otherwise:", *filter(None, told), sep="\n  ")
+            lines += [advice(shape, rows, times)] if times else []
+    print(f"{elapsed():5.1f} s  what the rules should say otherwise:", *filter(None, lines), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Sampling on a GPU: checks the kernels against plain torch and the CPU's sampler, then times them against sorting.
-`python -m benchmarks.kernels.sampling`; without a GPU a tiny rehearsal in Triton's interpreter.
+`python -m benchmarks.kernels.sampling`; without a GPU a tiny warmup in Triton's interpreter.
 
 Times are of one call inside a CUDA graph of several. Logits of few rows fit into L2, where the product that made them
 leaves them; from 256 rows on they do not. Two kinds of logits: "model", which fall with the logarithm of a token's rank
@@ -77,9 +77,9 @@ def compile_all() -> None:
     """Compile concurrently: one after the other would take half of the time limit."""
     if IS_REHEARSAL:
         return
-    from octavo.kernels.triton.runtime.warmup import rehearsal
+    from octavo.kernels.triton.runtime.warmup import warmup
 
-    with rehearsal(os.cpu_count() or 1):
+    with warmup(os.cpu_count() or 1):
         for vocab_size in VOCAB_SIZES:
             logits, out = make_logits(1, vocab_size, "flat"), torch.zeros(1, dtype=torch.int64, device=DEVICE)
             records = make_records(make_state(1, vocab_size, [{}]), 1)

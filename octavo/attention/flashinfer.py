@@ -151,7 +151,7 @@ class FlashInferAttention:
         self._workspace = torch.empty(0)
         self._wrappers: dict[_Kind, _Wrappers] = {}  # filled by the first step, which runs every layer
         self._lists: PageLists | None = None
-        self._write: Write = _plain_write
+        self._write: Write = _torch_write
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if spec.head_size not in _HEAD_SIZES:
@@ -221,7 +221,7 @@ Write = Callable[[LayerHeads, torch.Tensor, torch.Tensor | None, torch.Tensor, t
 view of heads."""
 
 
-def _plain_write(
+def _torch_write(
     layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, kv: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
     q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
@@ -232,7 +232,7 @@ def _plain_write(
 
 
 def _fused_write() -> Write:
-    """_plain_write in one kernel launch."""
+    """_torch_write in one kernel launch."""
     from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_store  # needs Triton
 
     def write(

@@ -7,6 +7,7 @@ from octavo.attention.base import LayerHeads
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.attention import MAX_HEAD_SIZE, MAX_PAGE_SIZE, page_bytes
+from octavo.kernels.cpu.library import check
 from octavo.kernels.cpu.native import Heads, Native
 from octavo.kernels.cpu.ops import Step
 from octavo.spec import ModelSpec
@@ -75,10 +76,11 @@ class NativeCpuAttention:
 def step_of(batch: Batch) -> Step:
     """The batch in the form the native kernels read. It holds only addresses: the batch must outlive it."""
     table = batch.page_table
-    assert table.stride(1) == 1
+    check(table.stride(1) == 1, "a page table must be contiguous")
     for number, group in enumerate(batch.groups):  # the kernels compute a group's addresses from its number
-        assert group.slots.data_ptr() == batch.slots.data_ptr() + number * batch.slots.nbytes
-        assert group.page_table.data_ptr() == table.data_ptr() + number * table.nbytes
+        is_right = group.slots.data_ptr() == batch.slots.data_ptr() + number * batch.slots.nbytes
+        is_right = is_right and group.page_table.data_ptr() == table.data_ptr() + number * table.nbytes
+        check(is_right, "the slots and page tables of groups must lie behind each other")
     return Step(
         batch.num_tokens,
         batch.sample_at.shape[0],

@@ -1,5 +1,5 @@
 """Heartbeat: a small block of memory that the engine shares with its supervisor and the API processes. It says whether the engine
-makes progress, and which requests hold a row.
+makes progress, and which requests hold a row or are being taken in.
 
 The memory has no name in a file system, so nothing is left behind, and it can be read without the help of an engine that may
 hang. Every word has one writer. The engine writes a few words in each iteration of its loop, and a row's request id when it
@@ -32,10 +32,20 @@ CAUSES = (
 _PACE, _EVER_SEEN = _RESTARTS + len(CAUSES), _RESTARTS + len(CAUSES) + 1
 _SLOT = 64  # bytes for a row's request: one byte for the length of its id, then the id, truncated if need be
 _MAX_ROWS = 4096  # requests in rows beyond these are not written
-_BEATS = 8 * _WORDS + _SLOT * _MAX_ROWS  # offset of the API processes' heartbeats, one word each
+NUM_PREPARED = 64  # requests that are taken in or wait for their grammar; those beyond these are not written
+_BEATS = 8 * _WORDS + _SLOT * (_MAX_ROWS + NUM_PREPARED)  # offset of the API processes' heartbeats, one word each
 _MAX_SERVERS = 1024  # API processes beyond these are not watched
 _TAKEN = _BEATS + 8 * _MAX_SERVERS  # offset of the latest submission times taken in, one word per API process
-_SIZE = _TAKEN + 8 * _MAX_SERVERS
+REFUSALS = (
+    ("malformed", "syntax"),  # not HTTP
+    ("malformed", "head"),  # a head, trailers or framing beyond the limits
+    ("forbidden", "host"),  # a Host that this server does not go by
+    ("forbidden", "origin"),  # another site's web page
+    ("forbidden", "content_type"),  # a web page's form
+)
+"""Requests that API processes refuse before their key or their content is looked at, and why."""
+_REFUSED = _TAKEN + 8 * _MAX_SERVERS  # offset of their counts, one word per API process and reason
+_SIZE = _REFUSED + 8 * _MAX_SERVERS * len(REFUSALS)
 
 
 def shared_memory() -> int:
@@ -59,7 +69,8 @@ class Heartbeat:
         self._memory = mmap.mmap(fd, _SIZE)
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
         self._beats = memoryview(self._memory)[_BEATS:_TAKEN].cast("q")
-        self._taken = memoryview(self._memory)[_TAKEN:].cast("q")
+        self._taken = memoryview(self._memory)[_TAKEN:_REFUSED].cast("q")
+        self._refused = memoryview(self._memory)[_REFUSED:].cast("q")
         self._num_tokens = 0  # tokens of the current step
         self._noted = -1  # tokens of the last step whose time was noted
         self._is_long = False  # whether the slowest time of that step's size exceeds _LONG
@@ -118,10 +129,18 @@ class Heartbeat:
                 self._memory[8 * _WORDS + row * _SLOT] = 0
         for row, name in entered:
             if row < _MAX_ROWS:
-                encoded = name.encode()[: _SLOT - 1]
-                start = 8 * _WORDS + row * _SLOT
-                self._memory[start + 1 : start + 1 + len(encoded)] = encoded
-                self._memory[start] = len(encoded)
+                self._name(row, name)
+
+    def prepare(self, place: int, name: str) -> None:
+        """Record a request that has no row but is worked on: it is taken in, or its grammar is compiled. `place`: below
+        NUM_PREPARED. An empty name: none any more."""
+        self._name(_MAX_ROWS + place, name)
+
+    def _name(self, slot: int, name: str) -> None:
+        encoded = name.encode()[: _SLOT - 1]
+        start = 8 * _WORDS + slot * _SLOT
+        self._memory[start + 1 : start + 1 + len(encoded)] = encoded
+        self._memory[start] = len(encoded)
 
     def take(self, origin: int, submitted: float) -> None:
         """Record that the request an API process submitted at this time was taken in or refused. A process's requests arrive in
@@ -135,10 +154,15 @@ class Heartbeat:
 
     # ── an API process writes ──
 
-    def turn(self, origin: int) -> None:
+    def api_beat(self, origin: int) -> None:
         """Report that an API process's event loop runs. To be called about once a second."""
         if origin < _MAX_SERVERS:
             self._beats[origin] = time.monotonic_ns()
+
+    def count_refusal(self, origin: int, kind: str, reason: str) -> None:
+        """Count a request that an API process refused. Its successor, and the next engine, continue the count."""
+        if origin < _MAX_SERVERS:
+            self._refused[origin * len(REFUSALS) + REFUSALS.index((kind, reason))] += 1
 
     # ── the supervisor writes ──
 
@@ -159,6 +183,10 @@ class Heartbeat:
     def restarts(self) -> dict[tuple[str, str], int]:
         """Number of restarts by (process, cause)."""
         return {key: self._words[_RESTARTS + at] for at, key in enumerate(CAUSES)}
+
+    def refusals(self) -> dict[tuple[str, str], int]:
+        """Number of refused requests of all API processes by (kind, reason)."""
+        return {key: sum(self._refused[at :: len(REFUSALS)]) for at, key in enumerate(REFUSALS)}
 
     @property
     def pid(self) -> int:
@@ -225,7 +253,8 @@ class Heartbeat:
         return self._beats[origin] if origin < _MAX_SERVERS else 0
 
     def seated(self) -> list[str]:
-        """Ids of the requests that hold a row, each once and possibly truncated: the suspects if the current step hangs."""
+        """Ids of the requests that hold a row or are being prepared, each once and possibly truncated: the suspects if the engine
+        hangs or ends."""
         names: dict[str, None] = {}
         for start in range(8 * _WORDS, _BEATS, _SLOT):
             if length := self._memory[start]:
@@ -236,6 +265,7 @@ class Heartbeat:
         self._words.release()
         self._beats.release()
         self._taken.release()
+        self._refused.release()
         self._memory.close()
 
 

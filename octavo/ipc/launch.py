@@ -42,7 +42,7 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     model_path: str
     model_name: str
     default_sampling: dict[str, float] = {}  # for parameters that neither the request nor the model's files set
-    orders_address: str = ""  # where the supervisor announces engines; empty: the engine is never replaced
+    supervisor_address: str = ""  # where the supervisor announces engines; empty: the engine is never replaced
     heartbeat_fd: int = -1  # inherited memory; see octavo.ipc.heartbeat
     patience: Patience = Patience()
     num_servers: int = 1  # API processes of this server, including this one

@@ -1,23 +1,32 @@
 """Starts Octavo's own child processes, and describes how they ended."""
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import msgspec
+
+from octavo.config import KEY_VARIABLES
 
 _PR_SET_PDEATHSIG = 1
 
 
-def spawn(module: str, launch: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+def spawn(
+    module: str, launch: msgspec.Struct, pass_fds: tuple[int, ...] = (), environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a module as a child process and send it `launch`. It runs in its own session, so that Ctrl-C reaches the supervisor
-    alone. Its standard input stays open for as long as this process lives: end of file tells it that we have died."""
+    alone. Its standard input stays open for as long as this process lives: end of file tells it that we have died. `launch` has the
+    API keys where it needs them: neither its command line nor its environment does. `environment`: None for this process's own."""
+    given = os.environ if environment is None else environment
     process = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=pass_fds,
+        env={name: value for name, value in given.items() if name not in KEY_VARIABLES},
         start_new_session=True,
     )
     assert process.stdin is not None

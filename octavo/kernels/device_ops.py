@@ -11,7 +11,7 @@ Activation = Literal["none", "silu", "gelu", "gelu_tanh", "relu"]
 """gelu: by erf; gelu_tanh: its approximation by tanh."""
 
 
-class Norm(NamedTuple):
+class NormWeights(NamedTuple):
     """An RMSNorm, or a LayerNorm where it has a bias."""
 
     weight: Tensor  # [D]
@@ -40,15 +40,15 @@ class DeviceOps(Protocol):
         """Triton's for --deterministic, in which the bits of a row do not depend on the other rows."""
         ...
 
-    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """[T, D] → [T, D], a new tensor."""
         ...
 
-    def add_norm(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+    def add_norm(self, x: Tensor, norm: NormWeights, residual: Tensor) -> Tensor:
         """residual + norm(x). The residual is changed and returned."""
         ...
 
-    def norm_in_place(self, x: Tensor, norm: Norm) -> None:
+    def norm_in_place(self, x: Tensor, norm: NormWeights) -> None:
         """An RMSNorm of x [T, D], which may be columns of a wider tensor and is changed."""
         ...
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.device_ops import Activation, Norm, Waves
+from octavo.kernels.device_ops import Activation, NormWeights, Waves
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -30,16 +30,16 @@ class TorchOps:
     kernels: Literal["torch", "native", "triton"] = "torch"
     is_invariant = False
 
-    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         shape = x.shape[-1:]
         if norm.bias is not None:
             return F.layer_norm(x, shape, norm.weight, norm.bias, norm.epsilon)
         return F.rms_norm(x.to(norm.weight.dtype), shape, norm.weight, norm.epsilon).to(x.dtype)
 
-    def add_norm(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+    def add_norm(self, x: Tensor, norm: NormWeights, residual: Tensor) -> Tensor:
         return residual.add_(self.norm(x, norm))
 
-    def norm_in_place(self, x: Tensor, norm: Norm) -> None:
+    def norm_in_place(self, x: Tensor, norm: NormWeights) -> None:
         squares = x.float().square().sum(dim=-1, keepdim=True)
         x.copy_(x.float() * torch.rsqrt(squares / x.shape[-1] + norm.epsilon) * norm.weight)
 
@@ -65,7 +65,7 @@ class TorchFloat32CpuOps(TorchOps):
     """In float32 on a CPU an RMSNorm is x / hypot(‖x‖, sqrt(n · epsilon)) · (sqrt(n) · weight): the same number in fewer
     operations than torch's own (10 against 16 µs for 32 rows of 576, 76 against 105 for 512)."""
 
-    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         if norm.bias is not None:
             return super().norm(x, norm)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(_floor(x.shape[-1], norm.epsilon))

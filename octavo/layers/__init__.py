@@ -1,1 +1,1 @@
-"""④⑤ What models are built of: layers that know how to hold their rank's share of a parameter."""
+"""④⑤ What models are built of: layers that hold their rank's share of each parameter."""

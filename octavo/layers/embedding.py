@@ -5,7 +5,7 @@ from torch import nn
 
 from octavo.layers.context import BuildContext
 from octavo.layers.norm import Norm
-from octavo.layers.sharding import Slot, Slots, plain, share_rows, share_size
+from octavo.layers.sharding import WeightSlot, WeightSlots, plain, share_rows, share_size
 from octavo.quants import Weight
 from octavo.weights.methods.base import HeldWeight, Use, WeightRequest
 
@@ -18,7 +18,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.group = context.group
         self.factor = factor
-        self.whole_shape = (vocab_size, hidden_size)
+        self.full_shape = (vocab_size, hidden_size)
         self.num_rows = share_size(vocab_size, context.group)
         self.first_id = context.group.rank * self.num_rows
         self.table = context.methods.table(WeightRequest((self.num_rows,), hidden_size, Use.VOCABULARY))
@@ -32,11 +32,11 @@ class Embedding(nn.Module):
         rows = self.table.look_up(mine.masked_fill_(is_elsewhere, 0), self.factor)
         return self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         def store(tensor: Weight) -> None:
             self.table.fill(0, share_rows(tensor, self.group))
 
-        return {f"{name}.weight": Slot(self.whole_shape, store)}
+        return {f"{name}.weight": WeightSlot(self.full_shape, store)}
 
 
 class LearnedPositions(nn.Module):
@@ -53,12 +53,12 @@ class LearnedPositions(nn.Module):
         """x [T, hidden], changed; positions [T]."""
         return self.ops.add_positions(x, positions, self.weight)
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         def store(tensor: Weight) -> None:
             self.weight.copy_(plain(tensor)[self._num_skipped :])
 
         num_positions, hidden_size = self.weight.shape
-        return {f"{name}.weight": Slot((num_positions + self._num_skipped, hidden_size), store)}
+        return {f"{name}.weight": WeightSlot((num_positions + self._num_skipped, hidden_size), store)}
 
 
 class Head(nn.Module):
@@ -73,7 +73,7 @@ class Head(nn.Module):
         self.softcap = softcap
         self.group, self.ops = context.group, context.ops
         self.is_tied = is_tied
-        self.whole_shape = (vocab_size, hidden_size)
+        self.full_shape = (vocab_size, hidden_size)
         self.weight: HeldWeight | None = None  # until tie(), where it is tied
         if not is_tied:
             num_rows = share_size(vocab_size, context.group)
@@ -86,7 +86,7 @@ class Head(nn.Module):
             logits = self.ops.cap(logits, self.softcap)
         if self.group.size > 1:
             # Shares are equal in size: the padding of the last ones is cut off.
-            logits = self.group.all_gather_last(logits)[:, : self.whole_shape[0]].contiguous()
+            logits = self.group.all_gather_last(logits)[:, : self.full_shape[0]].contiguous()
         return logits
 
     def product(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
@@ -94,11 +94,13 @@ class Head(nn.Module):
         assert self.weight is not None, "tied, and not loaded"
         return self.weight.product(hidden, None if norm is None else norm.values)
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         weight = self.weight
         if weight is None:
             return {}
-        return {f"{name}.weight": Slot(self.whole_shape, lambda tensor: weight.fill(0, share_rows(tensor, self.group)))}
+        return {
+            f"{name}.weight": WeightSlot(self.full_shape, lambda tensor: weight.fill(0, share_rows(tensor, self.group)))
+        }
 
     def tie(self, embedding: Embedding) -> None:
         """After loading: where it is tied, share the embedding's weight, in one copy."""

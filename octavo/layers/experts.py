@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from octavo.layers.context import BuildContext
-from octavo.layers.sharding import Slot, Slots, share, share_columns, share_rows, share_size
+from octavo.layers.sharding import WeightSlot, WeightSlots, share, share_columns, share_rows, share_size
 from octavo.quants import Quants, Weight
 from octavo.weights.methods.base import ExpertsRequest, Gate
 
 
 def narrow(weight: Weight, first: int, count: int) -> Weight:
-    """So many of its rows, as a view."""
+    """Rows first … first + count − 1 of a weight, as a view."""
     return weight.narrow_rows(first, count) if isinstance(weight, Quants) else weight[first : first + count]
 
 
@@ -30,7 +30,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.group = context.group
-        self.num_experts, self.hidden_size, self.whole_inner = num_experts, hidden_size, inner_size
+        self.num_experts, self.hidden_size, self.full_inner = num_experts, hidden_size, inner_size
         self.inner_size = share_size(inner_size, context.group)
         self._is_first = context.group.rank == 0  # adds the residual and down's bias, which ranks must count once
         self.has_bias = bias
@@ -77,7 +77,7 @@ class Experts(nn.Module):
     def _fill_stack(self, stack: Weight, part: int) -> None:
         """Part 0: gates [experts · inner, hidden]; 1: ups; 2: downs [experts · hidden, inner]."""
         stack = self.alike(stack)
-        num_rows = self.hidden_size if part == 2 else self.whole_inner
+        num_rows = self.hidden_size if part == 2 else self.full_inner
         for expert in range(self.num_experts):
             rows = narrow(stack, expert * num_rows, num_rows)
             if part == 2:
@@ -85,23 +85,23 @@ class Experts(nn.Module):
             else:
                 self.fill_gate_up(expert, part, rows)
 
-    def stack_slots(self, gate: str, up: str, down: str) -> Slots:
+    def stack_slots(self, gate: str, up: str, down: str) -> WeightSlots:
         """For checkpoints that store all experts' rows as one matrix, one expert's after the other's."""
         rows, columns = (
-            (self.num_experts * self.whole_inner, self.hidden_size),
-            (self.num_experts * self.hidden_size, self.whole_inner),
+            (self.num_experts * self.full_inner, self.hidden_size),
+            (self.num_experts * self.hidden_size, self.full_inner),
         )
         return {
-            f"{gate}.weight": Slot(rows, lambda stack: self._fill_stack(stack, 0)),
-            f"{up}.weight": Slot(rows, lambda stack: self._fill_stack(stack, 1)),
-            f"{down}.weight": Slot(columns, lambda stack: self._fill_stack(stack, 2)),
+            f"{gate}.weight": WeightSlot(rows, lambda stack: self._fill_stack(stack, 0)),
+            f"{up}.weight": WeightSlot(rows, lambda stack: self._fill_stack(stack, 1)),
+            f"{down}.weight": WeightSlot(columns, lambda stack: self._fill_stack(stack, 2)),
         }
 
-    def slots(self, expert: int, gate: str, up: str, down: str) -> Slots:
-        """Slots of one expert's tensors, for families that store each expert by itself."""
-        rows, columns = (self.whole_inner, self.hidden_size), (self.hidden_size, self.whole_inner)
+    def weight_slots(self, expert: int, gate: str, up: str, down: str) -> WeightSlots:
+        """Weight slots of one expert's tensors, for families that store each expert by itself."""
+        rows, columns = (self.full_inner, self.hidden_size), (self.hidden_size, self.full_inner)
         return {
-            f"{gate}.weight": Slot(rows, lambda tensor: self.fill_gate_up(expert, 0, tensor)),
-            f"{up}.weight": Slot(rows, lambda tensor: self.fill_gate_up(expert, 1, tensor)),
-            f"{down}.weight": Slot(columns, lambda tensor: self.fill_down(expert, tensor)),
+            f"{gate}.weight": WeightSlot(rows, lambda tensor: self.fill_gate_up(expert, 0, tensor)),
+            f"{up}.weight": WeightSlot(rows, lambda tensor: self.fill_gate_up(expert, 1, tensor)),
+            f"{down}.weight": WeightSlot(columns, lambda tensor: self.fill_down(expert, tensor)),
         }

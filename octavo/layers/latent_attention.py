@@ -14,7 +14,7 @@ from octavo.batch import Batch
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear, RowLinear
 from octavo.layers.norm import Norm, RMSNorm
-from octavo.layers.sharding import Slot, plain
+from octavo.layers.sharding import WeightSlot, plain
 from octavo.quants import Weight
 from octavo.spec import ModelSpec
 from octavo.weights.methods.base import HeadsRequest
@@ -24,7 +24,7 @@ from octavo.weights.methods.base import HeadsRequest
 class LatentSizes:
     latent: int
     rotated: int  # of a head's key, shared by all heads
-    plain: int  # … and what comes from the latent
+    unrotated: int  # … and what comes from the latent
     value: int
     query: int = 0  # the latent that queries come from; 0: none, they come from the hidden state
 
@@ -52,13 +52,13 @@ class LatentAttention(nn.Module):
         self.norm, self.sizes = norm, sizes
         self.backend, self.group = context.attention, context.group
         self.num_heads = spec.num_heads // context.group.size
-        width = spec.num_heads * (sizes.plain + sizes.rotated)
+        width = spec.num_heads * (sizes.unrotated + sizes.rotated)
         self.query_latent = ColumnLinear(spec.hidden_size, (sizes.query,), alone, bias=bias) if sizes.query else None
         self.query_norm = RMSNorm(sizes.query, epsilon, context) if sizes.query else norm
         self.query = ColumnLinear(sizes.query or spec.hidden_size, (width,), context)
         self.latent = ColumnLinear(spec.hidden_size, (sizes.latent + sizes.rotated,), alone, bias=bias)
         self.latent_norm = RMSNorm(sizes.latent, epsilon, context)
-        self.key_up = context.methods.heads(HeadsRequest(self.num_heads, sizes.latent, sizes.plain))
+        self.key_up = context.methods.heads(HeadsRequest(self.num_heads, sizes.latent, sizes.unrotated))
         self.value_up = context.methods.heads(HeadsRequest(self.num_heads, sizes.value, sizes.latent))
         self.output = RowLinear(spec.num_heads * sizes.value, spec.hidden_size, context, bias=bias)
         self.heads = LayerHeads(index, self.num_heads, 1, spec.head_size, scale)
@@ -74,26 +74,26 @@ class LatentAttention(nn.Module):
         """→ [T, H + 2, D] as a backend takes them."""
         sizes, num_heads, rotated = self.sizes, self.num_heads, self.sizes.rotated
         before = x if self.query_latent is None else self.query_latent(x, self.norm)
-        queries = self.query(before, self.query_norm).view(len(x), num_heads, sizes.plain + rotated)
+        queries = self.query(before, self.query_norm).view(len(x), num_heads, sizes.unrotated + rotated)
         latents = self.latent(x, self.norm)  # [T, latent + rotated]
         normed = self.latent_norm(latents[:, : sizes.latent].contiguous())
         heads: torch.Tensor = queries.new_empty(len(x), num_heads + 2, rotated + sizes.latent)
-        heads[:, :num_heads, :rotated] = queries[..., sizes.plain :]
-        heads[:, :num_heads, rotated:] = self.key_up.product(queries[..., : sizes.plain])
+        heads[:, :num_heads, :rotated] = queries[..., sizes.unrotated :]
+        heads[:, :num_heads, rotated:] = self.key_up.product(queries[..., : sizes.unrotated])
         heads[:, num_heads, :rotated] = latents[:, sizes.latent :]
         heads[:, num_heads + 1, :rotated] = 0.0
         heads[:, num_heads:, rotated:] = normed[:, None]
         return heads
 
-    def up_slot(self) -> Slot:
-        """Slots of one tensor that holds both products with the latent, rows [heads, plain + value]."""
-        rows = self.num_heads * self.group.size * (self.sizes.plain + self.sizes.value)
-        return Slot((rows, self.sizes.latent), self._fill_up)
+    def up_slot(self) -> WeightSlot:
+        """Weight slot of one tensor that holds both products with the latent, rows [heads, unrotated + value]."""
+        rows = self.num_heads * self.group.size * (self.sizes.unrotated + self.sizes.value)
+        return WeightSlot((rows, self.sizes.latent), self._fill_up)
 
     def _fill_up(self, weight: Weight) -> None:
-        """Keys' is turned round: queries are multiplied by it."""
-        by_head = plain(weight).reshape(-1, self.sizes.plain + self.sizes.value, self.sizes.latent)
+        """Split the tensor by head into the parts for keys and values. The keys' part is transposed: queries are multiplied by it."""
+        by_head = plain(weight).reshape(-1, self.sizes.unrotated + self.sizes.value, self.sizes.latent)
         first = self.group.rank * self.num_heads
         for head, rows in enumerate(by_head[first : first + self.num_heads]):
-            self.key_up.fill(head, rows[: self.sizes.plain].t())
-            self.value_up.fill(head, rows[self.sizes.plain :])
+            self.key_up.fill(head, rows[: self.sizes.unrotated].t())
+            self.value_up.fill(head, rows[self.sizes.unrotated :])

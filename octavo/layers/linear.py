@@ -9,7 +9,7 @@ from torch import nn
 from octavo.kernels.device_ops import Activation
 from octavo.layers.context import BuildContext
 from octavo.layers.norm import Norm
-from octavo.layers.sharding import Slot, Slots, fill_share, share_columns, share_rows, share_size
+from octavo.layers.sharding import WeightSlot, WeightSlots, fill_share, share_columns, share_rows, share_size
 from octavo.quants import Quants, Weight
 from octavo.weights.methods.base import WeightRequest
 
@@ -63,7 +63,7 @@ class ColumnLinear(Linear):
         assert self.bias is not None
         fill_share(self.bias[self.request.rows(part)], tensor, self.group)
 
-    def fused_slots(self, name: str, arranged: Callable[[int, Any], Any] = lambda part, rows: rows) -> Slots:
+    def fused_slots(self, name: str, arranged: Callable[[int, Any], Any] = lambda part, rows: rows) -> WeightSlots:
         """One name for all parts, whose rows stand one after the other in the checkpoint's tensor. `arranged` is given the
         number of a part and its rows (or its bias) before they are stored."""
 
@@ -79,20 +79,22 @@ class ColumnLinear(Linear):
 
             return stored
 
-        slots = {f"{name}.weight": Slot((sum(self.part_sizes), self.request.in_features), split(self.fill_weight))}
+        slots = {
+            f"{name}.weight": WeightSlot((sum(self.part_sizes), self.request.in_features), split(self.fill_weight))
+        }
         if self.bias is not None:
-            slots[f"{name}.bias"] = Slot((sum(self.part_sizes),), split(self.fill_bias))
+            slots[f"{name}.bias"] = WeightSlot((sum(self.part_sizes),), split(self.fill_bias))
         return slots
 
-    def slots(self, *names: str) -> Slots:
+    def weight_slots(self, *names: str) -> WeightSlots:
         """One name for each part."""
         assert len(names) == len(self.part_sizes)
-        slots: Slots = {}
+        slots: WeightSlots = {}
         for part, (name, size) in enumerate(zip(names, self.part_sizes, strict=True)):
             shape = (size, self.request.in_features)
-            slots[f"{name}.weight"] = Slot(shape, lambda t, part=part: self.fill_weight(part, t))  # type: ignore[misc]
+            slots[f"{name}.weight"] = WeightSlot(shape, lambda t, part=part: self.fill_weight(part, t))  # type: ignore[misc]
             if self.bias is not None:
-                slots[f"{name}.bias"] = Slot((size,), lambda t, part=part: self.fill_bias(part, t))  # type: ignore[misc]
+                slots[f"{name}.bias"] = WeightSlot((size,), lambda t, part=part: self.fill_bias(part, t))  # type: ignore[misc]
         return slots
 
 
@@ -104,7 +106,7 @@ class RowLinear(Linear):
         self.is_first = context.group.rank == 0
         request = WeightRequest((out_features,), in_features // context.group.size, adds_residual=self.is_first)
         super().__init__(request, bias and self.is_first, context)
-        self.whole_shape = (out_features, in_features)
+        self.full_shape = (out_features, in_features)
         self.has_bias = bias
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -126,8 +128,8 @@ class RowLinear(Linear):
         if self.bias is not None:
             self.bias.copy_(tensor)
 
-    def slots(self, name: str) -> Slots:
-        slots = {f"{name}.weight": Slot(self.whole_shape, self.fill_weight)}
+    def weight_slots(self, name: str) -> WeightSlots:
+        slots = {f"{name}.weight": WeightSlot(self.full_shape, self.fill_weight)}
         if self.has_bias:
-            slots[f"{name}.bias"] = Slot(self.whole_shape[:1], self.fill_bias)
+            slots[f"{name}.bias"] = WeightSlot(self.full_shape[:1], self.fill_bias)
         return slots

@@ -60,12 +60,12 @@ class GatedMLP(nn.Module):
         return out
 
     def warm_up(self, max_rows: int) -> None:
-        """Inside a warm-up: have the kernels compiled that only some numbers of rows take."""
+        """Inside a warm-up: compile the kernels that are used only for certain numbers of rows."""
         self.gate_up.warm_up_gate(self._activation, max_rows)
 
 
 def warm_up_gates(model: nn.Module, max_rows: int) -> None:
-    """Inside a warm-up, for steps of up to so many tokens."""
+    """Inside a warm-up: compile the gates' kernels for steps of up to `max_rows` tokens."""
     # Layers of one shape take the same kernels.
     mlps = (module for module in model.modules() if isinstance(module, GatedMLP))
     for mlp in {mlp.gate_up.request: mlp for mlp in mlps}.values():

@@ -11,7 +11,7 @@ from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
 from octavo.layers.norm import Norm, norm_slots
 from octavo.layers.rope import Rope
-from octavo.layers.sharding import Slots, fill
+from octavo.layers.sharding import WeightSlots, fill
 from octavo.quants import Weight
 from octavo.spec import ModelSpec
 from octavo.weights.methods.base import Held
@@ -20,7 +20,7 @@ from octavo.weights.methods.base import Held
 class DecoderLayer(nn.Module):
     """One layer of a family, called as layer(x, batch, rotation): x [T, D], which may be changed, → [T, D]."""
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         """The layer's tensors; `name`: the layer's own name in the checkpoint."""
         raise NotImplementedError
 
@@ -76,16 +76,16 @@ class DecoderModel(nn.Module):
         """[N, D] → [N, D], a new tensor: what the head would multiply, which is also what embeddings are made of."""
         raise NotImplementedError
 
-    def slots(self) -> Slots:
+    def weight_slots(self) -> WeightSlots:
         """Every tensor the model takes from a checkpoint, by its HF name, with its whole shape."""
         raise NotImplementedError
 
-    def layer_slots(self, name: str) -> Slots:
+    def layer_slots(self, name: str) -> WeightSlots:
         """Those of all layers; `name`: the list's, which a layer's index follows."""
-        slots: Slots = {}
+        slots: WeightSlots = {}
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            slots |= layer.slots(f"{name}.{index}")
+            slots |= layer.weight_slots(f"{name}.{index}")
         return slots
 
     def hf_name(self, name: str) -> str:
@@ -99,7 +99,7 @@ class DecoderModel(nn.Module):
     def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
         """Take this rank's shares. Missing, unexpected or mis-shaped tensors are a ConfigError that names them."""
         with torch.no_grad():
-            fill(self.slots(), ((self.hf_name(name), tensor) for name, tensor in tensors), self.is_ignored)
+            fill(self.weight_slots(), ((self.hf_name(name), tensor) for name, tensor in tensors), self.is_ignored)
             self.finish_loading()
         self.weights_bytes = self._count_bytes()
 
@@ -154,9 +154,9 @@ class CausalModel(DecoderModel):
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.clone() if self.norm is None else self.norm(hidden)
 
-    def slots(self) -> Slots:
+    def weight_slots(self) -> WeightSlots:
         names = self.names
-        slots = self.embedding.slots(names.embedding) | self.head.slots(names.head)
+        slots = self.embedding.weight_slots(names.embedding) | self.head.weight_slots(names.head)
         return slots | self.layer_slots(names.layers) | norm_slots(self.norm, names.norm)
 
     def is_ignored(self, name: str) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
 from octavo.layers.norm import Norm
-from octavo.layers.sharding import Slot, Slots, whole
+from octavo.layers.sharding import WeightSlot, WeightSlots, unsharded
 from octavo.weights.methods.base import Gate, Use, WeightRequest
 
 
@@ -20,8 +20,8 @@ class Routing:
 
 
 class Router(nn.Module):
-    """One product, [T, hidden] → a logit for each expert. Whole on every rank, so that ranks agree, and never rounded: a
-    token that goes to another expert is not nearly the same token."""
+    """One product, [T, hidden] → a logit for each expert. Whole on every rank, so that ranks agree, and never
+    rounded: a small error in a logit can select another expert, which changes the result completely."""
 
     def __init__(self, hidden_size: int, num_experts: int, context: BuildContext, bias: bool) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight.product(x, None, self.bias)
 
-    def slots(self, name: str) -> Slots:
-        slots = {f"{name}.weight": Slot(self.shape, lambda tensor: self.weight.fill(0, tensor))}
-        return slots if self.bias is None else slots | whole(f"{name}.bias", self.bias)
+    def weight_slots(self, name: str) -> WeightSlots:
+        slots = {f"{name}.weight": WeightSlot(self.shape, lambda tensor: self.weight.fill(0, tensor))}
+        return slots if self.bias is None else slots | unsharded(f"{name}.bias", self.bias)
 
 
 class SparseMLP(nn.Module):

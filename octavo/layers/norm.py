@@ -9,13 +9,13 @@ from octavo.errors import ConfigError
 from octavo.kernels import device_ops
 from octavo.kernels.device_ops import DeviceOps
 from octavo.layers.context import BuildContext
-from octavo.layers.sharding import Slot, Slots, fill_share, share_size, whole
+from octavo.layers.sharding import WeightSlot, WeightSlots, fill_share, share_size, unsharded
 
 
 class Norm(nn.Module):
     """[T, D] → [T, D], a new tensor."""
 
-    values: device_ops.Norm
+    values: device_ops.NormWeights
     """For products, which may take the norm together with what follows it."""
     ops: DeviceOps
 
@@ -26,20 +26,20 @@ class Norm(nn.Module):
         """residual + norm(x): the residual is changed, and returned."""
         return self.ops.add_norm(x, self.values, residual)
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         raise NotImplementedError
 
 
-def norm_slots(norm: Norm | None, name: str) -> Slots:
-    """Slots of a norm that not every family has: none where it is missing."""
-    return {} if norm is None else norm.slots(name)
+def norm_slots(norm: Norm | None, name: str) -> WeightSlots:
+    """Weight slots of a norm that not every family has: none where it is missing."""
+    return {} if norm is None else norm.weight_slots(name)
 
 
 class RMSNorm(Norm):
     """x / sqrt(mean(x²) + epsilon) * weight.
 
-    The weight is (the checkpoint's + offset) · factor. With an offset it is held in float32: what 16 bits hold of a small
-    number is lost in its sum with a large one."""
+    The weight is (the checkpoint's + offset) · factor. With an offset it is held in float32: in 16 bits,
+    adding 1 to a small weight would round most of its digits away."""
 
     def __init__(
         self, size: int, epsilon: float, context: BuildContext, *, offset: float = 0.0, factor: float = 1.0
@@ -47,15 +47,15 @@ class RMSNorm(Norm):
         super().__init__()
         dtype = torch.float32 if offset else context.dtype
         self.weight = torch.empty(size, dtype=dtype, device=context.device)
-        self.values = device_ops.Norm(self.weight, None, epsilon)
+        self.values = device_ops.NormWeights(self.weight, None, epsilon)
         self.ops = context.ops
         self._offset, self._factor = offset, factor * context.ops.norm_factor(size)
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         def store(tensor: torch.Tensor) -> None:
             self.weight.copy_(tensor).add_(self._offset).mul_(self._factor)
 
-        return {f"{name}.weight": Slot(tuple(self.weight.shape), store)}
+        return {f"{name}.weight": WeightSlot(tuple(self.weight.shape), store)}
 
 
 class SplitRMSNorm(nn.Module):
@@ -70,7 +70,7 @@ class SplitRMSNorm(nn.Module):
         self.group, self.ops = context.group, context.ops
         self.weight = context.empty(share_size(size, context.group))
         self._arranged = arranged
-        self._values = device_ops.Norm(self.weight, None, epsilon)
+        self._values = device_ops.NormWeights(self.weight, None, epsilon)
         if context.ops.is_invariant and self.group.size > 1:
             raise ConfigError(
                 "--deterministic on GPUs is not supported with --tensor-parallel-size for models that normalize all heads together"
@@ -84,11 +84,11 @@ class SplitRMSNorm(nn.Module):
         squares = self.group.all_reduce(x.float().square().sum(dim=-1, keepdim=True))
         x.copy_(x.float() * torch.rsqrt(squares / self.size + self.epsilon) * self.weight)
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         def store(tensor: torch.Tensor) -> None:
             fill_share(self.weight, self._arranged(tensor), self.group)
 
-        return {f"{name}.weight": Slot((self.size,), store)}
+        return {f"{name}.weight": WeightSlot((self.size,), store)}
 
 
 class LayerNorm(Norm):
@@ -99,10 +99,10 @@ class LayerNorm(Norm):
         self.is_learned = is_learned
         self.weight = context.empty(size).fill_(1.0)
         self.bias = context.empty(size).zero_()
-        self.values = device_ops.Norm(self.weight, self.bias, epsilon)
+        self.values = device_ops.NormWeights(self.weight, self.bias, epsilon)
         self.ops = context.ops
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         if not self.is_learned:
             return {}
-        return whole(f"{name}.weight", self.weight) | whole(f"{name}.bias", self.bias)
+        return unsharded(f"{name}.weight", self.weight) | unsharded(f"{name}.bias", self.bias)

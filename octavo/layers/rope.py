@@ -59,7 +59,7 @@ def rope_settings(
 
 
 def _value(settings: dict[str, Any], name: str, default: float) -> float:
-    """null is as good as missing."""
+    """The setting as a number; null counts as missing."""
     return float(default if settings.get(name) is None else settings[name])
 
 
@@ -87,10 +87,10 @@ class Rope:
         ops: DeviceOps,
         max_len: int = 0,
     ) -> None:
-        turning, self.amplitude = frequencies(settings, rotated_size(settings, head_size), max_len)
-        still = torch.zeros(head_size // 2 - len(turning))
-        self.frequencies = torch.cat((turning, still)).to(device)  # [D/2] radians per position
-        amplitudes = torch.cat((torch.full_like(turning, self.amplitude), torch.ones_like(still)))
+        rotating, self.amplitude = frequencies(settings, rotated_size(settings, head_size), max_len)
+        still = torch.zeros(head_size // 2 - len(rotating))
+        self.frequencies = torch.cat((rotating, still)).to(device)  # [D/2] radians per position
+        amplitudes = torch.cat((torch.full_like(rotating, self.amplitude), torch.ones_like(still)))
         self._waves = Waves(self.frequencies, self.amplitude, amplitudes[None].to(device))
         self._ops = ops
 
@@ -123,28 +123,28 @@ def split_halves(weight: SameWeight, head_size: int, rotated: int = 0) -> SameWe
 def _reordered(weight: torch.Tensor, head_size: int, rotated: int, pairs: tuple[int, int]) -> torch.Tensor:
     heads = weight.reshape(-1, head_size, *weight.shape[1:])
     rotated = rotated or head_size
-    turned = heads[:, :rotated].reshape(len(heads), *pairs, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
-    whole = turned if rotated == head_size else torch.cat((turned, heads[:, rotated:]), dim=1)
-    return whole.reshape(weight.shape)
+    interleaved = heads[:, :rotated].reshape(len(heads), *pairs, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
+    joined = interleaved if rotated == head_size else torch.cat((interleaved, heads[:, rotated:]), dim=1)
+    return joined.reshape(weight.shape)
 
 
 def frequencies(settings: dict[str, Any], head_size: int, max_len: int = 0) -> tuple[torch.Tensor, float]:
     """Radians per position for each pair, and the factor by which rotated vectors are stretched."""
     theta = float(settings["rope_theta"])
-    plain = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    unscaled = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
     match settings["rope_type"]:
         case "linear":
-            return plain / float(settings["factor"]), 1.0
+            return unscaled / float(settings["factor"]), 1.0
         case "llama3":
-            return _llama3(plain, settings), 1.0
+            return _llama3(unscaled, settings), 1.0
         case "yarn":
-            return _yarn(plain, settings, head_size), _yarn_amplitude(settings)
+            return _yarn(unscaled, settings, head_size), _yarn_amplitude(settings)
         case "longrope":
-            return plain / _long_factors(settings, head_size // 2, max_len), _long_amplitude(settings)
+            return unscaled / _long_factors(settings, head_size // 2, max_len), _long_amplitude(settings)
         case "dynamic":
-            return _dynamic(plain, settings, head_size, max_len), 1.0
+            return _dynamic(unscaled, settings, head_size, max_len), 1.0
         case _:
-            return plain, 1.0
+            return unscaled, 1.0
 
 
 def longest_len(settings: dict[str, Any]) -> int:
@@ -154,47 +154,46 @@ def longest_len(settings: dict[str, Any]) -> int:
     return int(settings["max_position_embeddings"] * float(settings["factor"]))
 
 
-def _dynamic(plain: torch.Tensor, settings: dict[str, Any], head_size: int, max_len: int) -> torch.Tensor:
-    """Waves grow with the longest request, once that is longer than what the model was trained for.
+def _dynamic(unscaled: torch.Tensor, settings: dict[str, Any], head_size: int, max_len: int) -> torch.Tensor:
+    """Dynamic NTK scaling: the frequencies of a sequence of `max_len` tokens, if that is longer than the model was trained for.
 
-    Transformers goes by the sequence of the moment, and leaves keys as they were turned when it was shorter: what it answers
-    then depends on the pieces a prompt came in. Pages are shared by requests of any length and keys are turned once, so
-    here it is one set of waves for a server: up to max_position_embeddings, the default, the model's own, which is what
-    transformers has for every sequence of such lengths; with a larger --max-model-len those of a sequence of that length,
-    which is what transformers has for one."""
+    Transformers uses the current sequence's length, and does not rotate earlier keys again when it grows, so its results depend
+    on how a prompt is cut into chunks. Here requests of all lengths share pages, and a key is rotated once, so a server has
+    one set of frequencies: the model's own by default, and with a --max-model-len beyond max_position_embeddings those that
+    transformers uses for a sequence of that length."""
     trained, factor = int(settings["max_position_embeddings"]), float(settings["factor"])
     if max_len <= trained:
-        return plain
+        return unscaled
     # The exponent of the first pair is 0, of the last (D − 2) / D: that one is stretched by just this much.
     stretch = factor * max_len / trained - (factor - 1)
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / max(head_size - 2, 1)
-    return plain / stretch**exponents
+    return unscaled / stretch**exponents
 
 
-def _llama3(plain: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """Long waves are stretched by factor, short ones kept, those between blended."""
+def _llama3(unscaled: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
+    """Low frequencies are divided by `factor`, high ones kept, and those between blended."""
     original = float(settings["original_max_position_embeddings"])
     low, high = _value(settings, "low_freq_factor", 1.0), _value(settings, "high_freq_factor", 4.0)
-    turns = original * plain / (2 * math.pi)  # how often each pair turns within the original context
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return plain * kept + plain / float(settings["factor"]) * (1.0 - kept)
+    rotations = original * unscaled / (2 * math.pi)  # how often each pair turns within the original context
+    kept = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return unscaled * kept + unscaled / float(settings["factor"]) * (1.0 - kept)
 
 
-def _yarn(plain: torch.Tensor, settings: dict[str, Any], head_size: int) -> torch.Tensor:
+def _yarn(unscaled: torch.Tensor, settings: dict[str, Any], head_size: int) -> torch.Tensor:
     """Pairs that turn more than beta_fast times in the original context are kept, those under beta_slow stretched."""
     original, theta = float(settings["original_max_position_embeddings"]), float(settings["rope_theta"])
 
-    def pair_turning(times: float) -> float:
+    def pair_rotating(times: float) -> float:
         return head_size * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = pair_turning(float(settings.get("beta_fast") or 32))
-    high = pair_turning(float(settings.get("beta_slow") or 1))
+    low = pair_rotating(float(settings.get("beta_fast") or 32))
+    high = pair_rotating(float(settings.get("beta_slow") or 1))
     if settings.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
     span = high - low or 0.001
     stretched = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
-    return plain / float(settings["factor"]) * stretched + plain * (1.0 - stretched)
+    return unscaled / float(settings["factor"]) * stretched + unscaled * (1.0 - stretched)
 
 
 def _yarn_amplitude(settings: dict[str, Any]) -> float:

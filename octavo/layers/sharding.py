@@ -1,4 +1,4 @@
-"""Slots: where a checkpoint's tensors go, and which share of each a rank keeps."""
+"""Weight slots: where a checkpoint's tensors go, and which share of each a rank keeps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from octavo.quants import Quants, Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class WeightSlot:
     """The place of one checkpoint tensor. `store` is given the whole tensor and keeps this rank's share of it."""
 
     shape: tuple[int, ...]  # of the whole tensor, as it stands in the checkpoint
@@ -20,7 +20,7 @@ class Slot:
     is_optional: bool = False
 
 
-Slots = dict[str, Slot]  # checkpoint name → slot
+WeightSlots = dict[str, WeightSlot]  # checkpoint name → slot
 
 
 def share(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
@@ -64,9 +64,9 @@ def plain(weight: Weight) -> torch.Tensor:
     return weight.dequantise() if isinstance(weight, Quants) else weight
 
 
-def whole(name: str, target: torch.Tensor) -> Slots:
+def unsharded(name: str, target: torch.Tensor) -> WeightSlots:
     """The slot of a tensor that every rank keeps whole."""
-    return {name: Slot(tuple(target.shape), lambda tensor: _copy(target, tensor))}
+    return {name: WeightSlot(tuple(target.shape), lambda tensor: _copy(target, tensor))}
 
 
 def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ def check_shares(size: int, **extents: int) -> None:
     )
 
 
-def fill(slots: Slots, tensors: Iterator[tuple[str, Weight]], is_ignored: Callable[[str], bool]) -> None:
+def fill(slots: WeightSlots, tensors: Iterator[tuple[str, Weight]], is_ignored: Callable[[str], bool]) -> None:
     """Put every tensor into its slot. Missing, unexpected or mis-shaped ones are named in a ConfigError."""
     open_slots = dict(slots)
     unexpected: list[str] = []

@@ -31,12 +31,12 @@ def family_of(config: Mapping[str, Any]) -> str | None:
 
 def find_family(name: str) -> str | None:
     """The family of a GGUF architecture or a transformers class, which spell the same name differently."""
-    plain = _plain(name)
+    normalised = _normalised(name)
     # Only config.json has a separate name for the text part of a multimodal model.
-    return next((f for f in families() if plain in (_plain(f), _plain(f.removesuffix("_text")))), None)
+    return next((f for f in families() if normalised in (_normalised(f), _normalised(f.removesuffix("_text")))), None)
 
 
-def _plain(name: str) -> str:
+def _normalised(name: str) -> str:
     """The name without case, punctuation and class suffix: gpt_neox, gptneox and GPTNeoXForCausalLM become the same."""
     stem = re.sub(r"(?<=.)(For[A-Z]\w*|LMHeadModel|Model)$", "", name)
     return re.sub(r"[^a-z0-9]", "", stem.lower())
@@ -57,9 +57,9 @@ def check_family(name: str, said_by: str = "model_type", architectures: Any = No
 
 
 def _nearest(name: str) -> str | None:
-    by_plain = {_plain(family): family for family in families()}
-    found = difflib.get_close_matches(_plain(name), by_plain, n=1)
-    return by_plain[found[0]] if found else None
+    by_normalised = {_normalised(family): family for family in families()}
+    found = difflib.get_close_matches(_normalised(name), by_normalised, n=1)
+    return by_normalised[found[0]] if found else None
 
 
 def load_family(model_type: str) -> ModuleType:

@@ -14,7 +14,7 @@ from octavo.layers.embedding import LearnedPositions
 from octavo.layers.mlp import MLP
 from octavo.layers.model import DecoderLayer, DecoderModel
 from octavo.layers.norm import LayerNorm
-from octavo.layers.sharding import Slot, Slots, check_shares, plain
+from octavo.layers.sharding import WeightSlot, WeightSlots, check_shares, plain
 from octavo.models import gguf_vocab_size, number, positive, share
 from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
@@ -70,15 +70,15 @@ class Layer(DecoderLayer):
         x = self.mlp_norm(self.mlp(x))
         return x
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         heads = f"{name}.attention.self"
         return (
-            self.attention.qkv.slots(f"{heads}.query", f"{heads}.key", f"{heads}.value")
-            | self.attention.output.slots(f"{name}.attention.output.dense")
-            | self.attention_norm.slots(f"{name}.attention.output.LayerNorm")
-            | self.mlp.up.slots(f"{name}.intermediate.dense")
-            | self.mlp.down.slots(f"{name}.output.dense")
-            | self.mlp_norm.slots(f"{name}.output.LayerNorm")
+            self.attention.qkv.weight_slots(f"{heads}.query", f"{heads}.key", f"{heads}.value")
+            | self.attention.output.weight_slots(f"{name}.attention.output.dense")
+            | self.attention_norm.weight_slots(f"{name}.attention.output.LayerNorm")
+            | self.mlp.up.weight_slots(f"{name}.intermediate.dense")
+            | self.mlp.down.weight_slots(f"{name}.output.dense")
+            | self.mlp_norm.weight_slots(f"{name}.output.LayerNorm")
         )
 
 
@@ -104,7 +104,7 @@ class Model(DecoderModel):
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.clone()
 
-    def slots(self) -> Slots:
+    def weight_slots(self) -> WeightSlots:
         table = self.positions.weight
 
         def store_positions(tensor: Weight) -> None:
@@ -113,10 +113,12 @@ class Model(DecoderModel):
         def store_types(tensor: Weight) -> None:
             self.token_types.copy_(plain(tensor))
 
-        slots = self.embedding.slots("embeddings.word_embeddings") | self.norm.slots("embeddings.LayerNorm")
+        slots = self.embedding.weight_slots("embeddings.word_embeddings") | self.norm.weight_slots(
+            "embeddings.LayerNorm"
+        )
         shape = (table.shape[0] + self.first_position, table.shape[1])
-        slots["embeddings.position_embeddings.weight"] = Slot(shape, store_positions)
-        slots["embeddings.token_type_embeddings.weight"] = Slot(tuple(self.token_types.shape), store_types)
+        slots["embeddings.position_embeddings.weight"] = WeightSlot(shape, store_positions)
+        slots["embeddings.token_type_embeddings.weight"] = WeightSlot(tuple(self.token_types.shape), store_types)
         return slots | self.layer_slots("encoder.layer")
 
     def is_ignored(self, name: str) -> bool:

@@ -20,7 +20,7 @@ from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.moe import Router
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, longest_len, rope_settings
-from octavo.layers.sharding import Slots, check_shares
+from octavo.layers.sharding import WeightSlots, check_shares
 from octavo.models import llama, number, positive, require_causal
 from octavo.parallel import Group
 from octavo.spec import ModelSpec
@@ -89,18 +89,18 @@ def common_spec(config: dict[str, Any], family: str) -> ModelSpec:
 def latent_sizes(config: dict[str, Any]) -> LatentSizes:
     for key in ("kv_lora_rank", "qk_rope_head_dim"):
         if positive(config, key) % 2:
-            raise ConfigError(f"{key} is {config[key]}: it must be even, rotary positions turn pairs")
+            raise ConfigError(f"{key} is {config[key]}: it must be even, because rotary positions rotate pairs")
     return LatentSizes(
         latent=positive(config, "kv_lora_rank"),
         rotated=positive(config, "qk_rope_head_dim"),
-        plain=positive(config, "qk_nope_head_dim"),
+        unrotated=positive(config, "qk_nope_head_dim"),
         value=positive(config, "v_head_dim"),
         query=0 if config["q_lora_rank"] is None else positive(config, "q_lora_rank"),
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Routing:
+class GroupedRouting:
     num_experts: int
     num_chosen: int
     factor: float  # multiplies the weights of the chosen experts
@@ -108,8 +108,8 @@ class Routing:
     num_chosen_groups: int = 1  # the chosen experts come from these
 
 
-def routing(config: dict[str, Any], has_groups: bool) -> Routing:
-    found = Routing(
+def routing(config: dict[str, Any], has_groups: bool) -> GroupedRouting:
+    found = GroupedRouting(
         positive(config, "n_routed_experts"),
         positive(config, "num_experts_per_tok"),
         number(config, "routed_scaling_factor", 1.0),
@@ -142,7 +142,7 @@ class SharedAndRouted(nn.Module):
         self.router = Router(spec.hidden_size, self.routing.num_experts, context, bias=False)
         self.experts = Experts(spec.hidden_size, inner_size, self.routing.num_experts, Gate(), context, bias=False)
 
-    def read_routing(self, config: dict[str, Any]) -> Routing:
+    def read_routing(self, config: dict[str, Any]) -> GroupedRouting:
         return routing(config, has_groups=config["topk_method"] != "greedy")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,17 +173,17 @@ class SharedAndRouted(nn.Module):
         is_other = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, groups, False)
         return self._by_group(scores).masked_fill(is_other[:, :, None], otherwise).view(scores.shape)
 
-    def slots(self, name: str) -> Slots:
-        slots = self.router.slots(f"{name}.gate")
+    def weight_slots(self, name: str) -> WeightSlots:
+        slots = self.router.weight_slots(f"{name}.gate")
         slots |= mlp_slots(self.shared, f"{name}.shared_experts")
         for index in range(self.routing.num_experts):
             expert = f"{name}.experts.{index}"
-            slots |= self.experts.slots(index, f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj")
+            slots |= self.experts.weight_slots(index, f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj")
         return slots
 
 
-def mlp_slots(mlp: GatedMLP, name: str) -> Slots:
-    return mlp.gate_up.slots(f"{name}.gate_proj", f"{name}.up_proj") | mlp.down.slots(f"{name}.down_proj")
+def mlp_slots(mlp: GatedMLP, name: str) -> WeightSlots:
+    return mlp.gate_up.weight_slots(f"{name}.gate_proj", f"{name}.up_proj") | mlp.down.weight_slots(f"{name}.down_proj")
 
 
 class Layer(DecoderLayer):
@@ -216,27 +216,35 @@ class Layer(DecoderLayer):
         x = self.mlp(x)
         return x
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         slots = self._attention_slots(f"{name}.self_attn")
         for key, norm in self.norms.items():
-            slots |= norm.slots(f"{name}.{key}")
-        of_mlp = mlp_slots(self.mlp, f"{name}.mlp") if isinstance(self.mlp, GatedMLP) else self.mlp.slots(f"{name}.mlp")
+            slots |= norm.weight_slots(f"{name}.{key}")
+        of_mlp = (
+            mlp_slots(self.mlp, f"{name}.mlp")
+            if isinstance(self.mlp, GatedMLP)
+            else self.mlp.weight_slots(f"{name}.mlp")
+        )
         return slots | of_mlp
 
-    def _attention_slots(self, name: str) -> Slots:
+    def _attention_slots(self, name: str) -> WeightSlots:
         part = self.attention
-        slots = part.latent.slots(f"{name}.kv_a_proj_with_mqa") | part.latent_norm.slots(f"{name}.kv_a_layernorm")
-        slots |= part.output.slots(f"{name}.o_proj") | {f"{name}.kv_b_proj.weight": part.up_slot()}
+        slots = part.latent.weight_slots(f"{name}.kv_a_proj_with_mqa") | part.latent_norm.weight_slots(
+            f"{name}.kv_a_layernorm"
+        )
+        slots |= part.output.weight_slots(f"{name}.o_proj") | {f"{name}.kv_b_proj.weight": part.up_slot()}
         if part.query_latent is None:
-            return slots | part.query.slots(f"{name}.q_proj")
-        slots |= part.query_latent.slots(f"{name}.q_a_proj") | part.query_norm.slots(f"{name}.q_a_layernorm")
-        return slots | part.query.slots(f"{name}.q_b_proj")
+            return slots | part.query.weight_slots(f"{name}.q_proj")
+        slots |= part.query_latent.weight_slots(f"{name}.q_a_proj") | part.query_norm.weight_slots(
+            f"{name}.q_a_layernorm"
+        )
+        return slots | part.query.weight_slots(f"{name}.q_b_proj")
 
 
 def _scale(config: dict[str, Any], sizes: LatentSizes) -> float:
     """The scale of scores. Yarn scales them beyond the rotated part, as set by mscale_all_dim."""
     settings = rope_settings(config)
-    scale = float((sizes.plain + sizes.rotated) ** -0.5)
+    scale = float((sizes.unrotated + sizes.rotated) ** -0.5)
     over_all = number(settings, "mscale_all_dim", 0.0)
     if settings["rope_type"] == "default" or not over_all:
         return scale

@@ -8,9 +8,9 @@ from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import interleave
-from octavo.layers.sharding import Slot, Slots, plain, whole
+from octavo.layers.sharding import WeightSlot, WeightSlots, plain, unsharded
 from octavo.models import deepseek_v2
-from octavo.models.deepseek_v2 import Routing, common_spec, require, routing
+from octavo.models.deepseek_v2 import GroupedRouting, common_spec, require, routing
 from octavo.quants import Weight
 from octavo.spec import ModelSpec
 
@@ -46,7 +46,7 @@ class SharedAndRouted(deepseek_v2.SharedAndRouted):
         self.is_normalised = bool(config.get("norm_topk_prob", True))
         self.favour = torch.empty(self.routing.num_experts, dtype=torch.float32, device=context.device)
 
-    def read_routing(self, config: dict[str, Any]) -> Routing:
+    def read_routing(self, config: dict[str, Any]) -> GroupedRouting:
         return routing(config, has_groups=True)
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,8 +60,8 @@ class SharedAndRouted(deepseek_v2.SharedAndRouted):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
         return chosen, weights * self.routing.factor
 
-    def slots(self, name: str) -> Slots:
-        return super().slots(name) | whole(f"{name}.gate.e_score_correction_bias", self.favour)
+    def weight_slots(self, name: str) -> WeightSlots:
+        return super().weight_slots(name) | unsharded(f"{name}.gate.e_score_correction_bias", self.favour)
 
 
 class Layer(deepseek_v2.Layer):
@@ -71,12 +71,12 @@ class Layer(deepseek_v2.Layer):
         super().__init__(index, config, spec, context)
         self.is_interleaved = config.get("rope_interleave", True) is not False
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         """The rotated rows of queries and of the shared key are stored in pairs, or in halves if rope_interleave is false."""
-        slots, sizes = super().slots(name), self.attention.sizes
+        slots, sizes = super().weight_slots(name), self.attention.sizes
         if self.is_interleaved:
             return slots
-        heads = {"q_proj": sizes.plain, "q_b_proj": sizes.plain, "kv_a_proj_with_mqa": sizes.latent}
+        heads = {"q_proj": sizes.unrotated, "q_b_proj": sizes.unrotated, "kv_a_proj_with_mqa": sizes.latent}
         for module, first in heads.items():
             for kind in ("weight", "bias"):
                 slot = slots.get(f"{name}.self_attn.{module}.{kind}")
@@ -85,16 +85,16 @@ class Layer(deepseek_v2.Layer):
         return slots
 
 
-def _in_pairs(slot: Slot, first: int, rotated: int) -> Slot:
+def _in_pairs(slot: WeightSlot, first: int, rotated: int) -> WeightSlot:
     """Interleave the last `rotated` rows of each head, of rows [heads, first + rotated]."""
 
     def store(weight: Weight) -> None:
         tensor = plain(weight)
         heads = tensor.reshape(-1, first + rotated, *tensor.shape[1:])
-        turned = interleave(heads[:, first:].flatten(0, 1), rotated).view(len(heads), rotated, *tensor.shape[1:])
-        slot.store(torch.cat((heads[:, :first], turned), dim=1).view(tensor.shape))
+        interleaved = interleave(heads[:, first:].flatten(0, 1), rotated).view(len(heads), rotated, *tensor.shape[1:])
+        slot.store(torch.cat((heads[:, :first], interleaved), dim=1).view(tensor.shape))
 
-    return Slot(slot.shape, store)
+    return WeightSlot(slot.shape, store)
 
 
 class Model(deepseek_v2.Model):

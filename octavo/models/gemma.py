@@ -19,10 +19,10 @@ _GELU = "gelu_pytorch_tanh"
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    return plain_spec(_DEFAULTS | config, "gemma")
+    return base_spec(_DEFAULTS | config, "gemma")
 
 
-def plain_spec(config: dict[str, Any], family: str) -> ModelSpec:
+def base_spec(config: dict[str, Any], family: str) -> ModelSpec:
     """The part of the spec that all generations share."""
     if config.get("use_bidirectional_attention"):
         raise ConfigError(

@@ -24,11 +24,11 @@ _DEFAULTS = {
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     config = _DEFAULTS | config
-    plain = gemma.plain_spec(config, "gemma2")
+    base = gemma.base_spec(config, "gemma2")
     check_numbers(config)
-    windows = windows_of(config, sliding_layers(config, plain.num_layers, lambda index: index % 2 == 0))
+    windows = windows_of(config, sliding_layers(config, base.num_layers, lambda index: index % 2 == 0))
     has_softcap = bool(number(config, "attn_logit_softcapping", 0.0))
-    return dataclasses.replace(plain, windows=windows, has_softcap=has_softcap)
+    return dataclasses.replace(base, windows=windows, has_softcap=has_softcap)
 
 
 def windows_of(config: dict[str, Any], is_sliding: list[bool]) -> tuple[int, ...]:

@@ -38,9 +38,9 @@ class Model(gemma3_text.Model):
 
 def _text_name(name: str) -> str:
     """The text model's name of a tensor. Checkpoints from before transformers 4.52 have the prefix's parts in reverse order."""
-    for prefix, plain in (("language_model.model.", "model."), ("model.language_model.", "model.")):
+    for prefix, short in (("language_model.model.", "model."), ("model.language_model.", "model.")):
         if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
+            return short + name.removeprefix(prefix)
     return name.removeprefix("language_model.")
 
 

@@ -33,9 +33,9 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     for kind in (_FULL, _SLIDING):
         llama.check_rope(rope_config(config, kind))
         rope_settings(rope_config(config, kind))
-    plain = gemma.plain_spec(config | {"rope_parameters": None, "rope_scaling": None}, "gemma3_text")
+    base = gemma.base_spec(config | {"rope_parameters": None, "rope_scaling": None}, "gemma3_text")
     gemma2.check_numbers(config)
-    return dataclasses.replace(plain, windows=gemma2.windows_of(config, local_layers(config, plain.num_layers)))
+    return dataclasses.replace(base, windows=gemma2.windows_of(config, local_layers(config, base.num_layers)))
 
 
 def local_layers(config: dict[str, Any], num_layers: int) -> list[bool]:
@@ -77,8 +77,8 @@ class Model(gemma2.Model):
         return rope_settings(rope_config(config, _FULL))
 
     def rotations(self, positions: torch.Tensor) -> list[torch.Tensor | None]:
-        whole, local = self.rope.rotation(positions), self.local_rope.rotation(positions)
-        return [local if is_local else whole for is_local in self._is_local]
+        global_, local = self.rope.rotation(positions), self.local_rope.rotation(positions)
+        return [local if is_local else global_ for is_local in self._is_local]
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from octavo.layers.embedding import LearnedPositions
 from octavo.layers.mlp import MLP
 from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm, norm_slots
-from octavo.layers.sharding import Slot, Slots, check_shares
+from octavo.layers.sharding import WeightSlot, WeightSlots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
@@ -63,12 +63,12 @@ class Layer(DecoderLayer):
         x = self.mlp(x)
         return x
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         slots = (
             self.attention.qkv.fused_slots(f"{name}.attn.c_attn")
-            | self.attention.output.slots(f"{name}.attn.c_proj")
-            | self.mlp.up.slots(f"{name}.mlp.c_fc")
-            | self.mlp.down.slots(f"{name}.mlp.c_proj")
+            | self.attention.output.weight_slots(f"{name}.attn.c_proj")
+            | self.mlp.up.weight_slots(f"{name}.mlp.c_fc")
+            | self.mlp.down.weight_slots(f"{name}.mlp.c_proj")
         )
         for key, slot in slots.items():
             if key.endswith(".weight") and self.is_transposed:
@@ -77,8 +77,8 @@ class Layer(DecoderLayer):
         return slots | norms
 
 
-def _transposed(slot: Slot) -> Slot:
-    return Slot((slot.shape[1], slot.shape[0]), lambda tensor: slot.store(tensor.t()))
+def _transposed(slot: WeightSlot) -> WeightSlot:
+    return WeightSlot((slot.shape[1], slot.shape[0]), lambda tensor: slot.store(tensor.t()))
 
 
 class Model(CausalModel):
@@ -99,8 +99,8 @@ class Model(CausalModel):
         embedded: torch.Tensor = self.positions(super().embed(batch), batch.positions)
         return embedded
 
-    def slots(self) -> Slots:
-        return super().slots() | self.positions.slots("transformer.wpe")
+    def weight_slots(self) -> WeightSlots:
+        return super().weight_slots() | self.positions.weight_slots("transformer.wpe")
 
     def is_ignored(self, name: str) -> bool:
         # Old checkpoints store the causal mask.

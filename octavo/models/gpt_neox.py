@@ -12,7 +12,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, rotated_size
-from octavo.layers.sharding import Slot, Slots, check_shares
+from octavo.layers.sharding import WeightSlot, WeightSlots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, llama, number, positive, require_causal, share
 from octavo.quants import Quants, SameWeight
 from octavo.spec import ModelSpec
@@ -73,25 +73,25 @@ class Layer(DecoderLayer):
         x = self.mlp.down(inner, x)
         return x
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         return (
             self._qkv_slots(f"{name}.attention.query_key_value")
-            | self.attention.output.slots(f"{name}.attention.dense")
-            | self.mlp.up.slots(f"{name}.mlp.dense_h_to_4h")
-            | self.mlp.down.slots(f"{name}.mlp.dense_4h_to_h")
+            | self.attention.output.weight_slots(f"{name}.attention.dense")
+            | self.mlp.up.weight_slots(f"{name}.mlp.dense_h_to_4h")
+            | self.mlp.down.weight_slots(f"{name}.mlp.dense_4h_to_h")
             | norm_slots(self.attention.norm, f"{name}.input_layernorm")
             | norm_slots(self.mlp.norm, f"{name}.post_attention_layernorm")
         )
 
-    def _qkv_slots(self, name: str) -> Slots:
+    def _qkv_slots(self, name: str) -> WeightSlots:
         """The checkpoint's fused tensor: for each head, the rows of its query, key and value."""
         head_size = self.attention.heads.head_size
 
         def arranged(part: int, rows: Any) -> Any:
             return rows if part == 2 else interleave(rows, head_size, self.rotated)
 
-        def by_head(slot: Slot) -> Slot:
-            return Slot(slot.shape, lambda tensor: slot.store(apart_by_kind(tensor, head_size)))
+        def by_head(slot: WeightSlot) -> WeightSlot:
+            return WeightSlot(slot.shape, lambda tensor: slot.store(apart_by_kind(tensor, head_size)))
 
         return {key: by_head(slot) for key, slot in self.attention.qkv.fused_slots(name, arranged).items()}
 

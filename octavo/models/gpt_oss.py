@@ -9,7 +9,7 @@ from octavo.layers.context import BuildContext
 from octavo.layers.experts import narrow
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
-from octavo.layers.sharding import Slot, Slots, share
+from octavo.layers.sharding import WeightSlot, WeightSlots, share
 from octavo.models import llama, number, positive, sliding_layers
 from octavo.models.mixtral import read_routing
 from octavo.quants import Quants, Weight
@@ -44,10 +44,10 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     config = _with_defaults(config)
-    plain = llama.spec(config)
+    base = llama.spec(config)
     routing(config)
     gate(config)
-    return dataclasses.replace(plain, family="gpt_oss", windows=windows(config, plain.num_layers), has_sinks=True)
+    return dataclasses.replace(base, family="gpt_oss", windows=windows(config, base.num_layers), has_sinks=True)
 
 
 def windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -97,29 +97,29 @@ class Layer(llama.Layer):
             packed_type="MXFP4" if is_mxfp4(config) else "",
         )
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         def store(tensor: torch.Tensor) -> None:
             self.sinks.copy_(share(tensor, 0, self.group))
 
-        return super().slots(name) | {f"{name}.self_attn.sinks": Slot((self.num_heads,), store)}
+        return super().weight_slots(name) | {f"{name}.self_attn.sinks": WeightSlot((self.num_heads,), store)}
 
-    def mlp_slots(self, name: str) -> Slots:
+    def mlp_slots(self, name: str) -> WeightSlots:
         """All experts are in one tensor. Packed: rows as in a linear layer, one expert after the other. Otherwise: one
         transposed matrix per expert. Rows of gate and up alternate."""
         assert isinstance(self.mlp, SparseMLP)
         experts = self.mlp.experts
-        count, hidden, inner = experts.num_experts, experts.hidden_size, experts.whole_inner
+        count, hidden, inner = experts.num_experts, experts.hidden_size, experts.full_inner
         shapes = ((count, hidden, 2 * inner), (count, inner, hidden))
         if self.is_mxfp4:
             shapes = ((count * 2 * inner, hidden), (count * hidden, inner))  # type: ignore[assignment]
         place = f"{name}.mlp.experts"
-        return self.mlp.router.slots(f"{name}.mlp.router") | {
-            f"{place}.gate_up_proj": Slot(shapes[0], self._store_gate_up),
-            f"{place}.down_proj": Slot(shapes[1], self._store_down),
-            f"{place}.gate_up_proj_bias": Slot(
+        return self.mlp.router.weight_slots(f"{name}.mlp.router") | {
+            f"{place}.gate_up_proj": WeightSlot(shapes[0], self._store_gate_up),
+            f"{place}.down_proj": WeightSlot(shapes[1], self._store_down),
+            f"{place}.gate_up_proj_bias": WeightSlot(
                 (count, 2 * inner), lambda tensor: experts.fill_biases(tensor[:, 0::2], tensor[:, 1::2])
             ),
-            f"{place}.down_proj_bias": Slot((count, hidden), experts.fill_down_bias),
+            f"{place}.down_proj_bias": WeightSlot((count, hidden), experts.fill_down_bias),
         }
 
     def _store_gate_up(self, tensor: Weight) -> None:
@@ -127,7 +127,7 @@ class Layer(llama.Layer):
         experts = self.mlp.experts
         tensor = experts.alike(tensor)
         for expert in range(experts.num_experts):
-            rows = self._rows(tensor, expert, 2 * experts.whole_inner)
+            rows = self._rows(tensor, expert, 2 * experts.full_inner)
             for part in range(2):
                 experts.fill_gate_up(expert, part, _every_second(rows, part))
 

@@ -15,7 +15,7 @@ from octavo.layers.mlp import GatedMLP
 from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import RMSNorm, SplitRMSNorm
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
-from octavo.layers.sharding import Slot, Slots, check_shares
+from octavo.layers.sharding import WeightSlot, WeightSlots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
@@ -57,7 +57,9 @@ def _head_size(table: Mapping[str, Any], key: str, hidden_size: str, num_heads: 
     """The head size: the value at `key`, else the hidden size divided by the number of heads."""
     size = share(table, hidden_size, num_heads) if table.get(key) is None else positive(table, key)
     if size % 2:
-        raise ConfigError(f"the size of a head ({key}) is {size}: it must be even, rotary positions turn pairs")
+        raise ConfigError(
+            f"the size of a head ({key}) is {size}: it must be even, because rotary positions rotate pairs"
+        )
     return size
 
 
@@ -155,42 +157,44 @@ class Layer(DecoderLayer):
         x = self.mlp(x)
         return x
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         attention = f"{name}.self_attn"
-        slots = self.qkv_slots(attention) | self.attention.output.slots(f"{attention}.o_proj") | self.mlp_slots(name)
+        slots = (
+            self.qkv_slots(attention) | self.attention.output.weight_slots(f"{attention}.o_proj") | self.mlp_slots(name)
+        )
         for key, norm in self.norms.items():
-            slots |= norm.slots(f"{name}.{key}")
+            slots |= norm.weight_slots(f"{name}.{key}")
         for key, qk_norm in zip(("q_norm", "k_norm"), self.attention.qk_norms, strict=False):
             assert isinstance(qk_norm, SplitRMSNorm)
-            slots |= qk_norm.slots(f"{attention}.{key}")
+            slots |= qk_norm.weight_slots(f"{attention}.{key}")
         if self.head_norms is not None:
             slots[f"{attention}.q_norm.weight"] = self._head_norm_slot(self.head_norms.q)
             slots[f"{attention}.k_norm.weight"] = self._head_norm_slot(self.head_norms.k)
         return slots
 
-    def _head_norm_slot(self, target: torch.Tensor) -> Slot:
+    def _head_norm_slot(self, target: torch.Tensor) -> WeightSlot:
         def store(tensor: torch.Tensor) -> None:
             target.copy_(self.interleaved(tensor)).add_(self.norm_offset)
 
-        return Slot((self.head_size,), store)
+        return WeightSlot((self.head_size,), store)
 
-    def qkv_slots(self, name: str) -> Slots:
+    def qkv_slots(self, name: str) -> WeightSlots:
         """`name`: the attention's name in the checkpoint."""
-        slots = self.attention.qkv.slots(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        slots = self.attention.qkv.weight_slots(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         for key, slot in slots.items():
             if "v_proj" not in key:
-                slots[key] = Slot(slot.shape, lambda t, store=slot.store: store(self.interleaved(t)))  # type: ignore[misc]
+                slots[key] = WeightSlot(slot.shape, lambda t, store=slot.store: store(self.interleaved(t)))  # type: ignore[misc]
         return slots
 
     def interleaved(self, rows: SameWeight) -> SameWeight:
         """Rows of q or k, of their bias or of their norm's weight, in the order that the rotation expects."""
         return interleave(rows, self.head_size, self.rotated)
 
-    def mlp_slots(self, name: str) -> Slots:
+    def mlp_slots(self, name: str) -> WeightSlots:
         """`name`: the layer's name in the checkpoint."""
         assert isinstance(self.mlp, GatedMLP)
-        gate_up = self.mlp.gate_up.slots(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
-        return gate_up | self.mlp.down.slots(f"{name}.mlp.down_proj")
+        gate_up = self.mlp.gate_up.weight_slots(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
+        return gate_up | self.mlp.down.weight_slots(f"{name}.mlp.down_proj")
 
 
 class Model(CausalModel):
@@ -242,9 +246,11 @@ class Model(CausalModel):
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().final(hidden) / self._logits_factor
 
-    def slots(self) -> Slots:
+    def weight_slots(self) -> WeightSlots:
         shape = tuple(self.rope.frequencies.shape)
-        return super().slots() | {_ROPE_FACTORS: Slot(shape, self.rope.divide_frequencies, is_optional=True)}
+        return super().weight_slots() | {
+            _ROPE_FACTORS: WeightSlot(shape, self.rope.divide_frequencies, is_optional=True)
+        }
 
     def is_ignored(self, name: str) -> bool:
         # Old checkpoints store the rope frequencies.

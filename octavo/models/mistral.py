@@ -13,8 +13,8 @@ _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_emb
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    plain = llama.spec(_DEFAULTS | config)
-    return dataclasses.replace(plain, family="mistral", windows=(_window(config, plain),) * plain.num_layers)
+    base = llama.spec(_DEFAULTS | config)
+    return dataclasses.replace(base, family="mistral", windows=(_window(config, base),) * base.num_layers)
 
 
 def _window(config: dict[str, Any], spec: ModelSpec) -> int:

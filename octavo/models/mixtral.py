@@ -7,7 +7,7 @@ from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
-from octavo.layers.sharding import Slots
+from octavo.layers.sharding import WeightSlots
 from octavo.models import llama, positive
 from octavo.spec import ModelSpec
 from octavo.weights.methods.base import Gate
@@ -16,10 +16,10 @@ _THETA, _EPSILON, _CONTEXT = 1e6, 1e-5, 131072  # defaults for config.json
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    plain = llama.spec(config | {"max_position_embeddings": positive(config, "max_position_embeddings", _CONTEXT)})
+    base = llama.spec(config | {"max_position_embeddings": positive(config, "max_position_embeddings", _CONTEXT)})
     routing(config)
     window = 0 if config.get("sliding_window") is None else positive(config, "sliding_window")
-    return dataclasses.replace(plain, family="mixtral", windows=(window,) * plain.num_layers if window else ())
+    return dataclasses.replace(base, family="mixtral", windows=(window,) * base.num_layers if window else ())
 
 
 def routing(config: dict[str, Any]) -> Routing:
@@ -48,12 +48,12 @@ class Layer(llama.Layer):
         assert norm is not None
         return SparseMLP(spec.hidden_size, spec.intermediate_size, routing(config), Gate(), norm, context)
 
-    def mlp_slots(self, name: str) -> Slots:
+    def mlp_slots(self, name: str) -> WeightSlots:
         assert isinstance(self.mlp, SparseMLP)
-        slots = self.mlp.router.slots(f"{name}.block_sparse_moe.gate")
+        slots = self.mlp.router.weight_slots(f"{name}.block_sparse_moe.gate")
         for index in range(self.mlp.routing.num_experts):
             expert = f"{name}.block_sparse_moe.experts.{index}"
-            slots |= self.mlp.experts.slots(index, f"{expert}.w1", f"{expert}.w3", f"{expert}.w2")
+            slots |= self.mlp.experts.weight_slots(index, f"{expert}.w1", f"{expert}.w3", f"{expert}.w2")
         return slots
 
 

@@ -13,7 +13,7 @@ from octavo.layers.linear import ColumnLinear
 from octavo.layers.mlp import MLP
 from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm
-from octavo.layers.sharding import Slots, check_shares
+from octavo.layers.sharding import WeightSlots, check_shares
 from octavo.models import positive, require_causal, share
 from octavo.parallel import Group
 from octavo.spec import ModelSpec
@@ -69,15 +69,15 @@ class Layer(DecoderLayer):
         x = self.mlp(x)
         return x if self.is_before else self.mlp_norm(x)
 
-    def slots(self, name: str) -> Slots:
+    def weight_slots(self, name: str) -> WeightSlots:
         attention = f"{name}.self_attn"
         return (
-            self.attention.qkv.slots(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
-            | self.attention.output.slots(f"{attention}.out_proj")
-            | self.mlp.up.slots(f"{name}.fc1")
-            | self.mlp.down.slots(f"{name}.fc2")
-            | self.attention_norm.slots(f"{name}.self_attn_layer_norm")
-            | self.mlp_norm.slots(f"{name}.final_layer_norm")
+            self.attention.qkv.weight_slots(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+            | self.attention.output.weight_slots(f"{attention}.out_proj")
+            | self.mlp.up.weight_slots(f"{name}.fc1")
+            | self.mlp.down.weight_slots(f"{name}.fc2")
+            | self.attention_norm.weight_slots(f"{name}.self_attn_layer_norm")
+            | self.mlp_norm.weight_slots(f"{name}.final_layer_norm")
         )
 
 
@@ -126,10 +126,12 @@ class Model(CausalModel):
         narrow: torch.Tensor = self.narrow(hidden, self.norm)
         return narrow
 
-    def slots(self) -> Slots:
-        slots = super().slots() | self.positions.slots("model.decoder.embed_positions")
+    def weight_slots(self) -> WeightSlots:
+        slots = super().weight_slots() | self.positions.weight_slots("model.decoder.embed_positions")
         if self.widen is not None and self.narrow is not None:
-            slots |= self.widen.slots("model.decoder.project_in") | self.narrow.slots("model.decoder.project_out")
+            slots |= self.widen.weight_slots("model.decoder.project_in") | self.narrow.weight_slots(
+                "model.decoder.project_out"
+            )
         return slots
 
     def hf_name(self, name: str) -> str:

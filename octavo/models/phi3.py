@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.rope import frequencies, rope_settings, rotated_size
-from octavo.layers.sharding import Slot, Slots
+from octavo.layers.sharding import WeightSlot, WeightSlots
 from octavo.models import llama, number, positive
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
@@ -25,14 +25,12 @@ _OLD_NAMES = ("su", "yarn")  # what the first config.json files call longrope
 def spec(config: dict[str, Any]) -> ModelSpec:
     config = _DEFAULTS | config
     llama.check_rope(config)
-    plain = llama.spec(_without_rope(config))
+    base = llama.spec(_without_rope(config))
     settings = settings_of(config)
     if settings["rope_type"] not in _KINDS:
         raise ConfigError(f"rope type {settings['rope_type']!r} is not supported here; {' and '.join(_KINDS)} are")
-    frequencies(
-        settings, rotated_size(settings, plain.head_size)
-    )  # checks the factors here, where errors name the file
-    return dataclasses.replace(plain, family="phi3", windows=(_window(config, plain),) * plain.num_layers)
+    frequencies(settings, rotated_size(settings, base.head_size))  # checks the factors here, where errors name the file
+    return dataclasses.replace(base, family="phi3", windows=(_window(config, base),) * base.num_layers)
 
 
 def _without_rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -61,14 +59,16 @@ class Layer(llama.Layer):
         super().__init__(index, config, spec, context, window=spec.windows[index])
         self.rotated = rotated_size(settings_of(config), spec.head_size)
 
-    def qkv_slots(self, name: str) -> Slots:
+    def qkv_slots(self, name: str) -> WeightSlots:
         return self.attention.qkv.fused_slots(
             f"{name}.qkv_proj", lambda part, rows: rows if part == 2 else self.interleaved(rows)
         )
 
-    def mlp_slots(self, name: str) -> Slots:
+    def mlp_slots(self, name: str) -> WeightSlots:
         assert isinstance(self.mlp, GatedMLP)
-        return self.mlp.gate_up.fused_slots(f"{name}.mlp.gate_up_proj") | self.mlp.down.slots(f"{name}.mlp.down_proj")
+        return self.mlp.gate_up.fused_slots(f"{name}.mlp.gate_up_proj") | self.mlp.down.weight_slots(
+            f"{name}.mlp.down_proj"
+        )
 
 
 class Model(llama.Model):
@@ -83,11 +83,11 @@ class Model(llama.Model):
     def rope_settings(self, config: dict[str, Any]) -> dict[str, Any]:
         return settings_of(config)
 
-    def slots(self) -> Slots:
-        slots = super().slots()
+    def weight_slots(self) -> WeightSlots:
+        slots = super().weight_slots()
         for name, is_used in ((_LONG_FACTORS, self._is_long), (_SHORT_FACTORS, not self._is_long)):
             store = self._divide_frequencies if is_used else _leave
-            slots[name] = Slot((self._num_pairs,), store, is_optional=True)
+            slots[name] = WeightSlot((self._num_pairs,), store, is_optional=True)
         return slots
 
     def _divide_frequencies(self, factors: torch.Tensor) -> None:

@@ -14,12 +14,12 @@ _WINDOW = 4096  # if config.json sets use_sliding_window without a size; null me
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    plain = llama.spec(config | {"max_position_embeddings": positive(config, "max_position_embeddings", 32768)})
+    base = llama.spec(config | {"max_position_embeddings": positive(config, "max_position_embeddings", 32768)})
     return dataclasses.replace(
-        plain,
+        base,
         family="qwen2",
-        context_len=max(plain.context_len, _stretched(config)),
-        windows=tuple(windows(config, plain.num_layers)),
+        context_len=max(base.context_len, _stretched(config)),
+        windows=tuple(windows(config, base.num_layers)),
     )
 
 

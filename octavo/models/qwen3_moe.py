@@ -9,7 +9,7 @@ from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
-from octavo.layers.sharding import Slots
+from octavo.layers.sharding import WeightSlots
 from octavo.models import llama, positive, qwen3
 from octavo.models.mixtral import read_routing
 from octavo.spec import ModelSpec
@@ -19,11 +19,11 @@ _STACKED = "octavo_stacked_experts"  # our own key, for GGUF files: all experts'
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    plain = qwen3.spec(_as_qwen3(config))
+    base = qwen3.spec(_as_qwen3(config))
     routing(config)
-    has_experts(config, plain.num_layers)
+    has_experts(config, base.num_layers)
     positive(config, "moe_intermediate_size")
-    return dataclasses.replace(plain, family="qwen3_moe")
+    return dataclasses.replace(base, family="qwen3_moe")
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
@@ -44,10 +44,10 @@ def routing(config: dict[str, Any]) -> Routing:
 def has_experts(config: dict[str, Any], num_layers: int) -> list[bool]:
     """Which layers have experts: every decoder_sparse_step-th, except those in mlp_only_layers."""
     step = positive(config, "decoder_sparse_step", 1)
-    plain = config.get("mlp_only_layers") or []
-    if not isinstance(plain, list) or any(type(index) is not int or not 0 <= index < num_layers for index in plain):
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int or not 0 <= index < num_layers for index in dense):
         raise ConfigError(f"mlp_only_layers must be a list of layers, whole numbers from 0 to {num_layers - 1}")
-    return [(index + 1) % step == 0 and index not in plain for index in range(num_layers)]
+    return [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
 
 
 class Layer(qwen3.Layer):
@@ -64,16 +64,18 @@ class Layer(qwen3.Layer):
         inner_size = positive(config, "moe_intermediate_size")
         return SparseMLP(spec.hidden_size, inner_size, routing(config), Gate(), norm, context)
 
-    def mlp_slots(self, name: str) -> Slots:
+    def mlp_slots(self, name: str) -> WeightSlots:
         if not isinstance(self.mlp, SparseMLP):
             return super().mlp_slots(name)
-        slots = self.mlp.router.slots(f"{name}.mlp.gate")
+        slots = self.mlp.router.weight_slots(f"{name}.mlp.gate")
         if self.is_stacked:
             parts = (f"{name}.mlp.experts.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
             return slots | self.mlp.experts.stack_slots(*parts)
         for index in range(self.mlp.routing.num_experts):
             expert = f"{name}.mlp.experts.{index}"
-            slots |= self.mlp.experts.slots(index, f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj")
+            slots |= self.mlp.experts.weight_slots(
+                index, f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj"
+            )
         return slots
 
 
@@ -105,9 +107,9 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
     """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     # Without the keys that a dense Llama refuses.
     dense = {key: value for key, value in metadata.items() if not key.startswith("qwen3moe.expert_")}
-    plain = llama.gguf_config(dense, tensors, "qwen3moe")
-    layers = range(positive(plain, "num_hidden_layers"))
-    return plain | {
+    base = llama.gguf_config(dense, tensors, "qwen3moe")
+    layers = range(positive(base, "num_hidden_layers"))
+    return base | {
         "model_type": "qwen3_moe",
         "num_experts": positive(metadata, "qwen3moe.expert_count"),
         "num_experts_per_tok": positive(metadata, "qwen3moe.expert_used_count"),

@@ -24,8 +24,8 @@ _INTERVAL = 4  # by default, every fourth layer has no rope
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     config = _DEFAULTS | config
-    plain = llama.spec(config)
-    return dataclasses.replace(plain, family="smollm3", windows=_windows(config, plain.num_layers))
+    base = llama.spec(config)
+    return dataclasses.replace(base, family="smollm3", windows=_windows(config, base.num_layers))
 
 
 def rope_layers(config: dict[str, Any], num_layers: int) -> list[bool]:

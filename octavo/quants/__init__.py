@@ -60,13 +60,13 @@ class Quants:
         weights, num_bytes = QUANT[self.type]
         return self.stored.shape[0], self.stored.shape[1] // num_bytes * weights
 
-    def rearranged(self, order: Callable[[Tensor], Tensor]) -> Quants:
-        """Return the weight with its rows permuted. `order` takes the rows and returns them in another order."""
-        plain = torch.arange(len(self.stored))
-        new = order(plain if self.order is None else self.order)
-        assert new.shape == plain.shape
+    def rearranged(self, permute: Callable[[Tensor], Tensor]) -> Quants:
+        """Return the weight with its rows permuted. `permute` takes the rows and returns them in another order."""
+        identity = torch.arange(len(self.stored))
+        new = permute(identity if self.order is None else self.order)
+        assert new.shape == identity.shape
         # A permutation that a converter made and a layer undoes costs nothing.
-        return Quants(self.type, self.stored, None if torch.equal(new, plain) else new)
+        return Quants(self.type, self.stored, None if torch.equal(new, identity) else new)
 
     def narrow_rows(self, first: int, count: int) -> Quants:
         """Return rows first … first + count − 1, as a view if the rows are in stored order."""

@@ -8,7 +8,7 @@ import torch
 from octavo.batch import Batch
 from octavo.messages import StepPlan
 from octavo.sampling.state import Ints
-from octavo.worker.rows import Rows
+from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
 
 # Below these sizes, reading a shared prefix once for all rows saves less than its extra launches cost.
@@ -67,11 +67,11 @@ def shared_len(
     return num_pages * page_size if num_pages * page_size >= _MIN_SHARED_TOKENS else 0
 
 
-def shared_in(tables: Rows, rows: Ints, lens: Ints) -> int:
+def shared_in(tables: RowState, rows: Ints, lens: Ints) -> int:
     """The smallest shared_len over the groups that keep all pages. Groups with a window soon stop reading the prefix."""
     if len(rows) < _MIN_SHARING_ROWS:
         return 0
-    return min([shared_len(table, rows, lens, tables.page_size) for table in tables.whole_tables], default=0)
+    return min([shared_len(table, rows, lens, tables.page_size) for table in tables.unwindowed_tables], default=0)
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class _Layout:
         return cls(rows, lens, counts, start, last, np.repeat(rows, counts), positions, int((counts == 1).sum()))
 
 
-def assemble(columns: Columns, rows: Rows, staging: Staging) -> Assembled:
+def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
     """Build the batch. The plan must advance at least one row, and `rows` must be updated with it already."""
     layout, page_size = _Layout.of(columns), rows.page_size
     positions, lens, num_decodes = layout.positions, layout.lens, layout.num_decodes

@@ -61,8 +61,8 @@ def held(model: DecoderModel) -> str:
     by_words: Counter[str] = Counter()
     for kind, num_bytes in kinds.items():
         by_words[kind_name(kind)] += num_bytes
-    whole = kinds.total()
-    parts = [f"{num_bytes / whole:.0%} in {words}" for words, num_bytes in by_words.most_common()]
+    total = kinds.total()
+    parts = [f"{num_bytes / total:.0%} in {words}" for words, num_bytes in by_words.most_common()]
     how = ""
     if any(kind.is_quantised for kind in kinds):
         how = "; products with packed ones take activations in 8 bits"

@@ -13,7 +13,6 @@ from octavo.layers.model import DecoderModel
 from octavo.spec import ModelSpec
 from octavo.weights.sources.identity import weights_identity, words_identity
 from octavo.weights.sources.source import ModelSource
-from octavo.worker.cpu_steps import kinds_of
 
 NUMERICS = "2"
 """Incremented with every change after which the same model, request and machine may give different bits."""
@@ -47,13 +46,18 @@ def fingerprint_of(
 
 
 def _held(context: BuildContext, model: DecoderModel) -> str:
+    """The forms in which weights are held, as their methods name them."""
+    named = {name for held in model.held() for name in held.numerics}
     if context.ops.kernels == "native":
-        # Weights that are decoded to float32 give the same bits as float32.
-        return "+".join(sorted({"float32" if kind.is_decoded else kind.name.lower() for kind in kinds_of(model)}))
+        return "+".join(sorted(named))
+    # --quantization, the packed types of the checkpoint and the model's type have always been named, and in this order, whether or
+    # not a weight is held so: gpt-oss on 4 or 8 ranks says mxfp4, though its experts are decoded there. Leaving out what
+    # no method holds would change fingerprints where no bit changes.
     settings = context.methods.settings
     rounded = [settings.quantization] if settings.quantization else []
-    packed = sorted(type.lower() for type in settings.packed_types)  # on a GPU only those that some method holds
-    return "+".join([*rounded, *packed, _name(settings.weight_dtype)])
+    packed = sorted(type.lower() for type in settings.packed_types)
+    dtype = _name(settings.weight_dtype)
+    return "+".join([*rounded, *packed, *sorted(named - {*rounded, *packed, dtype}), dtype])
 
 
 def _kernels(context: BuildContext, chip: str) -> str:

@@ -11,7 +11,7 @@ from octavo.device import Device
 from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.model import DecoderModel
 from octavo.sampling.state import Ints, SamplingState
-from octavo.worker.rows import PageChanges, Rows
+from octavo.worker.rows import PageChanges, RowState
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Key:
 class Graphs:
     """The captured graphs, and the buffers at fixed addresses that all of them read and write."""
 
-    def __init__(self, device: Device, rows: Rows, model: DecoderModel, max_rows: int) -> None:
+    def __init__(self, device: Device, rows: RowState, model: DecoderModel, max_rows: int) -> None:
         from octavo.kernels.triton.runtime import graph_inputs  # imported here: Triton is only required on GPU machines
         from octavo.kernels.triton.sampling.greedy import argmax
 
@@ -44,7 +44,7 @@ class Graphs:
         self._slot_layout = graph_inputs.InputSlot(max_rows, 2 * max_rows * rows.num_groups)
         self._input_slots = device.pinned((graph_inputs.NUM_SLOTS, self._slot_layout.size), torch.int32)
         self._input_slots_host = self._input_slots.numpy()
-        self._answers = device.pinned((graph_inputs.NUM_SLOTS, max_rows), torch.int32)
+        self._host_tokens = device.pinned((graph_inputs.NUM_SLOTS, max_rows), torch.int32)
         self._num_sent = 0
         self._slot = room(1, dtype=torch.int32)  # index of the input slot that the next replay reads
         self._batch_rows, self._lens = room(max_rows, dtype=torch.int32), room(max_rows, dtype=torch.int32)
@@ -82,10 +82,10 @@ class Graphs:
         """Write tokens [B] that were sampled outside a graph to the token table, and copy them to the host."""
         self._scatter(len(sampled), sampled)
 
-    def answer(self, num_rows: int) -> torch.Tensor:
+    def host_tokens(self, num_rows: int) -> torch.Tensor:
         """Host memory that will hold the tokens [B] of the step just started, once it is done. It is reused after NUM_SLOTS
         further steps."""
-        return self._answers[(self._num_sent - 1) % len(self._answers), :num_rows]
+        return self._host_tokens[(self._num_sent - 1) % len(self._host_tokens), :num_rows]
 
     def warm_up(self, num_rows: int, is_shared: bool) -> None:
         """Run a step's calls without capturing them, to compile their kernels."""
@@ -177,10 +177,10 @@ class Graphs:
 
     def _scatter(self, size: int, sampled: torch.Tensor) -> None:
         rows, lens = self._batch_rows[:size], self._lens[:size]
-        self._kernels.scatter_tokens(rows, lens, sampled, self._rows.tokens, self._answers, self._slot)
+        self._kernels.scatter_tokens(rows, lens, sampled, self._rows.tokens, self._host_tokens, self._slot)
 
 
-def is_plain_greedy(state: SamplingState, rows: Ints, lens: Ints) -> bool:
+def is_only_greedy(state: SamplingState, rows: Ints, lens: Ints) -> bool:
     """Whether every row takes the argmax of unmodified logits (no penalties, no bans) and needs no logits or logprobs."""
     if state.needs_logits(rows):
         return False

@@ -11,13 +11,13 @@ from octavo.cache.span import longest
 from octavo.config import Config
 from octavo.limits import Limits
 from octavo.spec import ModelSpec, PageLayout
-from octavo.weights.formats.checkpoint import Weights
+from octavo.weights.formats.checkpoint import TensorSource
 
 _PAGE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "float16": torch.float16, "float32": torch.float32}
 
 
 def page_dtype(
-    config: Config, limits: Limits, weights: Weights | None, is_native: bool, dtype: torch.dtype
+    config: Config, limits: Limits, weights: TensorSource | None, is_native: bool, dtype: torch.dtype
 ) -> torch.dtype:
     """The dtype of KV pages. `dtype`: of the arithmetic, and the default. Native kernels with weights of a few bits default
     to float16: float32 pages would add no accuracy."""

@@ -14,6 +14,7 @@ from octavo.attention.choose import choose
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.config import Config
 from octavo.device import Device, pick
+from octavo.ipc.cores import usable_cores
 from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.kernels.cpu.native import Native
 from octavo.kernels.device_ops import DeviceOps
@@ -26,14 +27,13 @@ from octavo.limits import Limits, hold_whole_prompts, resolve
 from octavo.messages import DeviceMemory, LoadReport
 from octavo.models import load_family
 from octavo.parallel import Group
-from octavo.sampling.grammar.masks import Grammars
+from octavo.sampling.grammar.masks import GrammarLimits, Grammars
 from octavo.spec import ModelSpec, PageLayout
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.methods.base import Settings
 from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
-from octavo.worker.cores import usable_cores
 from octavo.worker.cpu_steps import CpuSteps, find_native, held, record
 from octavo.worker.determinism import about_determinism
 from octavo.worker.fingerprint import fingerprint_of
@@ -41,11 +41,11 @@ from octavo.worker.graphs import Graphs
 from octavo.worker.kv_buffers import KVBuffers, name_of, page_dtype
 from octavo.worker.memory.measure import measure, memory_errors
 from octavo.worker.pages import STAGING_BYTES, Pages
-from octavo.worker.rows import Rows
+from octavo.worker.rows import RowState
 from octavo.worker.runner import Runner
 from octavo.worker.staging import Staging
 from octavo.worker.trial_steps import TrialSteps, most_tokens
-from octavo.worker.weights import Weights
+from octavo.worker.weights import RankWeights
 
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
@@ -59,7 +59,7 @@ class Loader:
     spec: ModelSpec
     limits: Limits
     model: DecoderModel
-    weights: Weights
+    weights: RankWeights
     layout: PageLayout
     attention: AttentionBackend
     stores: KVBuffers
@@ -173,7 +173,7 @@ class Loader:
         settings = context.methods.settings
         if settings.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
             self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
-        self.weights = Weights(
+        self.weights = RankWeights(
             self.model, self.config.model, self.weight_dtype, self.device, self.group.size, context.methods
         )
 
@@ -218,7 +218,7 @@ class Loader:
         limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size
         staging = Staging(self.device)
         vocabulary = functools.partial(_vocabulary, self.source, self.config.model.tokenizer)
-        rows = Rows(
+        rows = RowState(
             limits.max_num_seqs,
             max_model_len,
             page_size,
@@ -226,7 +226,19 @@ class Loader:
             self.device,
             staging,
             self.layout.windows,
-            Grammars(vocab_size, vocabulary, limits.cpu_threads if self.device.is_cuda else 1),  # a CPU is busy
+            Grammars(
+                vocab_size,
+                vocabulary,
+                limits.cpu_threads if self.device.is_cuda else 1,  # a CPU is busy
+                2 * limits.max_num_seqs,
+                GrammarLimits(
+                    # Twice what the check of the request may take: it compiles for a smaller vocabulary.
+                    2 * self.config.budget.grammar_seconds,
+                    self.config.scheduler.grammar_step_seconds,
+                    2 * int(self.config.budget.grammar_memory_bytes),
+                ),
+                self.group.highest if self.group.size > 1 else None,
+            ),
         )
         graphs: Graphs | None = None
         can_capture = self.device.is_cuda and self.attention.can_capture

@@ -6,6 +6,7 @@ kernel may kill this process when the thread that started it ends. SIDE carries 
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ import msgspec
 
 from octavo.errors import ConfigError
 from octavo.messages import Allocate, PrepareGrammar, RankFailed, RankStart, StepPlan
+from octavo.observe import logs
 from octavo.weights.sources.source import ModelSource
 
 if TYPE_CHECKING:
@@ -49,17 +51,20 @@ def main(arguments: list[str]) -> None:
         code = _last_words(connection, RankFailed(True, error.message))
     except BaseException:
         code = _last_words(connection, RankFailed(False, traceback.format_exc()))
+    logging.shutdown()
     # Not sys.exit: tearing down a process group may wait for ranks that have exited.
     os._exit(code)
 
 
 def _serve(connection: Connection, side: Connection) -> None:
     start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
+    logs.install(logging.WARNING, start.config.server.log_format)
+    sys.stdout = sys.stderr
     # Imported here, so that a failing import is reported to the parent like any other error.
     from octavo.device import pick
     from octavo.parallel import init_group
     from octavo.worker.load import Loader
-    from octavo.worker.step import Step
+    from octavo.worker.step import LaunchedStep
 
     device = pick(start.config.model.device, start.rank).torch_device
     group = init_group(
@@ -74,7 +79,7 @@ def _serve(connection: Connection, side: Connection) -> None:
     connection.send_bytes(OK)
     threading.Thread(target=_prepare, args=(side, runner.rows.sampling.grammars), daemon=True).start()
     plans = msgspec.msgpack.Decoder(StepPlan)
-    steps: deque[Step] = deque()
+    steps: deque[LaunchedStep] = deque()
     while True:
         # Send finished steps first; then start a plan that has arrived before waiting for an earlier step.
         if not steps or (not steps[0].is_done() and connection.poll()):
@@ -86,19 +91,19 @@ def _serve(connection: Connection, side: Connection) -> None:
 
 
 def _prepare(side: Connection, grammars: "Grammars") -> None:
-    orders = msgspec.msgpack.Decoder(PrepareGrammar)
+    decoder = msgspec.msgpack.Decoder(PrepareGrammar)
     with contextlib.suppress(EOFError, OSError):  # _end_with_parent handles the parent's exit
         while True:
-            order = orders.decode(side.recv_bytes())
-            said = str(order.number).encode()
-            grammars.prepare(order.grammar, order.forgets, functools.partial(side.send_bytes, said))
+            message = decoder.decode(side.recv_bytes())
+            said = str(message.number).encode()
+            grammars.prepare(message.grammar, message.forgets, functools.partial(side.send_bytes, said))
 
 
 def _last_words(connection: Connection, failed: RankFailed) -> int:
     try:
         connection.send_bytes(FAILED + msgspec.msgpack.encode(failed))
     except OSError:  # the parent has closed the pipe
-        sys.stderr.write(failed.message)
+        logging.getLogger("octavo.worker").error("a rank ends: %s", failed.message)
     return 1
 
 

@@ -1,4 +1,4 @@
-"""Rows: a rank's state of the running sequences between steps: tokens, page tables, sampling parameters."""
+"""RowState: a rank's state of the running sequences between steps: tokens, page tables, sampling parameters."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class PageChanges(NamedTuple):
     pages: Ints
 
 
-class Rows:
+class RowState:
     """The tables of all rows. A sequence keeps its row while it runs; a step names rows and carries only what changed.
 
     The token table is on the device, and sampled tokens are written to it there. A step reads its inputs from the table
@@ -52,7 +52,7 @@ class Rows:
             self.device_page_tables = self.device_page_tables.to(place)
         self.page_table, self.device_page_table = self.page_tables[0], self.device_page_tables[0]
         # Tables that keep all pages of a sequence from its first token on.
-        self.whole_tables = [table for table, window in zip(self.page_tables, windows, strict=True) if not window]
+        self.unwindowed_tables = [table for table, window in zip(self.page_tables, windows, strict=True) if not window]
         self.sampling = SamplingState(max_rows, vocab_size, grammars)
         self.pooling: dict[int, PoolingParams] = {}  # rows whose request wants a vector instead of tokens
         self._staging = staging
@@ -94,7 +94,7 @@ class Rows:
                 self.page_table[plan.page_rows, plan.page_slots] = plan.page_ids
             else:
                 self.page_tables[plan.page_groups, plan.page_rows, plan.page_slots] = plan.page_ids
-        self._tell_device(plan)
+        self._update_device(plan)
 
     def note_pages(self, plan: StepPlan) -> PageChanges:
         """As update() on the host, for a plan without entering rows. The caller passes the changes to the device."""
@@ -103,7 +103,7 @@ class Rows:
         self.page_tables.reshape(-1)[cells] = pages
         return PageChanges(cells, pages)
 
-    def _tell_device(self, plan: StepPlan) -> None:
+    def _update_device(self, plan: StepPlan) -> None:
         columns = []
         if plan.enters:
             columns += _cells([(e.row, e.token_ids) for e in plan.enters], self.width)

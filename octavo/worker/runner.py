@@ -9,13 +9,13 @@ from octavo.layers.model import DecoderModel
 from octavo.messages import StepPlan
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
-from octavo.worker.graphs import Graphs, is_plain_greedy
+from octavo.worker.graphs import Graphs, is_only_greedy
 from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
-from octavo.worker.rows import PageChanges, Rows
+from octavo.worker.rows import PageChanges, RowState
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
 from octavo.worker.staging import Staging
-from octavo.worker.step import Extras, Step
+from octavo.worker.step import Extras, LaunchedStep
 
 _MAX_UNCOLLECTED = 2  # as in executor.base
 
@@ -30,7 +30,7 @@ class Runner:
         self,
         device: Device,
         model: DecoderModel,
-        rows: Rows,
+        rows: RowState,
         staging: Staging,
         max_rows: int,
         native: Native | None,
@@ -40,15 +40,15 @@ class Runner:
         self.graphs = graphs
         self.steps: CpuSteps | None = None
         self._native = native
-        self._answers = [device.pinned((max_rows,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
+        self._host_tokens = [device.pinned((max_rows,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
 
-    def launch(self, plan: StepPlan) -> Step:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step. Sampled tokens stay in the token table, where the next step reads its inputs."""
         step = self._launch(plan)
         self.rows.sampling.grammars.started(step)
         return step
 
-    def _launch(self, plan: StepPlan) -> Step:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         with torch.inference_mode():
             self.pages.move(plan.moves)
             self.rows.leave(plan.leaves)
@@ -61,7 +61,7 @@ class Runner:
                     return self._repeat(plan.step, self.graphs, columns, changes)
             self.rows.update(plan)
             if not plan.rows:
-                return Step(plan.step, None, None)
+                return LaunchedStep(plan.step, None, None)
             return self._send_home(plan.step, *self.compute(columns))
 
     def compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
@@ -99,11 +99,11 @@ class Runner:
             return None
         return self.model.logits(hidden.index_select(0, batch.sample_at))
 
-    def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> Step:
+    def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> LaunchedStep:
         """Replay a graph for a step in which every row adds one token."""
         rows, lens = columns.rows, columns.lens
         shared = shared_in(self.rows, rows, lens)
-        logits = graphs.run(rows, lens, changes, shared, is_plain_greedy(self.rows.sampling, rows, lens))
+        logits = graphs.run(rows, lens, changes, shared, is_only_greedy(self.rows.sampling, rows, lens))
         extras: Extras | None = None
         if logits is not None:
             tokens, extras = sample_scored(logits, self.rows, rows, lens)
@@ -111,16 +111,16 @@ class Runner:
             extras = None if extras is None else extras.sent_home()
         done = self.device.event()
         done.record()
-        return Step(number, graphs.answer(len(rows)), done, extras)
+        return LaunchedStep(number, graphs.host_tokens(len(rows)), done, extras)
 
-    def _send_home(self, number: int, tokens: torch.Tensor | None, extras: Extras | None) -> Step:
+    def _send_home(self, number: int, tokens: torch.Tensor | None, extras: Extras | None) -> LaunchedStep:
         if not self.device.is_cuda or (tokens is None and extras is None):
-            return Step(number, tokens, None, extras)
+            return LaunchedStep(number, tokens, None, extras)
         extras = None if extras is None else extras.sent_home()
         home = None
         if tokens is not None:
-            home = self._answers[number % len(self._answers)][: len(tokens)]
+            home = self._host_tokens[number % len(self._host_tokens)][: len(tokens)]
             home.copy_(tokens, non_blocking=True)
         done = self.device.event()
         done.record()
-        return Step(number, home, done, extras)
+        return LaunchedStep(number, home, done, extras)

@@ -10,7 +10,7 @@ from octavo.sampling.logprobs import Scores, keep_raw, score
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.assemble import Columns
-from octavo.worker.rows import Rows
+from octavo.worker.rows import RowState
 from octavo.worker.step import Extras
 
 _CHUNK = 32  # prompt positions whose logits are held at once
@@ -18,7 +18,7 @@ _CHUNK = 32  # prompt positions whose logits are held at once
 
 def sample_scored(
     logits: torch.Tensor,  # [S, V]; may be changed
-    tables: Rows,
+    tables: RowState,
     rows: Ints,  # [S]
     lens: Ints,  # [S]
     native: Native | None = None,
@@ -35,7 +35,8 @@ def sample_scored(
         extras.scores = score(raw.logits, tokens.index_select(0, raw.at), raw.wanted)
     if masks is not None:
         extras = extras or Extras()
-        extras.failures, extras.grammar_seconds, extras.last = masks.failures, masks.seconds, masks.last
+        extras.failures, extras.grammar_seconds = masks.failures, masks.seconds
+        extras.last, extras.late = masks.last, masks.late
     if found is not None:
         extras = extras or Extras()
         extras.candidates = found
@@ -49,7 +50,7 @@ def wants_prompt_scores(state: SamplingState, columns: Columns) -> bool:
 def score_prompts(
     model: DecoderModel,
     hidden: torch.Tensor,  # [T, D]
-    tables: Rows,
+    tables: RowState,
     columns: Columns,
     last: Ints,  # [B] index in T of each planned row's last token
 ) -> list[list[Scores]]:

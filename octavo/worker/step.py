@@ -1,4 +1,4 @@
-"""Step: a step that was launched, whose tokens and vectors arrive on the host later."""
+"""LaunchedStep: a step that was launched, whose tokens and vectors arrive on the host later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ import torch
 
 from octavo.device import Event
 from octavo.messages import StepResult
-from octavo.sampling.candidates import Found
+from octavo.sampling.candidates import FoundCandidates
 from octavo.sampling.logprobs import Scores
 
 
@@ -21,17 +21,18 @@ class Extras:
     failures: dict[int, str] = field(default_factory=dict)  # index of a sampled token → why it is invalid
     grammar_seconds: float = 0.0
     last: list[int] = field(default_factory=list)  # indices of sampled tokens after which their rows end
-    candidates: Found | None = None  # of the beams' rows
+    candidates: FoundCandidates | None = None  # of the beams' rows
+    late: list[int] = field(default_factory=list)  # indices of sampled tokens that do not count
 
     def sent_home(self) -> "Extras":
         scores = None if self.scores is None else self.scores.sent_home()
         candidates = None if self.candidates is None else self.candidates.sent_home()
         prompt_scores = [[part.sent_home() for part in parts] for parts in self.prompt_scores]
-        more = (self.failures, self.grammar_seconds, self.last, candidates)
+        more = (self.failures, self.grammar_seconds, self.last, candidates, self.late)
         return Extras(self.vectors, scores, prompt_scores, *more)
 
 
-class Step:
+class LaunchedStep:
     """A launched step. On a CPU it is done already; on a GPU its tokens are copied to the host asynchronously."""
 
     def __init__(
@@ -64,6 +65,7 @@ class Step:
             extras.grammar_seconds,
             extras.last,
             [] if extras.candidates is None else extras.candidates.entries(),
+            extras.late,
         )
 
 

@@ -2,11 +2,11 @@
 
 import importlib
 
+from octavo.ipc.cores import usable_cores
 from octavo.layers.mlp import warm_up_gates
 from octavo.limits import Limits
 from octavo.messages import PoolingParams, SamplingParams
 from octavo.spec import ModelSpec
-from octavo.worker.cores import usable_cores
 from octavo.worker.memory.measure import DEMANDING, trial_columns
 from octavo.worker.runner import Runner
 
@@ -22,11 +22,11 @@ class TrialSteps:
     def __init__(self, runner: Runner, spec: ModelSpec, limits: Limits) -> None:
         self._runner, self._spec, self._limits = runner, spec, limits
 
-    def run(self, num_tokens: int, num_rows: int, is_plain: bool, prefix_len: int = 0) -> None:
-        """Run one step. `is_plain`: sample greedily. `prefix_len`: tokens that each row holds already."""
+    def run(self, num_tokens: int, num_rows: int, is_greedy: bool, prefix_len: int = 0) -> None:
+        """Run one step. `is_greedy`: sample greedily. `prefix_len`: tokens that each row holds already."""
         rows = self._runner.rows
         for row in range(num_rows):
-            rows.sampling.enter(row, SamplingParams(temperature=0.0) if is_plain else DEMANDING, 0, 1, [])
+            rows.sampling.enter(row, SamplingParams(temperature=0.0) if is_greedy else DEMANDING, 0, 1, [])
         if self._spec.is_encoder:
             rows.pooling = dict.fromkeys(range(num_rows), PoolingParams("mean"))
         columns = trial_columns(num_tokens, num_rows)

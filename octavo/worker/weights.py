@@ -1,4 +1,4 @@
-"""Weights of one rank: the bytes that they take, whether they fit, and loading them into the model."""
+"""RankWeights: the weights of one rank: the bytes that they take, whether they fit, and loading them into the model."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # for each weight, with its
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class RankWeights:
     model: DecoderModel  # built, with memory for its weights
     config: ModelConfig
     dtype: torch.dtype  # of weights that are not packed
@@ -58,22 +58,22 @@ class Weights:
 
     def needed(self, checkpoint: Checkpoint) -> int:
         """Bytes that this rank's weights will take, as they will be held."""
-        whole = self._whole(self.dtype)
+        num_bytes = self._num_bytes(self.dtype)
         match self.config.quantization:
             case "fp8":
-                return whole - fp8_saving(self.model, self.dtype)
+                return num_bytes - fp8_saving(self.model, self.dtype)
             case "int8" | "int4":
-                return int(whole / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
+                return int(num_bytes / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
             case _:
                 if self.keeps_packed and checkpoint.weights is not None:
                     held = checkpoint.weights.held_bytes(self.dtype.itemsize, self.methods.packings)
-                    return min(whole, held // self.num_ranks)
-                return whole
+                    return min(num_bytes, held // self.num_ranks)
+                return num_bytes
 
     def in_bfloat16(self) -> int:
         """Bytes that they would take with --dtype bfloat16; 0: no smaller than now, or not supported."""
         is_plain = not self.keeps_packed and self.config.quantization in (AUTO, "none")
-        return self._whole(torch.bfloat16) if is_plain and self.dtype == torch.float32 else 0
+        return self._num_bytes(torch.bfloat16) if is_plain and self.dtype == torch.float32 else 0
 
     def offered_saving(self, dtype: torch.dtype) -> int:
         """Bytes that --quantization fp8 would save; 0: already chosen, or not supported on this device."""
@@ -85,7 +85,7 @@ class Weights:
             return 0
         return fp8_saving(self.model, self.dtype)
 
-    def _whole(self, dtype: torch.dtype) -> int:
+    def _num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of this rank's weights in that type."""
         return sum(map(math.prod, self._shapes().values())) * dtype.itemsize // self.num_ranks
 
@@ -94,7 +94,7 @@ class Weights:
         return str(self.dtype).removeprefix("torch.")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
+        return {name: slot.shape for name, slot in self.model.weight_slots().items() if not slot.is_optional}
 
 
 def fp8_saving(model: DecoderModel, dtype: torch.dtype) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.triton.moe.experts import Weights, experts, plan
+from octavo.kernels.triton.moe.experts import ExpertTensors, experts, plan_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -13,18 +13,20 @@ def test_a_graph_gives_what_launches_give(num_tokens: int, is_packed: bool) -> N
     torch.manual_seed(num_tokens)
     num_experts, depth, inner = 32, 256, 192
 
-    def weights(num_rows: int, width: int) -> Weights:
+    def weights(num_rows: int, width: int) -> ExpertTensors:
         if not is_packed:
-            return Weights(torch.randn(num_experts, num_rows, width, device="cuda").mul_(0.05).bfloat16())
+            return ExpertTensors(torch.randn(num_experts, num_rows, width, device="cuda").mul_(0.05).bfloat16())
         codes = torch.randint(0, 256, (num_experts, num_rows, width // 2), device="cuda", dtype=torch.uint8)
-        return Weights(codes, torch.full((num_experts, num_rows, width // 32), 121, device="cuda", dtype=torch.uint8))
+        return ExpertTensors(
+            codes, torch.full((num_experts, num_rows, width // 32), 121, device="cuda", dtype=torch.uint8)
+        )
 
     gate_up, down = weights(2 * inner, depth), weights(depth, inner)
     x = torch.randn(num_tokens, depth, device="cuda").bfloat16()
     logits = torch.randn(num_tokens, num_experts, device="cuda").bfloat16()
 
     def step() -> torch.Tensor:
-        return experts(x, plan(logits, 4, True), gate_up, down, (1.0, 0.0, 0.0), None)
+        return experts(x, plan_experts(logits, 4, True), gate_up, down, (1.0, 0.0, 0.0), None)
 
     step()  # the first call compiles
     graph = torch.cuda.CUDAGraph()

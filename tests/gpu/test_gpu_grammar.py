@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo import LLM, SamplingParams
+from octavo.sampling.grammar import masks
 from tests.doubles import VOCAB_SIZE, write_byte_tokenizer
 from tests.schemas import PEOPLES
 
@@ -73,3 +74,17 @@ def answers(folder: Path, **options: Any) -> list[Any]:
 def test_graphs_or_none_the_same_valid_answers(folder):
     answers(folder)  # valid; the bits depend on which rows share a step, and that on how soon grammars are compiled
     assert answers(folder, deterministic=True) == answers(folder, deterministic=True, enforce_eager=True)
+
+
+def test_late_masks_change_no_token(folder, monkeypatch):
+    """No step waits for a mask, so that most are late: with graphs and without, the same answers."""
+    calm = answers(folder, deterministic=True)
+    monkeypatch.setattr(masks, "_LEAST_WAIT", 0.0)
+    monkeypatch.setattr(masks, "_WAIT_ALONE", 0.0)
+    monkeypatch.setattr(masks, "_WAIT_SHARE", -1.0)
+    late = []
+    settle = masks.Grammars._masks
+    monkeypatch.setattr(masks.Grammars, "_masks", lambda *given: late.append(settle(*given)) or late[-1])
+    for enforce_eager in (False, True):
+        assert answers(folder, deterministic=True, enforce_eager=enforce_eager) == calm
+    assert sum(len(found.late) for found in late) > 1000

@@ -56,13 +56,13 @@ class Steps:
         self._device = device
         self._workspace: torch.Tensor | None = None
 
-    def run(self, num_tokens: int, num_rows: int, is_plain: bool) -> None:
+    def run(self, num_tokens: int, num_rows: int, is_greedy: bool) -> None:
         if self._workspace is None:
             self._workspace = self._take(32 * MiB)
         kept = self._take(num_tokens * 64 * 1024)
         for _ in range(3):  # one after the other, not at once
             self._take(num_tokens * 192 * 1024).fill_(1)
-        self._take(num_rows * (MiB if is_plain else 2 * MiB)).fill_(1)
+        self._take(num_rows * (MiB if is_greedy else 2 * MiB)).fill_(1)
         del kept
 
     def _take(self, num_bytes: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_what_is_measured_is_what_is_taken_and_what_is_left_can_be(device: Devic
     del pages, weights
 
 
-def test_another_process_is_told_apart(device: Device) -> None:
+def test_another_process_is_recognised(device: Device) -> None:
     alone = measured(device)
     with another_process(4 * GiB):
         beside = measured(device)

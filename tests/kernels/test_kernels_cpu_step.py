@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kernels.cpu import ops
-from octavo.kernels.cpu.library import Kind, PackedWeight, pack, pack_quantised
+from octavo.kernels.cpu.library import BadCall, Kind, PackedWeight, pack, pack_quantised
 from octavo.kernels.cpu.native import Heads, Native
 from octavo.kernels.cpu.ops import Count, Finish, Step
 from octavo.kernels.cpu.tape import NotRecordable, Tape, _Buffer, _place
-from octavo.kernels.device_ops import Norm
+from octavo.kernels.device_ops import NormWeights
 from tests.native import native
 
 HIDDEN, INNER, VOCAB = 64, 96, 200
@@ -47,9 +47,9 @@ def test_products(kind: Kind, num_rows: int) -> None:
     gain, shift = randn(HIDDEN, seed=4), randn(HIDDEN, seed=5)
     close(kernels.linear(x, [packed]), x @ plain.T, kind)
     expected = F.rms_norm(x, (HIDDEN,), gain, 1e-5) @ plain.T + bias
-    close(kernels.linear(x, [packed], norm=Norm(gain, None, 1e-5), bias=bias), expected, kind)
+    close(kernels.linear(x, [packed], norm=NormWeights(gain, None, 1e-5), bias=bias), expected, kind)
     expected = F.layer_norm(x, (HIDDEN,), gain, shift, 1e-5) @ plain.T
-    close(kernels.linear(x, [packed], norm=Norm(gain, shift, 1e-5)), expected, kind)
+    close(kernels.linear(x, [packed], norm=NormWeights(gain, shift, 1e-5)), expected, kind)
     changed = residual.clone()
     found = kernels.linear(x, [packed], residual=changed)
     assert found is changed
@@ -88,7 +88,7 @@ def test_rotation_embedding_and_samples() -> None:
 
 def test_norms_and_caps() -> None:
     kernels, x, gain, shift = native(), randn(4, HIDDEN), randn(HIDDEN), randn(HIDDEN, seed=2)
-    for norm in (Norm(gain, None, 1e-6), Norm(gain, shift, 1e-6)):
+    for norm in (NormWeights(gain, None, 1e-6), NormWeights(gain, shift, 1e-6)):
         expected = F.rms_norm(x, (HIDDEN,), gain, 1e-6)
         if norm.bias is not None:
             expected = F.layer_norm(x, (HIDDEN,), gain, shift, 1e-6)
@@ -98,7 +98,7 @@ def test_norms_and_caps() -> None:
         assert kernels.add_norm(x, norm, changed) is changed
         torch.testing.assert_close(changed, residual + expected)
     wide = torch.cat((randn(4, 8), x, randn(4, 8)), dim=1)
-    kernels.norm_in_place(wide[:, 8:-8], Norm(gain, None, 1e-6))
+    kernels.norm_in_place(wide[:, 8:-8], NormWeights(gain, None, 1e-6))
     torch.testing.assert_close(wide[:, 8:-8], F.rms_norm(x, (HIDDEN,), gain, 1e-6))
     assert torch.equal(wide[:, :8], randn(4, 8)) and torch.equal(wide[:, -8:], randn(4, 8))
     # Longer than one thread's share, and not whole vectors.
@@ -119,7 +119,7 @@ class Little:
         shapes = {"table": (VOCAB, HIDDEN), "qkv": (HIDDEN * 2, HIDDEN), "out": (HIDDEN, HIDDEN)}
         shapes |= {"up": (INNER * 2, HIDDEN), "down": (HIDDEN, INNER)}
         self.weights = {name: weight_of(kernels, randn(*shape) / 8, kind)[0] for name, shape in shapes.items()}
-        self.norm = Norm(randn(HIDDEN), None, 1e-5)
+        self.norm = NormWeights(randn(HIDDEN), None, 1e-5)
         self.frequencies = randn(8).abs()
         store = torch.zeros(192, 2, 2, 4 * 16)
         self.heads = Heads(4, 2, 16, 0.25, 0, 0.0, None, store, 4, store.stride(0) * 4)
@@ -238,7 +238,7 @@ def test_buffers_that_are_needed_at_once_do_not_overlap(spans: list[tuple[int, i
 
 def test_an_operation_that_cannot_run_is_named() -> None:
     kernels = native()
-    with pytest.raises(AssertionError, match="operation 0, QK_NORM_ROPE_STORE"):
+    with pytest.raises(BadCall, match="operation 0, QK_NORM_ROPE_STORE"):
         op = ops.Op(ops.Code.QK_NORM_ROPE_STORE, 0)
         op.qk_norm_rope.head_size = 100_000
         ops.run(kernels.threads, ops.array([op]), Step(num_tokens=1))

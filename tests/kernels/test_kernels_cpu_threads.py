@@ -25,7 +25,7 @@ def added(num_threads: int, first_cpu: int) -> list[set[int]]:
         pool.close()
 
 
-def test_threads_are_free_unless_told() -> None:
+def test_threads_are_not_pinned_by_default() -> None:
     assert added(2, first_cpu=-1) == [os.sched_getaffinity(0)]
 
 

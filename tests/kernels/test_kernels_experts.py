@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from octavo.kernels.triton.moe import experts as kernels
 from octavo.kernels.triton.moe.expert_plan import Tiles
-from octavo.kernels.triton.moe.experts import Weights
+from octavo.kernels.triton.moe.experts import ExpertTensors
 from octavo.quants import Quants
 from octavo.weights.methods.base import Gate
 from octavo.weights.methods.torch_experts import choose
@@ -37,7 +37,7 @@ def test_the_choice_is_torchs(is_normalised, device):
     logits[2, 3] = 1.0
     logits[3, 1] = -0.0
     logits[3, 0] = 0.0
-    plan = kernels.plan(logits, 3, is_normalised)
+    plan = kernels.plan_experts(logits, 3, is_normalised)
     chosen, weights = choose(logits, 3, is_normalised)
     assert plan.chosen.tolist() == chosen.tolist()
     torch.testing.assert_close(plan.weights, weights)
@@ -46,7 +46,7 @@ def test_the_choice_is_torchs(is_normalised, device):
 def test_a_token_that_is_no_number_is_sent_somewhere_with_weights_that_are_none(device):
     logits = torch.randn(3, 5, device=device)
     logits[1, 4] = float("nan")
-    plan = kernels.plan(logits, 5, True)
+    plan = kernels.plan_experts(logits, 5, True)
     assert sorted(plan.chosen[1].tolist()) == [0, 1, 2, 3, 4]
     assert plan.weights.isnan().any(dim=1).tolist() == [False, True, False]
 
@@ -54,7 +54,7 @@ def test_a_token_that_is_no_number_is_sent_somewhere_with_weights_that_are_none(
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (50, 3, 1), (700, 5, 2), (9, 40, 3)])
 def test_blocks_hold_every_pair_once_in_order(num_tokens, num_experts, num_chosen, device):
     torch.manual_seed(num_tokens)
-    plan = kernels.plan(torch.randn(num_tokens, num_experts, device=device), num_chosen, True, TILES)
+    plan = kernels.plan_experts(torch.randn(num_tokens, num_experts, device=device), num_chosen, True, TILES)
     flat = plan.chosen.flatten().long()
     assert plan.order.tolist() == flat.argsort(stable=True).tolist()
     places, seen = [], []
@@ -79,11 +79,11 @@ def test_experts_equal_torch(dtype, bias, device):
     def some(*shape):
         return (torch.randn(shape, device=device) * 0.3).to(dtype)
 
-    gate_up = Weights(some(num_experts, 2 * inner, depth), None, some(num_experts, 2 * inner) if bias else None)
-    down = Weights(some(num_experts, depth, inner), None, some(num_experts, depth) if bias else None)
+    gate_up = ExpertTensors(some(num_experts, 2 * inner, depth), None, some(num_experts, 2 * inner) if bias else None)
+    down = ExpertTensors(some(num_experts, depth, inner), None, some(num_experts, depth) if bias else None)
     for num_tokens in (1, 30):
         x, residual = some(num_tokens, depth) * 4, some(num_tokens, depth) if bias else None
-        plan = kernels.plan(some(num_tokens, num_experts).float() * 9, 2, True, TILES)
+        plan = kernels.plan_experts(some(num_tokens, num_experts).float() * 9, 2, True, TILES)
         expected = by_torch(x, plan.chosen, plan.weights, gate_up, down, gate, residual)
         found = kernels.experts(x, plan, gate_up, down, (gate.alpha, gate.limit, gate.offset), residual)
         assert found.dtype == dtype and (residual is None or found is residual)
@@ -98,8 +98,8 @@ def test_a_row_has_the_same_bits_in_any_company(device):
     x, logits = torch.randn(40, 48, device=device), torch.randn(40, 4, device=device)
 
     def run(rows):
-        plan = kernels.plan(logits[rows], 2, False, TILES)
-        return kernels.experts(x[rows], plan, Weights(gate_up), Weights(down), (1.0, 0.0, 0.0), None)
+        plan = kernels.plan_experts(logits[rows], 2, False, TILES)
+        return kernels.experts(x[rows], plan, ExpertTensors(gate_up), ExpertTensors(down), (1.0, 0.0, 0.0), None)
 
     together = run(slice(0, 40))
     assert torch.equal(run(slice(7, 8))[0], together[7])
@@ -110,17 +110,17 @@ def test_a_broken_row_stays_alone(device):
     torch.manual_seed(7)
     gate_up, down = torch.randn(3, 32, 16, device=device), torch.randn(3, 16, 16, device=device)
     x, logits = torch.randn(6, 16, device=device), torch.randn(6, 3, device=device)
-    weights = Weights(gate_up), Weights(down), (1.7, 0.5, 1.0)
-    expected = kernels.experts(x, kernels.plan(logits, 2, True, TILES), *weights, None)
+    weights = ExpertTensors(gate_up), ExpertTensors(down), (1.7, 0.5, 1.0)
+    expected = kernels.experts(x, kernels.plan_experts(logits, 2, True, TILES), *weights, None)
     x[2, 3] = logits[2, 1] = float("nan")
-    found = kernels.experts(x, kernels.plan(logits, 2, True, TILES), *weights, None)
+    found = kernels.experts(x, kernels.plan_experts(logits, 2, True, TILES), *weights, None)
     assert found[2].isnan().all()
     assert torch.equal(found[[0, 1, 3, 4, 5]], expected[[0, 1, 3, 4, 5]])
 
 
 def test_no_tokens(device):
-    plan = kernels.plan(torch.empty(0, 4, device=device), 2, True)
-    weights = Weights(torch.empty(4, 8, 16, device=device)), Weights(torch.empty(4, 16, 4, device=device))
+    plan = kernels.plan_experts(torch.empty(0, 4, device=device), 2, True)
+    weights = ExpertTensors(torch.empty(4, 8, 16, device=device)), ExpertTensors(torch.empty(4, 16, 4, device=device))
     assert kernels.experts(torch.empty(0, 16, device=device), plan, *weights, (1.0, 0.0, 0.0), None).shape == (0, 16)
 
 
@@ -138,11 +138,11 @@ def test_weights_of_four_bits_are_decoded_exactly(device):
         decoded = Quants("MXFP4", quants.flatten(1)).dequantise().view(num_experts, num_rows, width)
         codes = quants[:, :, 1:].reshape(num_experts, num_rows, width // 2).to(device)
         scales = quants[:, :, 0].contiguous().view(num_experts, num_rows, width // 32).to(device)
-        return Weights(codes, scales), Weights(decoded.to(device, torch.bfloat16))
+        return ExpertTensors(codes, scales), ExpertTensors(decoded.to(device, torch.bfloat16))
 
     (gate_up, plain_gate_up), (down, plain_down) = packed(2 * inner, depth), packed(depth, inner)
     x = torch.randn(21, depth, generator=generator).to(device, torch.bfloat16)
-    plan = kernels.plan(torch.randn(21, num_experts, generator=generator).to(device), 2, True, TILES)
+    plan = kernels.plan_experts(torch.randn(21, num_experts, generator=generator).to(device), 2, True, TILES)
     gate = (1.7, 7.0, 1.0)
     found = kernels.experts(x, plan, gate_up, down, gate, None)
     expected = kernels.experts(x, plan, plain_gate_up, plain_down, gate, None)

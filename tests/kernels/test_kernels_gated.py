@@ -218,7 +218,7 @@ def test_a_layer_takes_it(act, bias, device, launched):
         layer.down.fill_weight(tensors["down"].to(device, dtype))
         if bias:
             layer.down.fill_bias(torch.zeros(hidden, dtype=dtype, device=device))
-        for slot in layer.norm.slots("norm").values():
+        for slot in layer.norm.weight_slots("norm").values():
             slot.store(tensors["norm"].to(device, dtype))
         layers.append(layer)
     plain, ours = layers

@@ -75,12 +75,12 @@ def test_tokens_go_behind_their_rows_and_home(device, tables):
     tokens, _ = tables
     before = tokens.clone()
     pin = device.type == "cuda"
-    answers = torch.full((NUM_SLOTS, MAX_ROWS), -3, dtype=torch.int32, pin_memory=pin)
+    host_tokens = torch.full((NUM_SLOTS, MAX_ROWS), -3, dtype=torch.int32, pin_memory=pin)
     slot = torch.zeros(1, dtype=torch.int32, device=device)  # input slot 0 is next: the step used the ring's last slot
     rows, lens = (torch.tensor(c, dtype=torch.int32, device=device) for c in ([4, 0, 2], [17, 1, 0]))
-    scatter_tokens(rows, lens, torch.tensor([501, 502, 503], device=device), tokens, answers, slot)
+    scatter_tokens(rows, lens, torch.tensor([501, 502, 503], device=device), tokens, host_tokens, slot)
     if pin:
         torch.cuda.synchronize()
     before[4, 17], before[0, 1] = 501, 502
     assert torch.equal(tokens, before)
-    assert answers[NUM_SLOTS - 1, :3].tolist() == [501, 502, 503] and (answers[: NUM_SLOTS - 1] == -3).all()
+    assert host_tokens[NUM_SLOTS - 1, :3].tolist() == [501, 502, 503] and (host_tokens[: NUM_SLOTS - 1] == -3).all()

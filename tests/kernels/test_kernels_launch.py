@@ -222,13 +222,13 @@ def test_a_rehearsal_launches_nothing(gpu):
 
 
 @of_process
-def test_those_who_listen_are_told(gpu):
+def test_listeners_are_notified(gpu):
     launcher = Launcher(_probe)
     x, y = torch.zeros(64), torch.zeros(64)
-    told = []
+    names = []
 
     def tell(metadata):
-        told.append(metadata.get()["name"])
+        names.append(metadata.get()["name"])
 
     launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})
     assert Recorder.calls[-1][11:13] != (None, None)  # Triton's own launch
@@ -241,7 +241,7 @@ def test_those_who_listen_are_told(gpu):
         enter(metadata)  # as C does
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(tell)
-    assert told == ["_probe"]
+    assert names == ["_probe"]
 
 
 @of_process

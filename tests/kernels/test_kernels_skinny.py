@@ -13,7 +13,16 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from octavo.errors import ConfigError
-from octavo.kernels.triton.gemm.skinny import VECTOR_ROWS, choose, choose_tile, choose_vector, few_rows_linear, pays
+from octavo.kernels.triton.gemm.skinny import (
+    VECTOR_ROWS,
+    choose,
+    choose_fp8,
+    choose_tile,
+    choose_vector,
+    few_rows_linear,
+    pays,
+    pays_fp8,
+)
 from octavo.kernels.triton.gemm.skinny_tile import TileChoice, tile_product
 from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
 from octavo.kernels.triton.gemm.tall_tile import SCRATCH_NUMBERS, scratch_of
@@ -120,6 +129,43 @@ def test_tile_split_over_programs(split, gated, rows, k, device):
         assert not scratch_of(x.device)[1].any(), "arrivals are zero again"
 
 
+def rounded(weight):
+    """The weight in 8-bit floats, its scales, and the numbers that they mean."""
+    scales = weight.float().abs().amax(1) / 448
+    numbers = (weight.float() / scales[:, None]).to(torch.float8_e4m3fn)
+    return numbers, scales, numbers.float() * scales[:, None]
+
+
+@pytest.mark.parametrize("rows", cases([1, 2, 3, 4, 5, 16, 17, 64], 1, 2, 3, 17))
+@pytest.mark.parametrize("options", ["", "bias residual", "norm", "norm bias gated"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_weights_in_8_bits(rows, options, dtype, device):
+    n, k = 38, 544
+    x, weight = make(rows, n, k, device, dtype)
+    numbers, scales, exact = rounded(weight)
+    bias = torch.randn(n, device=device).to(dtype) if "bias" in options else None
+    norm = (torch.randn(k, device=device).to(dtype), 1e-3) if "norm" in options else None
+    gated = "silu" if "gated" in options else None
+    residual = torch.randn(rows, n, device=device).to(dtype) if "residual" in options else None
+    expected = plain(x, exact, bias, norm, residual, gated)
+    out = few_rows_linear(x, numbers, bias=bias, norm=norm, residual=residual, gated=gated, scales=scales)
+    assert out.dtype == dtype and (residual is None or out is residual)
+    assert (
+        distance(out, expected) < (2 if norm else 1) * TOLERANCE[dtype]
+    )  # a tile's norm is rounded before the product
+
+
+@pytest.mark.parametrize("split", [1, 4])
+@pytest.mark.parametrize("gated", ["", "silu"])
+def test_tiles_in_8_bits_split_over_programs(split, gated, device):
+    rows, n, k = 9, 150, 600
+    x, weight = make(rows, n, k, device)
+    numbers, scales, exact = rounded(weight)
+    out = torch.empty(rows, n // 2 if gated else n, device=device).to(HALF)
+    tile_product(x, numbers, out, None, None, gated, TileChoice(128 if gated else 64, 128, split, 4, 3), False, scales)
+    assert distance(out, plain(x, exact, gated=gated or None)) < TOLERANCE[HALF]
+
+
 @pytest.mark.parametrize("rows", [2, 4, 6])
 def test_a_row_knows_nothing_of_the_others(rows, device):
     x, weight = make(rows, 8, 64, device)
@@ -177,6 +223,24 @@ def test_choices_fit_the_kernels(n, k, is_gated, rows):
     assert tile.num_stages * (tile.block_n + padded) * tile.block_k * 2 <= 227 * 1024
 
 
+@pytest.mark.parametrize(("n", "k", "is_gated"), SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 16, 33, 64])
+def test_choices_in_8_bits_fit_the_kernels(n, k, is_gated, rows):
+    choice = choose_fp8(rows, n, k, is_gated, 132)
+    if isinstance(choice, VectorChoice):
+        assert rows <= VECTOR_ROWS and choice.num_warps & (choice.num_warps - 1) == 0
+        return
+    padded = max(16, 1 << (rows - 1).bit_length())
+    num_tiles = -(-n * (2 if is_gated else 1) // choice.block_n)
+    assert choice.split == 1 or num_tiles * choice.split * choice.block_n * padded <= SCRATCH_NUMBERS
+    assert choice.num_stages * (choice.block_n + 2 * padded) * choice.block_k <= 227 * 1024
+
+
+def test_weights_in_8_bits_pay_for_few_rows():
+    assert pays_fp8(1, 28672, 4096) and pays_fp8(64, 4096, 14336)
+    assert not pays_fp8(8, 28672, 4096) and not pays_fp8(128, 4096, 4096)
+
+
 def test_small_weights_are_split_over_the_chip():
     assert choose_tile(16, 1024, 3072, False, 132).split == 8
     assert choose_tile(16, 151936, 1024, False, 132).split == 1
@@ -192,8 +256,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from octavo.kernels.triton.gemm.skinny_vector import _vector_product as kernel
-values = dict(residual=None, bias=None, norm=None, K=512, BLOCK_N=4, BLOCK_K=256, AHEAD=2, LOOPED=0, ROWS=1, GATED="",
-              PDL=True)
+values = dict(residual=None, bias=None, norm=None, scales=None, K=512, BLOCK_N=4, BLOCK_K=256, AHEAD=2, LOOPED=0, ROWS=1,
+              GATED="", PDL=True)
 types = dict(x="*bf16", weight="*bf16", out="*bf16", num_rows="i32", n="i32", x_stride="i32", epsilon="fp32")
 signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
 aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names) if "*" in signature[name]}

@@ -23,7 +23,7 @@ def quants(type: str, num_rows: int, width: int, seed: int) -> Quants:
 def layer(act: str, weights: list[Weight], decodes: bool) -> GatedMLP:
     surroundings = context(native=native(), decodes=decodes)
     made = GatedMLP(HIDDEN, INNER, act, RMSNorm(HIDDEN, 1e-6, surroundings), surroundings)
-    (norm,) = made.norm.slots("norm").values()
+    (norm,) = made.norm.weight_slots("norm").values()
     norm.store(torch.ones(HIDDEN))
     gate, up, down = weights
     made.gate_up.fill_weight(0, gate)

@@ -56,11 +56,11 @@ def build(
     surroundings = context(native=kernels, **more)
     norm = RMSNorm(case.hidden, 1e-5, surroundings)
     layer = SparseMLP(case.hidden, case.inner, case.routing, case.gate, norm, surroundings, bias=case.bias)
-    norm.slots("norm")["norm.weight"].store(weights["norm"])
-    slots = layer.router.slots("router")
+    norm.weight_slots("norm")["norm.weight"].store(weights["norm"])
+    slots = layer.router.weight_slots("router")
     slots["router.weight"].store(weights["router"])
     for expert in range(case.routing.num_experts):
-        for name, slot in layer.experts.slots(expert, "gate", "up", "down").items():
+        for name, slot in layer.experts.weight_slots(expert, "gate", "up", "down").items():
             slot.store(weights[name.removesuffix(".weight")][expert])
     if case.bias:
         slots["router.bias"].store(weights["router_bias"])

@@ -98,7 +98,7 @@ def test_ranks_share_a_row_product(monkeypatch: pytest.MonkeyPatch) -> None:
         context = context_of(rank, 2)
         monkeypatch.setattr(context.group, "all_reduce", lambda tensor: tensor)
         layer = RowLinear(64, 48, context, bias=True)
-        for name, slot in layer.slots("o").items():
+        for name, slot in layer.weight_slots("o").items():
             slot.store(weight if name == "o.weight" else bias)
         total += layer(share(x, 1, context.group), residual)
     assert 0.001 < error(total, residual + x @ weight.t() + bias) < 0.05
@@ -109,7 +109,7 @@ def test_a_norm_comes_first() -> None:
     x, weight = torch.randn(4, 64) * 30, torch.randn(48, 64)
     for kind in (RMSNorm, LayerNorm):
         norm = kind(64, 1e-5, context_of())
-        for name, slot in norm.slots("n").items():
+        for name, slot in norm.weight_slots("n").items():
             slot.store(torch.linspace(0.5, 2, 64) if name.endswith("weight") else torch.ones(64))
         layer = ColumnLinear(64, (48,), context_of())
         layer.fill_weight(0, weight)

@@ -44,7 +44,7 @@ def test_column_and_row_shares_add_up_to_the_whole_product() -> None:
     outputs = []
     for rank in range(2):
         layer = ColumnLinear(12, (8, 4), context_of(rank, 2))
-        for name, slot in layer.slots("a", "b").items():
+        for name, slot in layer.weight_slots("a", "b").items():
             slot.store(weights["ab".index(name[0])])
         outputs.append(layer(x))
     first = torch.cat([output[:, :4] for output in outputs], dim=1)
@@ -67,9 +67,9 @@ def test_a_vocabulary_need_not_divide_by_the_ranks(
         context = context_of(rank, size)
         monkeypatch.setattr(context.group, "all_reduce", lambda tensor: tensor)
         embedding, head = Embedding(vocab_size, 16, context), Head(16, vocab_size, context, is_tied)
-        for slot in embedding.slots("e").values():
+        for slot in embedding.weight_slots("e").values():
             slot.store(table)
-        for slot in head.slots("h").values():
+        for slot in head.weight_slots("h").values():
             slot.store(weight)
         head.tie(embedding)
         embedded += embedding(ids)
@@ -92,13 +92,13 @@ def test_bias_and_residual_are_counted_once_over_ranks(monkeypatch: pytest.Monke
         context = context_of(rank, 2)
         monkeypatch.setattr(context.group, "all_reduce", lambda tensor: tensor)
         layer = RowLinear(8, 6, context, bias=True)
-        slots = layer.slots("o")
+        slots = layer.weight_slots("o")
         slots["o.weight"].store(weight)
         slots["o.bias"].store(bias)
         total += layer(share(x, 1, context.group), residual)
     torch.testing.assert_close(total, residual + x @ weight.t() + bias)
     whole = RowLinear(8, 6, context_of())
-    whole.slots("o")["o.weight"].store(weight)
+    whole.weight_slots("o")["o.weight"].store(weight)
     torch.testing.assert_close(whole(x, None), x @ weight.t())  # for families that do more before they add it
 
 
@@ -155,7 +155,7 @@ def test_norms(dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(4, 16) * 3, torch.randn(16), torch.randn(16)
     rms, layer = RMSNorm(16, 1e-5, context_of(dtype=dtype)), LayerNorm(16, 1e-5, context_of(dtype=dtype))
     for norm in (rms, layer):
-        for name, slot in norm.slots("n").items():
+        for name, slot in norm.weight_slots("n").items():
             slot.store(weight if name.endswith("weight") else bias)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
@@ -169,7 +169,7 @@ def test_a_norm_with_an_offset_and_a_factor(dtype: torch.dtype) -> None:
     torch.manual_seed(6)
     x, weight, residual = torch.randn(4, 16).to(dtype), torch.randn(16) / 64, torch.randn(4, 16).to(dtype)
     norm = RMSNorm(16, 1e-5, context_of(dtype=dtype), offset=8.0, factor=0.3)
-    norm.slots("n")["n.weight"].store(weight)
+    norm.weight_slots("n")["n.weight"].store(weight)
     numbers = x.float()
     expected = numbers / (numbers.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (8.0 + weight) * 0.3
     found = norm(x)
@@ -193,7 +193,7 @@ def test_a_norm_of_what_is_split_over_ranks(monkeypatch: pytest.MonkeyPatch) -> 
             context = context_of(rank, size)
             monkeypatch.setattr(context.group, "all_reduce", lambda tensor: whole)
             norm = SplitRMSNorm(16, 1e-5, context, lambda tensor: interleave(tensor, 8))
-            norm.slots("n")["n.weight"].store(weight)
+            norm.weight_slots("n")["n.weight"].store(weight)
             found.append(share(x, 1, context.group).clone())
             norm(found[-1])
         torch.testing.assert_close(torch.cat(found, dim=1), expected)
@@ -210,7 +210,7 @@ def test_a_checkpoint_may_hold_the_parts_of_a_product_as_one_tensor(size: int) -
             fused, slots = layers[0].fused_slots("f", lambda part, rows: rows if part else interleave(rows, 8)), {}
             fused["f.weight"].store(tensor)
             fused["f.bias"].store(bias)
-            slots = layers[1].slots("a", "b")
+            slots = layers[1].weight_slots("a", "b")
             rows = tensor.dequantise() if isinstance(tensor, Quants) else tensor
             for kind, values in (("weight", rows), ("bias", bias)):
                 slots[f"a.{kind}"].store(interleave(values[:8], 8))
@@ -224,7 +224,7 @@ def test_an_embedding_with_a_factor_and_a_head_with_a_soft_cap() -> None:
     table, x = torch.randn(20, 16), torch.randn(3, 16) * 4
     context = context_of()
     embedding, head = Embedding(20, 16, context, 4.0), Head(16, 20, context, True, 5.0)
-    embedding.slots("e")["e.weight"].store(table)
+    embedding.weight_slots("e")["e.weight"].store(table)
     head.tie(embedding)
     assert torch.equal(embedding(torch.tensor([3, 19, 3])), 4 * table[[3, 19, 3]])
     torch.testing.assert_close(head(x), 5 * torch.tanh(x @ table.t() / 5))

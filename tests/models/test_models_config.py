@@ -111,7 +111,7 @@ def test_qwen3_says_whether_a_layer_has_a_window(changes: dict[str, Any], has_wi
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "told"),
+    ("family", "changes", "problem"),
     [
         ("llama", {"hidden_size": 50}, "hidden_size is 50, which is no multiple of num_attention_heads, 4"),
         ("llama", {"hidden_size": 2}, "hidden_size is 2"),
@@ -143,8 +143,8 @@ def test_qwen3_says_whether_a_layer_has_a_window(changes: dict[str, Any], has_wi
         ("gpt2", {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon is -1.0"),
     ],
 )
-def test_sizes_that_do_not_fit_and_numbers_that_are_none(family: str, changes: dict[str, Any], told: str) -> None:
-    assert told in refusal(family, CONFIGS[family] | changes)
+def test_sizes_that_do_not_fit_and_numbers_that_are_none(family: str, changes: dict[str, Any], problem: str) -> None:
+    assert problem in refusal(family, CONFIGS[family] | changes)
 
 
 # ── with the file's name ────────────────────────────────────────────────────────────────────────────
@@ -158,7 +158,7 @@ def load_refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "problem"),
     [
         ({"model_type": "llama"}, "num_attention_heads is missing"),
         ({"model_type": "qwen3"}, "num_attention_heads is missing"),
@@ -166,10 +166,10 @@ def load_refusal(path: Path) -> str:
         ({"model_type": "llama", **checkpoints.LLAMA, "vocab_size": "160"}, "vocab_size is '160'"),
     ],
 )
-def test_a_folder_with_half_a_configuration(tmp_path: Path, config: dict[str, Any], told: str) -> None:
+def test_a_folder_with_half_a_configuration(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
-    assert load_refusal(tmp_path).startswith(f"{tmp_path / 'config.json'}: {told}")
+    assert load_refusal(tmp_path).startswith(f"{tmp_path / 'config.json'}: {problem}")
 
 
 def gpt2_metadata() -> dict[str, Any]:
@@ -178,7 +178,7 @@ def gpt2_metadata() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "told"),
+    ("family", "changes", "problem"),
     [
         ("llama", {"llama.attention.head_count_kv": [2, 2, 2]}, "llama.attention.head_count_kv is a list"),
         ("llama", {"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
@@ -202,13 +202,13 @@ def gpt2_metadata() -> dict[str, Any]:
         ("gpt2", {"gpt2.attention.head_count": 5, "gpt2.vocab_size": 9}, "n_embd is 48, which is no multiple"),
     ],
 )
-def test_a_gguf_file_with_nonsense_in_it(tmp_path: Path, family: str, changes: dict[str, Any], told: str) -> None:
+def test_a_gguf_file_with_nonsense_in_it(tmp_path: Path, family: str, changes: dict[str, Any], problem: str) -> None:
     metadata = (gpt2_metadata() if family == "gpt2" else llama_metadata(family)) | {"general.architecture": family}
     metadata |= changes
     metadata = {key: value for key, value in metadata.items() if value is not None}
     tensor = Packed("output_norm.weight", (2,), "F32", struct.pack("<2f", 1, 2))
     path = write_gguf(tmp_path / "odd.gguf", metadata, [tensor])
-    assert load_refusal(path).startswith(f"{path}: {told}")
+    assert load_refusal(path).startswith(f"{path}: {problem}")
 
 
 def test_a_gguf_file_that_counts_its_parts_in_words(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_weights_that_come_packed_are_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "told"),
+    ("family", "changes", "problem"),
     [
         ("deepseek_v2", {"kv_lora_rank": 15}, "kv_lora_rank is 15: it must be even"),
         ("deepseek_v2", {"qk_rope_head_dim": 0}, "qk_rope_head_dim is 0"),
@@ -136,8 +136,8 @@ def test_weights_that_come_packed_are_taken(tmp_path: Path) -> None:
         ("deepseek_v3", {"rope_scaling": {"type": "yarn"}}, "needs a factor"),
     ],
 )
-def test_a_configuration_that_does_not_hold_is_refused(family: str, changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_that_does_not_hold_is_refused(family: str, changes: dict[str, Any], problem: str) -> None:
     base = SIZES | (GROUPS if family == "deepseek_v3" and "n_group" not in changes else {})
     with pytest.raises(ConfigError) as caught:
         load_family(family).spec(base | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message

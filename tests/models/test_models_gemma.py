@@ -65,7 +65,7 @@ def _centred(model: PreTrainedModel) -> PreTrainedModel:
 CASES: list[Any] = [
     pytest.param(gemma, {"num_key_value_heads": 1}, {"hidden_act": "gelu", "tie_word_embeddings": ...}, id="gemma"),
     pytest.param(gemma2, {}, None, id="gemma2"),
-    pytest.param(gemma2, {}, {"layer_types": ..., "head_dim": 20, "tie_word_embeddings": ...}, id="gemma2 not told"),
+    pytest.param(gemma2, {}, {"layer_types": ..., "head_dim": 20, "tie_word_embeddings": ...}, id="gemma2 not given"),
     pytest.param(
         gemma2,
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": ["full_attention"] * 3},
@@ -107,7 +107,7 @@ CASES: list[Any] = [
         gemma3,
         {"layer_types": ["full_attention", "sliding_attention"] * 3, "final_logit_softcapping": 3.0},
         None,
-        id="gemma3 told",
+        id="gemma3 given",
     ),
 ]
 
@@ -208,9 +208,9 @@ def gguf_weights(reference: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def metadata_of(architecture: str, **more: Any) -> dict[str, Any]:
-    told = {"attention.key_length": 20, "feed_forward_length": 96, "attention.sliding_window": 6} | more
+    settings = {"attention.key_length": 20, "feed_forward_length": 96, "attention.sliding_window": 6} | more
     metadata = llama_metadata(architecture) | {"general.architecture": architecture}
-    return metadata | {f"{architecture}.{key.replace('__', '.')}": value for key, value in told.items()}
+    return metadata | {f"{architecture}.{key.replace('__', '.')}": value for key, value in settings.items()}
 
 
 def test_a_gguf_file_of_gemma_equals_the_reference(tmp_path: Path) -> None:
@@ -274,8 +274,8 @@ REFUSED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "told"), REFUSED)
-def test_a_configuration_that_does_not_hold_is_refused(family: str, changes: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("family", "changes", "problem"), REFUSED)
+def test_a_configuration_that_does_not_hold_is_refused(family: str, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family(family).spec(SIZES | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message

@@ -112,7 +112,7 @@ def test_what_would_take_more_than_packed_weights_is_not_offered(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         ({"llama.expert_count": 8}, "llama.expert_count says that this model has experts"),
         ({"llama.attention.value_length": 6}, "llama.attention.value_length is not its key_length, 12"),
@@ -120,7 +120,7 @@ def test_what_would_take_more_than_packed_weights_is_not_offered(
         ({"llama.rope.dimension_count": "all"}, "llama.rope.dimension_count is 'all'"),
     ],
 )
-def test_llamas_that_are_none_are_refused(changes: dict[str, Any], told: str) -> None:
+def test_llamas_that_are_none_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family("llama").spec(llama.gguf_config(llama_metadata() | changes, {}))
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message

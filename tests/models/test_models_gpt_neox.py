@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "no biases, tied": ({"attention_bias": False, "tie_word_embeddings": True}, None),
     "old names": ({"rotary_pct": 0.5, "rotary_emb_base": 500.0}, {"rope_parameters": ...}),
     "whole heads": ({"rotary_pct": 1.0}, None),
-    "old names not told": ({}, {"rope_parameters": ..., "rotary_pct": ..., "rotary_emb_base": ...}),
+    "old names not given": ({}, {"rope_parameters": ..., "rotary_pct": ..., "rotary_emb_base": ...}),
     "stretched part": ({"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, None),
 }
 
@@ -47,8 +47,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 @pytest.mark.parametrize(("changes", "written"), CASES.values(), ids=CASES)
 def test_logits_equal_the_reference(changes: dict[str, Any], written: dict[str, Any] | None, tmp_path: Path) -> None:
     names = ("rotary_pct", "rotary_emb_base")
-    told = {name: changes[name] for name in names if name in changes} if written else {}
-    check_logits(neox(**changes), tmp_path, (written or {}) | told)
+    settings = {name: changes[name] for name in names if name in changes} if written else {}
+    check_logits(neox(**changes), tmp_path, (written or {}) | settings)
 
 
 def test_greedy_steps_equal_the_reference(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_gguf_rows_that_are_packed_go_where_plain_ones_go() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         ({"intermediate_size": None}, "intermediate_size is missing"),
         ({"hidden_size": 66}, "hidden_size is 66, which is no multiple of num_attention_heads, 4"),
@@ -151,7 +151,7 @@ def test_gguf_rows_that_are_packed_go_where_plain_ones_go() -> None:
         ({"rope_scaling": {"type": "linear"}}, "needs a factor"),
     ],
 )
-def test_a_configuration_that_does_not_hold_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_that_does_not_hold_is_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family("gpt_neox").spec(SIZES | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message

@@ -21,8 +21,8 @@ MULTIPLIERS |= {"logits_scaling": 3.0}
 
 def granite(**changes: Any) -> PreTrainedModel:
     # An epsilon that shows: it is not the same before and after the factor is taken out of the residual stream.
-    told = SIZES | MULTIPLIERS | {"rms_norm_eps": 0.05, "initializer_range": 0.1} | changes
-    return checkpoints._randomised(GraniteForCausalLM(GraniteConfig(**told)))
+    settings = SIZES | MULTIPLIERS | {"rms_norm_eps": 0.05, "initializer_range": 0.1} | changes
+    return checkpoints._randomised(GraniteForCausalLM(GraniteConfig(**settings)))
 
 
 def olmo2(**changes: Any) -> PreTrainedModel:
@@ -38,14 +38,14 @@ CASES: list[Any] = [
         granite,
         dict.fromkeys(MULTIPLIERS, 1.0) | {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
         {"rope_theta": 700.0, "rope_parameters": ...} | dict.fromkeys(MULTIPLIERS, ...),
-        id="granite not told",
+        id="granite not given",
     ),
     pytest.param(olmo2, {}, None, id="olmo2"),
     pytest.param(
         olmo2, {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}, None, id="olmo2 tied"
     ),
     pytest.param(
-        olmo2, {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}, {"rms_norm_eps": ...}, id="olmo2 epsilon not told"
+        olmo2, {"num_key_value_heads": 1, "rms_norm_eps": 1e-5}, {"rms_norm_eps": ...}, id="olmo2 epsilon not given"
     ),
 ]
 
@@ -117,7 +117,7 @@ def test_a_gguf_file_of_olmo2_equals_the_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "told"),
+    ("family", "changes", "problem"),
     [
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0"),
         ("granite", {"logits_scaling": -8}, "logits_scaling is -8"),
@@ -127,7 +127,7 @@ def test_a_gguf_file_of_olmo2_equals_the_reference(tmp_path: Path) -> None:
         ("olmo2", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
     ],
 )
-def test_a_configuration_that_does_not_hold_is_refused(family: str, changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_that_does_not_hold_is_refused(family: str, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family(family).spec(SIZES | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message

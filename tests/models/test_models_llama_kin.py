@@ -29,12 +29,14 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 6}
 CASES: list[Any] = [
     pytest.param(mistral, {}, None, id="mistral"),
     pytest.param(mistral, {"sliding_window": None, "head_dim": 20}, None, id="mistral no window"),
-    pytest.param(mistral, {"sliding_window": 4096}, {"sliding_window": ...}, id="mistral window not told"),
+    pytest.param(mistral, {"sliding_window": 4096}, {"sliding_window": ...}, id="mistral window not given"),
     pytest.param(smollm3, {}, None, id="smollm3"),
-    pytest.param(smollm3, {}, {"no_rope_layers": ..., "layer_types": ...}, id="smollm3 not told"),
-    pytest.param(smollm3, {"no_rope_layers": [0, 1, 0, 1], "attention_bias": True}, None, id="smollm3 told"),
+    pytest.param(smollm3, {}, {"no_rope_layers": ..., "layer_types": ...}, id="smollm3 not given"),
+    pytest.param(smollm3, {"no_rope_layers": [0, 1, 0, 1], "attention_bias": True}, None, id="smollm3 given"),
     pytest.param(smollm3, SLIDING | {"no_rope_layer_interval": 2}, None, id="smollm3 windows"),
-    pytest.param(smollm3, SLIDING | {"no_rope_layer_interval": 2}, {"layer_types": ...}, id="smollm3 windows not told"),
+    pytest.param(
+        smollm3, SLIDING | {"no_rope_layer_interval": 2}, {"layer_types": ...}, id="smollm3 windows not given"
+    ),
 ]
 
 
@@ -75,11 +77,11 @@ def test_gguf_smollm3_equals_the_reference(is_tied: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["mistral", "smollm3"])
-def test_what_is_not_told_is_as_transformers_has_it(family: str) -> None:
+def test_what_is_not_given_is_as_transformers_has_it(family: str) -> None:
     kind = {"mistral": MistralConfig, "smollm3": SmolLM3Config}[family]
     left_out = ("num_key_value_heads", "max_position_embeddings")
-    told = {key: value for key, value in SIZES.items() if key not in left_out} | {"num_attention_heads": 8}
-    expected, found = kind(**told), load_family(family).spec(told)
+    settings = {key: value for key, value in SIZES.items() if key not in left_out} | {"num_attention_heads": 8}
+    expected, found = kind(**settings), load_family(family).spec(settings)
     assert found.family == family
     assert found.num_kv_heads == expected.num_key_value_heads
     assert found.context_len == expected.max_position_embeddings
@@ -121,7 +123,7 @@ def test_llamas_as_they_are_published(changes: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "told"),
+    ("family", "changes", "problem"),
     [
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
         ("mistral", {"sliding_window": "wide"}, "sliding_window is 'wide'"),
@@ -133,7 +135,7 @@ def test_llamas_as_they_are_published(changes: dict[str, Any], tmp_path: Path) -
         ("smollm3", SLIDING | {"layer_types": ["full_attention"]}, "layer_types must be a list of 3 names"),
     ],
 )
-def test_a_configuration_that_does_not_hold_is_refused(family: str, changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_that_does_not_hold_is_refused(family: str, changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family(family).spec(SIZES | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message

@@ -30,7 +30,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
         }
     },
     "yarn": {"rope_parameters": YARN | {"rope_theta": 10000.0}},
-    "yarn, told": {
+    "yarn, given": {
         "rope_parameters": YARN
         | {"rope_theta": 500.0, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.3, "truncate": False}
     },
@@ -55,7 +55,7 @@ QWEN3S: dict[str, dict[str, Any]] = {
 WINDOWED: dict[str, dict[str, Any]] = {
     "window, later layers": WINDOW | {"max_window_layers": 1},
     "window, all layers": WINDOW | {"max_window_layers": 0},
-    "window, told": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "window, given": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
 CASES = [pytest.param(checkpoints.llama, c, id=f"llama {n}") for n, c in LLAMAS.items()]
 CASES += [pytest.param(checkpoints.qwen3, c, id=f"qwen3 {n}") for n, c in QWEN3S.items()]

@@ -34,7 +34,7 @@ from octavo.parallel import Group
 from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.methods.registry import Methods
 from octavo.worker.cpu_steps import CpuSteps, record
-from octavo.worker.weights import Weights
+from octavo.worker.weights import RankWeights
 from tests.contexts import context
 from tests.engine.exactness import check, greedy_references, scores
 from tests.models import checkpoints
@@ -346,7 +346,7 @@ def test_the_estimate_counts_experts_of_four_bits_as_a_gpu_holds_them(tmp_path: 
 
     def needed_and_held(methods: Methods) -> tuple[int, int]:
         model = family.Model(checkpoint.config, spec, dataclasses.replace(context(), methods=methods))
-        weights = Weights(model, ModelConfig(), torch.bfloat16, device_of("cpu"), 1, methods)
+        weights = RankWeights(model, ModelConfig(), torch.bfloat16, device_of("cpu"), 1, methods)
         model.load(checkpoint.tensors(methods.settings.device, torch.bfloat16, keep_packed=True))
         return weights.needed(checkpoint), model.weights_bytes
 
@@ -368,7 +368,7 @@ def test_which_layers_have_experts() -> None:
     assert has_experts({"mlp_only_layers": [0, 2]}, 3) == [False, True, False]
 
 
-def test_windows_alternate_unless_told_otherwise() -> None:
+def test_windows_alternate_by_default() -> None:
     windows = load_family("gpt_oss").windows
     assert windows({}, 4) == (128, 0, 128, 0)
     assert windows({"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}, 2) == (0, 5)
@@ -388,13 +388,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "config", "changes", "told"), REFUSED)
+@pytest.mark.parametrize(("family", "config", "changes", "problem"), REFUSED)
 def test_a_configuration_that_does_not_hold_is_refused(
-    family: str, config: dict[str, Any], changes: dict[str, Any], told: str
+    family: str, config: dict[str, Any], changes: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family(family).spec(config | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

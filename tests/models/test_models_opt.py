@@ -82,7 +82,7 @@ def test_the_last_position_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         ({"ffn_dim": None}, "ffn_dim is missing"),
         ({"hidden_size": 50}, "hidden_size is 50, which is no multiple of num_attention_heads, 4"),
@@ -91,10 +91,10 @@ def test_the_last_position_is_used() -> None:
         ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
     ],
 )
-def test_a_configuration_that_does_not_hold_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_that_does_not_hold_is_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family("opt").spec(SIZES | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message
 
 
 def test_an_activation_that_is_not_there_is_refused() -> None:

@@ -47,7 +47,7 @@ CASES: list[Any] = [
     pytest.param(longrope(LONGROPE, WIDE), None, 64, id="short factors"),
     pytest.param(longrope(LONGROPE, WIDE), as_published(LONGROPE), 64, id="short factors, as published"),
     pytest.param(longrope(PARTIAL, WIDE), as_published(PARTIAL), 64, id="partial, as published"),
-    pytest.param(longrope(PARTIAL | {"attention_factor": 1.3}, WIDE), None, 64, id="partial, told factor"),
+    pytest.param(longrope(PARTIAL | {"attention_factor": 1.3}, WIDE), None, 64, id="partial, given factor"),
     pytest.param(
         phi3(rope_parameters={"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}),
         None,
@@ -107,9 +107,13 @@ def gguf_weights(reference: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def gguf_metadata(**more: Any) -> dict[str, Any]:
-    told = {"embedding_length": 64, "attention.layer_norm_rms_epsilon": 1e-5, "attention.sliding_window": 262144} | more
+    settings = {
+        "embedding_length": 64,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.sliding_window": 262144,
+    } | more
     metadata = llama_metadata("phi3") | {"general.architecture": "phi3"}
-    return metadata | {f"phi3.{key.replace('__', '.')}": value for key, value in told.items()}
+    return metadata | {f"phi3.{key.replace('__', '.')}": value for key, value in settings.items()}
 
 
 @pytest.mark.parametrize(("original", "max_len"), [(WIDE, 64), (NARROW, 0)], ids=["short", "long"])
@@ -168,7 +172,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         ({"rope_scaling": {"type": "longrope", "short_factor": SHORT}}, "long_factor must be a list of 8 numbers"),
         ({"rope_scaling": {"type": "su", "long_factor": LONG[1:]}}, "short_factor must be a list of 8 numbers"),
@@ -180,7 +184,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
         ({"sliding_window": 0}, "sliding_window is 0"),
     ],
 )
-def test_a_configuration_that_does_not_hold_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_that_does_not_hold_is_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family("phi3").spec(SIZES | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message

@@ -26,12 +26,12 @@ PLAIN: dict[str, dict[str, Any]] = {
     "yarn": {"rope_parameters": YARN},
     "unused window": {"sliding_window": 6, "max_window_layers": 1},
     # No setting of this family, whatever a config.json holds.
-    "biases told otherwise": {"attention_bias": False, "mlp_bias": True},
+    "biases given otherwise": {"attention_bias": False, "mlp_bias": True},
 }
 WINDOWED: dict[str, dict[str, Any]] = {
     "later layers": WINDOW | {"max_window_layers": 1},
     "all layers": WINDOW | {"max_window_layers": 0},
-    "told": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "given": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
 
 
@@ -124,7 +124,7 @@ def test_a_window_of_unsaid_width_is_as_wide_as_transformers_says(family: str) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         ({"num_attention_heads": None}, "num_attention_heads is missing"),
         ({"max_position_embeddings": "long"}, "max_position_embeddings is 'long'"),
@@ -138,10 +138,10 @@ def test_a_window_of_unsaid_width_is_as_wide_as_transformers_says(family: str) -
         (WINDOW | {"layer_types": ["chunked"] * 3}, "each full_attention or sliding_attention"),
     ],
 )
-def test_a_configuration_that_does_not_hold_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_a_configuration_that_does_not_hold_is_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_family("qwen2").spec(SIZES | changes)
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message
 
 
 def test_biases_are_where_the_family_has_them() -> None:

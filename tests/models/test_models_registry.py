@@ -1,4 +1,4 @@
-"""Which family a model is of, by the names that config.json and GGUF files give it, and what an unknown one is told."""
+"""Which family a model is of, by the names that config.json and GGUF files give it, and the error for an unknown one."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_folder_without_model_type_is_read_by_its_architecture(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("config", "told", "near"),
+    ("config", "problem", "near"),
     [
         ({"model_type": "llama9"}, "model_type 'llama9'", "llama"),
         ({"model_type": "own", "architectures": ["Qwen3ForCausalLM"]}, "model_type 'own'", "qwen3"),
@@ -82,11 +82,11 @@ def test_a_folder_without_model_type_is_read_by_its_architecture(tmp_path: Path)
         ({"model_type": "x" * 999}, "model_type 'xxxxx", None),
     ],
 )
-def test_an_unknown_one_is_told_what_is_supported(
-    tmp_path: Path, config: dict[str, Any], told: str, near: str | None
+def test_the_error_for_an_unknown_one_names_what_is_supported(
+    tmp_path: Path, config: dict[str, Any], problem: str, near: str | None
 ) -> None:
     message = refusal(folder_with(tmp_path, config))
-    assert told in message and f"; the supported ones are {', '.join(families())}" in message
+    assert problem in message and f"; the supported ones are {', '.join(families())}" in message
     assert f"; did you mean {near}" in message if near else "did you mean" not in message
 
 

@@ -59,7 +59,7 @@ def test_dynamic_is_stretched_by_max_model_len(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rope", "told"),
+    ("rope", "problem"),
     [
         ({"rope_type": "dynamic"}, "rope type 'dynamic' needs a factor"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}, "needs a high_freq_factor above its low"),
@@ -70,8 +70,8 @@ def test_dynamic_is_stretched_by_max_model_len(tmp_path: Path) -> None:
         ({"rope_type": ["yarn"]}, r"rope type \['yarn'\] is not supported"),
     ],
 )
-def test_settings_that_no_scaling_can_be_made_of(rope: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
+def test_settings_that_no_scaling_can_be_made_of(rope: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
         load_family("llama").spec(checkpoints.LLAMA | {"rope_parameters": rope})
     assert "\n" not in caught.value.message
 

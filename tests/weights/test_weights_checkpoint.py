@@ -242,7 +242,7 @@ def test_a_gguf_file_goes_through_its_family(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("stand_in_families")
 @pytest.mark.parametrize(
-    ("metadata", "tensors", "told"),
+    ("metadata", "tensors", "problem"),
     [
         ({"llama.embedding_length": 2}, [EMBED], "general.architecture"),
         ({"general.architecture": "other"}, [EMBED], "safetensors"),
@@ -251,9 +251,9 @@ def test_a_gguf_file_goes_through_its_family(tmp_path: Path) -> None:
     ],
 )
 def test_gguf_files_that_are_no_whole_model(
-    tmp_path: Path, metadata: dict[str, Any], tensors: list[Packed], told: str
+    tmp_path: Path, metadata: dict[str, Any], tensors: list[Packed], problem: str
 ) -> None:
-    assert told in refusal(write_gguf(tmp_path / "tiny.gguf", metadata, tensors))
+    assert problem in refusal(write_gguf(tmp_path / "tiny.gguf", metadata, tensors))
 
 
 def test_a_truncated_gguf_file_is_refused(tmp_path: Path) -> None:

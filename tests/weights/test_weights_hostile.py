@@ -95,7 +95,7 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, head: bytes, header_len: 
 
 
 @pytest.mark.parametrize(
-    ("head", "told"),
+    ("head", "problem"),
     [
         ('{"a": %s, "a": %s}', "it names a twice"),
         ('{"a": %s, "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}', "corrupt"),
@@ -104,10 +104,10 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, head: bytes, header_len: 
         ("[" * 100_000, "corrupt"),
     ],
 )
-def test_what_headers_must_not_say(tmp_path: Path, head: str, told: str) -> None:
+def test_what_headers_must_not_say(tmp_path: Path, head: str, problem: str) -> None:
     head = head.replace("%s", '{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}')
     message = read_or_refuse(write_safetensors(tmp_path, head.encode(), bytes(16)))
-    assert told in message and "model.safetensors" in message
+    assert problem in message and "model.safetensors" in message
 
 
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_gguf_file_with_a_scale_that_is_no_number_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "problem"),
     [
         ("hidden_size", 2**62, "hidden_size is 4611686018427387904"),
         ("vocab_size", 10**30, "vocab_size is 1000000000000000000000000000000"),
@@ -284,7 +284,7 @@ def test_a_gguf_file_with_a_scale_that_is_no_number_is_refused(tmp_path: Path) -
     ],
 )
 def test_absurd_configurations_are_refused_before_anything_is_taken(
-    tmp_path: Path, key: str, value: int, told: str
+    tmp_path: Path, key: str, value: int, problem: str
 ) -> None:
     native()
     reference = checkpoints.llama()
@@ -292,4 +292,4 @@ def test_absurd_configurations_are_refused_before_anything_is_taken(
     save_file(dict(tensors(reference)), tmp_path / "model.safetensors")
     with pytest.raises(ConfigError) as caught:
         Loader(replace(Config(), device="cpu", cpu_threads=1), local(tmp_path)).load()
-    assert told in caught.value.message and "\n" not in caught.value.message
+    assert problem in caught.value.message and "\n" not in caught.value.message

@@ -196,7 +196,7 @@ def test_a_token_opens_what_is_private(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hub_id", "told"),
+    ("hub_id", "problem"),
     [
         ("org/none", "neither a file or folder here nor a model"),
         ("org/gated", "gated"),
@@ -204,9 +204,9 @@ def test_a_token_opens_what_is_private(hub: Hub, tmp_path: Path) -> None:
         ("org/bare", "config.json"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(hub: Hub, tmp_path: Path, hub_id: str, told: str) -> None:
+def test_what_cannot_be_served_is_refused_in_one_line(hub: Hub, tmp_path: Path, hub_id: str, problem: str) -> None:
     answer = run_resolve(tmp_path, hub.url, hub_id)
-    assert answer.startswith("refused") and told in answer and hub_id in answer
+    assert answer.startswith("refused") and problem in answer and hub_id in answer
     assert "pytorch_model.bin" not in hub.downloads
 
 

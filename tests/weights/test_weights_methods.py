@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.device_ops import Activation, Norm
+from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.layers.context import BuildContext
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.norm import RMSNorm
@@ -158,7 +158,7 @@ class LowRank(HeldWeight):
         self._inner.fill(part, rows)
 
     def product(
-        self, x: Tensor, norm: Norm | None = None, bias: Tensor | None = None, activation: Activation = "none"
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
         assert activation == "none"
         return self._inner.product(x, norm, bias) + self._more(self._normed(x, norm))
@@ -183,7 +183,7 @@ def test_an_adapter_is_a_method_around_another(is_native: bool) -> None:
     plain = context(native=native() if is_native else None)
     adapted = BuildContext(Group.single(), plain.attention, AdaptedMethods(plain.methods.settings))
     norm = RMSNorm(64, 1e-6, adapted)
-    norm.slots("n")["n.weight"].store(torch.ones(64))
+    norm.weight_slots("n")["n.weight"].store(torch.ones(64))
     layer = GatedMLP(64, 32, "silu", norm, adapted)
     gate, up, down = torch.randn(32, 64) / 8, torch.randn(32, 64) / 8, torch.randn(64, 32) / 8
     layer.gate_up.fill_weight(0, gate)

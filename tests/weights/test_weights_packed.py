@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.device_ops import NativeOps
-from octavo.layers.sharding import Slot, fill
+from octavo.layers.sharding import WeightSlot, fill
 from octavo.models import load_family
 from octavo.quants import PACKED_TYPES, Quants, Weight
 from octavo.quants.exact import held_bytes
@@ -177,9 +177,9 @@ def test_a_packed_weight_of_another_shape_is_refused_by_its_slot() -> None:
     stored: list[Weight] = []
     weight = Quants("Q4_1", torch.zeros(3, 40, dtype=torch.uint8))
     with pytest.raises(ConfigError, match=r"tensor w has shape \[3, 64\], its config asks for \[3, 32\]") as refusal:
-        fill({"w": Slot((3, 32), stored.append)}, iter([("w", weight)]), lambda name: False)
+        fill({"w": WeightSlot((3, 32), stored.append)}, iter([("w", weight)]), lambda name: False)
     assert "\n" not in refusal.value.message and stored == []
-    fill({"w": Slot((3, 64), stored.append)}, iter([("w", weight)]), lambda name: False)
+    fill({"w": WeightSlot((3, 64), stored.append)}, iter([("w", weight)]), lambda name: False)
     assert stored == [weight]
 
 

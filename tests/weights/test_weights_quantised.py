@@ -244,7 +244,7 @@ def refusal(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "problem"),
     [
         ({"quant_method": "quip#"}, "quantised by 'quip#'"),
         ({"bits": 4}, "does not name"),
@@ -260,10 +260,10 @@ def refusal(folder: Path) -> str:
         (INT4 | {"config_groups": [1]}, "config_groups"),
     ],
 )
-def test_settings_that_cannot_be_read(settings: Any, told: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_read(settings: Any, problem: str, tmp_path: Path) -> None:
     write(tmp_path, settings, packers.gptq())
     message = refusal(tmp_path)
-    assert told in message
+    assert problem in message
     if "cannot be read" in message and "quantised" in message:
         assert all(method in message for method in methods())
 
@@ -286,9 +286,9 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "part", "tensor", "told"), DAMAGES)
+@pytest.mark.parametrize(("kind", "part", "tensor", "problem"), DAMAGES)
 def test_parts_that_are_missing_or_do_not_fit(
-    kind: str, part: str, tensor: torch.Tensor | None, told: str, tmp_path: Path
+    kind: str, part: str, tensor: torch.Tensor | None, problem: str, tmp_path: Path
 ) -> None:
     settings, packer, _ = KINDS[kind]
     write(tmp_path, settings, packer)
@@ -298,7 +298,7 @@ def test_parts_that_are_missing_or_do_not_fit(
             tensors[f"{MODULE}.{part}"] = tensor
         save_file(tensors, path)
     message = refusal(tmp_path)
-    assert told in message and MODULE in message
+    assert problem in message and MODULE in message
 
 
 def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:

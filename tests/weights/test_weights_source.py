@@ -144,9 +144,9 @@ def test_the_model_is_fetched_once_and_kept(
     path = default_model.fetch(tiny)
     assert path == tmp_path / "cache" / "tiny.gguf" and path.read_bytes() == CONTENT
     assert cached_files(tmp_path) == {"tiny.gguf", "tiny.lock"}, "nothing else stays"
-    told = capfd.readouterr()
-    assert told.out == "" and len(told.err.splitlines()) == 2
-    assert "fetching Tiny" in told.err and str(path) in told.err
+    output = capfd.readouterr()
+    assert output.out == "" and len(output.err.splitlines()) == 2
+    assert "fetching Tiny" in output.err and str(path) in output.err
     shutil.rmtree(tmp_path / "shelf")
     assert default_model.fetch(tiny) == path, "the second time nothing is fetched"
     assert capfd.readouterr().err == ""
@@ -163,7 +163,7 @@ def test_a_file_of_the_wrong_size_and_what_a_killed_fetch_left_are_replaced(
     assert cached_files(tmp_path) == {"tiny.gguf", "tiny.lock"}
 
 
-def test_where_it_cannot_be_fetched_the_way_out_is_told(tiny: EmbeddedModel, tmp_path: Path) -> None:
+def test_where_it_cannot_be_fetched_the_error_says_what_to_do(tiny: EmbeddedModel, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "shelf")
     with pytest.raises(ConfigError) as caught:
         default_model.fetch(tiny)
@@ -207,11 +207,11 @@ def test_two_processes_at_once_fetch_it_once(tiny: EmbeddedModel, tmp_path: Path
             subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for _ in range(2)
         ]
-        told = []
+        lines = []
         for process in running:
             assert process.stderr is not None
-            told.append(process.stderr.readline())
-    assert all("waiting for another process" in line for line in told), told
+            lines.append(process.stderr.readline())
+    assert all("waiting for another process" in line for line in lines), lines
     ends = [process.communicate(timeout=60) for process in running]
     assert [process.returncode for process in running] == [0, 0], ends
     assert [out.strip() for out, _ in ends] == [str(len(CONTENT))] * 2

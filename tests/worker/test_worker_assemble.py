@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from octavo.device import pick
 from octavo.messages import Entering, SamplingParams, StepPlan
 from octavo.worker.assemble import Columns, assemble, shared_len
-from octavo.worker.rows import Rows
+from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
 
 MAX_ROWS, MAX_LEN, VOCAB = 9, 60, 1000
@@ -18,9 +18,9 @@ PARAMS = SamplingParams()
 CPU = pick("cpu")
 
 
-def random_rows(rng: random.Random, page_size: int) -> tuple[Rows, list[list[int]], list[list[int]]]:
+def random_rows(rng: random.Random, page_size: int) -> tuple[RowState, list[list[int]], list[list[int]]]:
     """Full rows: (rows, tokens of each, pages of each)."""
-    rows = Rows(MAX_ROWS, MAX_LEN, page_size, VOCAB, CPU, Staging(CPU))
+    rows = RowState(MAX_ROWS, MAX_LEN, page_size, VOCAB, CPU, Staging(CPU))
     num_pages = -(-MAX_LEN // page_size)
     free = rng.sample(range(1, 5 * MAX_ROWS * num_pages), MAX_ROWS * num_pages)
     tokens = [[rng.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(MAX_ROWS)]
@@ -89,7 +89,7 @@ def test_written_tokens_are_read_back_and_pages_of_the_last_occupant_are_gone() 
 @given(st.integers(0, 2**32 - 1))
 def test_groups_have_page_tables_of_their_own(seed: int) -> None:
     rng = random.Random(seed)
-    rows = Rows(MAX_ROWS, MAX_LEN, 4, VOCAB, CPU, Staging(CPU), (0, 8, 8))
+    rows = RowState(MAX_ROWS, MAX_LEN, 4, VOCAB, CPU, Staging(CPU), (0, 8, 8))
     tables = [[[rng.randrange(1, 999) for _ in range(10)] for _ in range(MAX_ROWS)] for _ in range(3)]
     for table in tables[1:]:  # windows have passed these
         table[2][:4] = [0] * 4
@@ -102,7 +102,7 @@ def test_groups_have_page_tables_of_their_own(seed: int) -> None:
         tables[group][row][slot] = page
     if rng.random() < 0.5:
         rows.update(StepPlan(0, [], enters, [], [], [], [], [], changed, slots, ids, groups))
-    else:  # as a step of a graph is told: where the pages go in the flattened tables
+    else:  # as for a graph's step: where the pages go in the flattened tables
         rows.update(StepPlan(0, [], enters, [], [], [], [], [], [], [], []))
         cells, pages = rows.note_pages(StepPlan(0, [], [], [], [], [], [], [], changed, slots, ids, groups))
         assert rows.page_tables.reshape(-1)[cells].tolist() == pages.tolist() == ids

@@ -79,19 +79,19 @@ def last_logits(steps: CpuSteps, store: Store, prompts: list[list[int]], chunks:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [({"head_dim": 320}, "attention is by torch_cpu"), ({"hidden_act": "relu"}, "torch computes ")],
     ids=["wide heads", "activation"],
 )
 def test_what_cannot_be_recorded_runs_all_the_same_and_is_said(
-    changes: dict[str, Any], told: str, tmp_path: Path
+    changes: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     native()
     reference = checkpoints.llama(**changes)
     reference.save_pretrained(tmp_path)
     references = greedy_references(reference, random_prompts(seed=5, lengths=(3, 18)), 12)
     with LLM(str(tmp_path), kv_cache_memory_bytes=2**20) as llm:
-        assert f"steps run operation by operation: {told}" in " ".join(llm.report.notes)
+        assert f"steps run operation by operation: {problem}" in " ".join(llm.report.notes)
         assert check(llm, references, "unrecorded") == 2
 
 
@@ -124,7 +124,7 @@ def test_same_bits_whatever_the_company(family: str, held: str, kv_dtype: torch.
     check()
 
 
-def test_people_are_told_the_bits_of_a_code():
+def test_the_report_names_the_bits_of_a_code():
     """A weight takes those, and about one more for its scales."""
     native()
     for kind in filter(lambda kind: kind.is_quantised, Kind):

@@ -16,6 +16,8 @@ from octavo import LLM
 from octavo.config import ModelConfig
 from octavo.kernels.cpu.library import isa, use_isa
 from octavo.models import load_family
+from octavo.parallel import Group
+from octavo.weights.methods.torch import PlainWeight
 from octavo.weights.sources.source import local
 from octavo.worker.fingerprint import NUMERICS, fingerprint_of
 from tests.contexts import context
@@ -27,7 +29,7 @@ OPTIONS = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory_bytes": 2**20, "
 
 
 GPT_OSS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
-GPT_OSS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 GPT_OSS |= {"quantization_config": {"quant_method": "mxfp4"}}
 
 
@@ -73,21 +75,38 @@ def test_parts(folder: Path, tmp_path: Path) -> None:
     assert differing(parts, parts_of(copy)) == {"model", "words"}
 
 
+def weights_named(folder: Path, num_ranks: int = 1, **settings: Any) -> str:
+    """What a GPU's fingerprint says of gpt-oss's weights. Building the model does not use the ranks' group."""
+    group = Group(0, num_ranks, object()) if num_ranks > 1 else None  # type: ignore[arg-type]
+    family, surroundings = load_family("gpt_oss"), context(group, **settings, has_triton=True)
+    spec = family.spec(GPT_OSS)
+    model = family.Model(GPT_OSS, spec, surroundings)
+    return fingerprint_of(surroundings, ModelConfig(), local(folder), spec, model, "float32", "")["weights"]
+
+
+MXFP4 = frozenset({"MXFP4"})
+
+
 @pytest.mark.parametrize(
     ("settings", "weights"),
     [
         ({}, "float32"),
-        ({"packed_types": frozenset({"MXFP4"})}, "mxfp4+float32"),
+        ({"packed_types": MXFP4}, "mxfp4+float32"),
+        ({"packed_types": MXFP4, "num_ranks": 2}, "mxfp4+float32"),
+        ({"packed_types": MXFP4, "num_ranks": 4}, "mxfp4+float32"),  # an expert's share is half a group: it is decoded
         ({"quantization": "fp8"}, "fp8+float32"),
+        ({"quantization": "fp8", "packed_types": MXFP4}, "fp8+mxfp4+float32"),
     ],
 )
 def test_weights_that_stay_packed_on_a_gpu_are_named(folder: Path, settings: dict[str, Any], weights: str) -> None:
     pytest.importorskip("triton")
-    family, surroundings = load_family("gpt_oss"), context(**settings, has_triton=True)
-    spec = family.spec(GPT_OSS)
-    model = family.Model(GPT_OSS, spec, surroundings)
-    parts = fingerprint_of(surroundings, ModelConfig(), local(folder), spec, model, "float32", "")
-    assert parts["weights"] == weights
+    assert weights_named(folder, **settings) == weights
+
+
+def test_a_new_way_of_holding_weights_is_named_by_its_method(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(PlainWeight, "name", "nf3")
+    assert weights_named(folder, packed_types=MXFP4) == "mxfp4+nf3+float32"
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:

@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.worker.assemble import assemble
 from octavo.worker.memory.measure import measure, trial_columns, working_bytes
 from octavo.worker.memory.page_count import GiB, MiB
-from octavo.worker.rows import Rows
+from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
 
 
@@ -34,11 +34,11 @@ class SmallGPU(Device):
     def peak_reserved(self) -> int:
         return self.peak
 
-    def run_step(self, num_tokens: int, num_rows: int, is_plain: bool) -> None:
+    def run_step(self, num_tokens: int, num_rows: int, is_greedy: bool) -> None:
         if self.largest == (0, 0):
             self.reserved += 32 * MiB  # the first product's workspace stays
             self.outside += 50 * MiB  # and so do loaded kernels
-        working = max(num_tokens * self.per_token, num_rows * (self.per_row // 4 if is_plain else self.per_row))
+        working = max(num_tokens * self.per_token, num_rows * (self.per_row // 4 if is_greedy else self.per_row))
         if working > self.memory_use().free:
             raise torch.OutOfMemoryError("no")
         self.peak = max(self.peak, self.reserved + working)
@@ -56,7 +56,7 @@ def test_every_byte_is_accounted_for() -> None:
     assert memory.for_pages == gpu.memory_use().free - memory.working - memory.reserve
 
 
-def test_other_processes_are_told_apart_and_graphs_are_counted_only_where_there_are_some() -> None:
+def test_other_processes_are_recognised_and_graphs_are_counted_only_where_there_are_some() -> None:
     gpu = SmallGPU(16 * GiB, other=20 * GiB)
     memory = measure(gpu, gpu.run_step, 8192, 512)
     assert abs(memory.other - 20 * GiB) < 256 * MiB, "but for what a context may take"
@@ -100,6 +100,6 @@ def test_a_trial_step_can_be_assembled_and_is_as_large_as_asked(num_tokens: int,
     device = Device("cpu")
     staging = Staging(device)
     columns = trial_columns(num_tokens, num_rows)
-    batch = assemble(columns, Rows(5, 8, 4, 100, device, staging), staging).batch
+    batch = assemble(columns, RowState(5, 8, 4, 100, device, staging), staging).batch
     assert batch.num_tokens == num_tokens and batch.num_rows == min(num_tokens, num_rows) == len(batch.sample_at)
     assert np.ptp(columns.counts) <= 1 and int(batch.slots.max()) < 4, "all in the first page"

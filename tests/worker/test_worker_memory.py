@@ -14,7 +14,6 @@ from octavo.errors import ConfigError
 from octavo.limits import resolve
 from octavo.messages import DeviceMemory, LoadReport
 from octavo.supervisor.memory_report import budget_lines
-from octavo.worker.cores import _quota, usable_cores
 from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import GiB, MiB, in_words, settle, weights_too_large
 from tests.worker.tiny import tiny_config, write_tiny_llama
@@ -317,21 +316,6 @@ def test_swap_space_becomes_host_pages_out_of_the_same_memory_on_a_cpu() -> None
 
 def test_sizes_in_words() -> None:
     assert [in_words(n) for n in (5, 2048, 3 * MiB // 2, 7 * GiB)] == ["5 bytes", "2 KiB", "1.5 MiB", "7 GiB"]
-
-
-def test_cores_follow_the_quota_of_either_version(tmp_path: Path) -> None:
-    assert usable_cores() >= 1
-    assert _quota(tmp_path, 8) == 8
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert _quota(tmp_path, 8) == 8
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
-    assert _quota(tmp_path, 8) == 3
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert _quota(tmp_path, 8) == 8
-    (tmp_path / "cpu.max").write_text("200000 100000\n")
-    assert _quota(tmp_path, 8) == 2
 
 
 # ── layers with windows ──

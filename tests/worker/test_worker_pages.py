@@ -126,7 +126,7 @@ def follow(sequence: list[PageMove], pages: list[int], host: list[int]) -> None:
 
 
 def filled(values: list[int], page_dim: int, layer: int) -> torch.Tensor:
-    """A store whose page i holds values[i], told apart by layer."""
+    """A store whose page i holds values[i], different in each layer."""
     store = torch.tensor(values, dtype=torch.float32)[:, None, None].repeat(1, 2, 3) + layer * 1000
     return store.movedim(0, page_dim).contiguous()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.kernels.cpu.elementwise import pointer
-from octavo.kernels.cpu.library import Threads, library
+from octavo.kernels.cpu.library import Threads, check, library
 
 MAX_HEAD_SIZE = 256  # and even
 MAX_PAGE_SIZE = 256
@@ -59,7 +59,7 @@ def page_bytes(
 
 
 @dataclass(frozen=True)
-class Pages:
+class LayerPages:
     """The pages of one layer in one tensor."""
 
     store: torch.Tensor  # [num_pages, 2, Hkv, page_size * D] float32 or 16; [num_pages, page_bytes] uint8: int8 pages
@@ -69,8 +69,9 @@ class Pages:
 
     def __post_init__(self) -> None:
         expected = page_bytes(self.num_kv_heads, self.head_size, self.page_size, self.is_int8, self.is_float16)
-        assert self.store.dtype in (torch.float32, torch.float16, torch.uint8) and self.store[0].is_contiguous()
-        assert self.store[0].nbytes == expected, f"a page of {self.store[0].nbytes} bytes, not {expected}"
+        is_known = self.store.dtype in (torch.float32, torch.float16, torch.uint8)
+        check(is_known and self.store[0].is_contiguous(), "a page must be contiguous float32, float16 or bytes")
+        check(self.store[0].nbytes == expected, f"a page of {self.store[0].nbytes} bytes, not {expected}")
 
     @property
     def is_int8(self) -> bool:
@@ -88,25 +89,35 @@ class Pages:
 
 def new_pages(
     num_pages: int, num_kv_heads: int, head_size: int, page_size: int, dtype: torch.dtype = torch.float32
-) -> Pages:
+) -> LayerPages:
     """Allocate zero pages. dtype: float32, float16 or int8."""
     if dtype == torch.int8:
         store = torch.zeros(num_pages, page_bytes(num_kv_heads, head_size, page_size, True), dtype=torch.uint8)
     else:
         store = torch.zeros(num_pages, 2, num_kv_heads, page_size * head_size, dtype=dtype)
-    return Pages(store, num_kv_heads, head_size, page_size)
+    return LayerPages(store, num_kv_heads, head_size, page_size)
+
+
+def check_heads(heads: torch.Tensor, least: int, head_size: int) -> None:
+    is_right = heads.dtype == torch.float32 and heads.dim() == 3 and heads.stride()[1:] == (head_size, 1)
+    check(is_right and heads.shape[1] >= least, f"heads must be float32 [T, at least {least}, {head_size}]")
 
 
 def qk_norm_rope_store(
     threads: Threads,
     heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q is changed in place
     num_heads: int,
-    pages: Pages,
+    pages: LayerPages,
     slots: torch.Tensor,  # [T] int64; −1: not stored
     rotation: torch.Tensor | None = None,  # [T, 1, D/2] complex, or [T, D/2, 2]
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,  # weights for q and for k, [D] each
     epsilon: float = 0.0,
 ) -> None:
+    check_heads(heads, num_heads + 2 * pages.num_kv_heads, pages.head_size)
+    check(
+        slots.dtype == torch.int64 and slots.shape == heads.shape[:1] and slots.is_contiguous(),
+        "slots must be [T] int64",
+    )
     q_norm, k_norm = norms if norms is not None else (None, None)
     call = QkNormRopeCall(
         pointer(heads), heads.stride(0), pointer(rotation), pointer(q_norm), pointer(k_norm), epsilon, pointer(slots),
@@ -114,14 +125,14 @@ def qk_norm_rope_store(
         pages.page_size, pages.is_int8, pages.is_float16,
     )  # fmt: skip
     status = functions().octavo_qk_norm_rope_store(threads.pointer, byref(call))
-    assert status == 0, "a head or a page too large, or a head of odd size"
+    check(status == 0, "a head or a page too large, or a head of odd size")
 
 
 def attend(
     threads: Threads,
     heads: torch.Tensor,  # [T, ≥ H, D]: q first
     num_heads: int,
-    pages: Pages,
+    pages: LayerPages,
     query_start: torch.Tensor,  # [B + 1] int32
     seq_lens: torch.Tensor,  # [B] int32
     page_table: torch.Tensor,  # [B, M] int32
@@ -132,6 +143,14 @@ def attend(
     sinks: torch.Tensor | None = None,  # [H] float32
 ) -> torch.Tensor:
     """Attend with each row's queries over its pages → [T, H * D]."""
+    check_heads(heads, num_heads, pages.head_size)
+    num_rows = seq_lens.shape[0]
+    for column, shape in (
+        (query_start, (num_rows + 1,)),
+        (seq_lens, (num_rows,)),
+        (page_table, (num_rows, page_table.shape[1])),
+    ):
+        check(column.dtype == torch.int32 and column.shape == shape and column.stride(-1) == 1, "columns must be int32")
     if output is None:
         output = torch.empty(heads.shape[0], num_heads * pages.head_size)
     call = AttentionCall(
@@ -141,5 +160,5 @@ def attend(
         softcap, pointer(sinks),
     )  # fmt: skip
     status = functions().octavo_attention(threads.pointer, byref(call))
-    assert status == 0, "a head or a page too large, or a head of odd size"
+    check(status == 0, "a head or a page too large, or a head of odd size")
     return output

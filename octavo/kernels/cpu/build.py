@@ -45,8 +45,8 @@ class NoCompiler(Exception):
 
 def library_path() -> Path:
     """Path of a library of exactly these sources that loads on this machine."""
-    if turned_off := _turned_off():
-        raise NoCompiler(turned_off)
+    if reason := _why_disabled():
+        raise NoCompiler(reason)
     if found := find_library(FOLDER):
         return found
     try:
@@ -74,8 +74,8 @@ def provide_library(folder: Path) -> Path | None:
     None."""
     library = None
     try:
-        if turned_off := _turned_off():
-            raise NoCompiler(turned_off)
+        if reason := _why_disabled():
+            raise NoCompiler(reason)
         library = find_library(folder) or make_library(folder, _show_progress)
     except (NoCompiler, OSError) as error:
         _say(
@@ -172,7 +172,7 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _turned_off() -> str | None:
+def _why_disabled() -> str | None:
     value = os.environ.get("OCTAVO_NATIVE", "")
     return f"OCTAVO_NATIVE={value}" if value.lower() in ("0", "false", "no", "off") else None
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu.native import Native
-from octavo.kernels.device_ops import Norm, Waves
+from octavo.kernels.device_ops import NormWeights, Waves
 from octavo.kernels.torch_ops import TorchOps
 
 
@@ -16,13 +16,13 @@ class NativeOps(TorchOps):
     def __init__(self, native: Native) -> None:
         self.native = native
 
-    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         return self.native.norm(x, norm)
 
-    def add_norm(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+    def add_norm(self, x: Tensor, norm: NormWeights, residual: Tensor) -> Tensor:
         return self.native.add_norm(x, norm, residual)
 
-    def norm_in_place(self, x: Tensor, norm: Norm) -> None:
+    def norm_in_place(self, x: Tensor, norm: NormWeights) -> None:
         self.native.norm_in_place(x, norm)
 
     def rotation(self, positions: Tensor, waves: Waves) -> Tensor:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.library import PackedWeight, Product, library
+from octavo.kernels.cpu.library import PackedWeight, Product, check, library
 
 
 class ExpertsCall(ctypes.Structure):
@@ -22,7 +23,7 @@ class ExpertsCall(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertChoice:
     """The number of experts per token, their weighting, and the gate between their two products."""
 
     num_chosen: int
@@ -39,15 +40,28 @@ class ExpertWeights:
         down: Sequence[PackedWeight],  # per expert: [depth, inner]
         gate_up_bias: Tensor | None,  # [experts, 2 inner] float32
         down_bias: Tensor | None,  # [experts, depth] float32
-        choice: Choice,
+        choice: ExpertChoice,
     ) -> None:
         self.num_experts = len(gate_up)
-        assert len(down) == len(gate_up) and 0 < choice.num_chosen <= len(gate_up)
-        assert len({weight.kind for weight in gate_up}) == len({weight.kind for weight in down}) == 1
+        check(
+            len(down) == len(gate_up) and 0 < choice.num_chosen <= len(gate_up),
+            f"{choice.num_chosen} of {len(gate_up)} and {len(down)} experts cannot be chosen",
+        )
+        num_kinds = [len({weight.kind for weight in weights}) for weights in (gate_up, down)]
+        check(num_kinds == [1, 1], "the weights of experts must be of one kind")
         self._choice = choice
         self._depth, self._inner = gate_up[0].depth, down[0].depth
-        assert all(w.num_columns == 2 * self._inner and w.depth == self._depth for w in gate_up)
-        assert all(w.num_columns == self._depth and w.depth == self._inner for w in down)
+        check(
+            all(w.num_columns == 2 * self._inner and w.depth == self._depth for w in gate_up)
+            and all(w.num_columns == self._depth and w.depth == self._inner for w in down),
+            "the weights of experts must have the same shapes",
+        )
+        for bias, width in ((gate_up_bias, 2 * self._inner), (down_bias, self._depth)):
+            check(
+                bias is None
+                or (bias.shape == (len(gate_up), width) and bias.dtype == torch.float32 and bias.is_contiguous()),
+                f"a bias must be float32 [{len(gate_up)}, {width}]",
+            )
         self._gate_up, self._down = _products(gate_up, gate_up_bias), _products(down, down_bias)
         self._kept = (gate_up, down, gate_up_bias, down_bias)  # the products hold their addresses
 
@@ -71,7 +85,6 @@ def room_bytes(call: ExpertsCall, num_tokens: int) -> int:
 
 def _products(weights: Sequence[PackedWeight], bias: Tensor | None) -> "ctypes.Array[Product]":
     products = (Product * len(weights))()
-    assert bias is None or bias.is_contiguous()
     for index, (product, weight) in enumerate(zip(products, weights, strict=True)):
         product.weights, product.kind = weight.memory.data_ptr(), weight.kind
         product.num_columns, product.depth = weight.num_columns, weight.depth

@@ -1,5 +1,5 @@
 """The native products as Python functions over torch tensors. The library is found or compiled at the first use. Shapes and
-types are asserted here, because C would read past the end."""
+types are checked here, because C would read past the end: by `check`, which `python -O` keeps, not by assert."""
 
 import ctypes
 import functools
@@ -21,6 +21,15 @@ _ALIGNMENT = 64
 
 
 _DECODED = 64  # OCTAVO_DECODED
+
+
+class BadCall(ValueError):
+    """A native call with a shape, a type or an index that it must not get."""
+
+
+def check(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise BadCall(what)
 
 
 class Kind(IntEnum):
@@ -145,7 +154,7 @@ _SIGNATURES = {
     "octavo_prepared_bytes": (_LONG, [_INT, _LONG, _LONG]),
     "octavo_pack": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
     "octavo_pack_quantised": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
-    "octavo_read_columns": (None, [_INT, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
+    "octavo_read_columns": (_INT, [_INT, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
     "octavo_prepare": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER]),
     "octavo_product": (None, [_POINTER, ctypes.POINTER(Product)]),
     "octavo_products": (None, [_POINTER, ctypes.POINTER(Product), _LONG]),
@@ -206,17 +215,17 @@ class PackedWeight:
 
     def columns(self, ids: Tensor) -> Tensor:
         """ids [T] int64 → rows of W, [T, depth] float32."""
-        assert ids.dtype == torch.int64 and ids.is_contiguous()
-        assert ids.numel() == 0 or 0 <= int(ids.min()) <= int(ids.max()) < self.num_columns
+        check(ids.dtype == torch.int64 and ids.dim() == 1 and ids.is_contiguous(), "ids must be int64 [T]")
         out = torch.empty(len(ids), self.depth)
-        library().octavo_read_columns(
+        status = library().octavo_read_columns(
             self.kind, self.memory.data_ptr(), self.num_columns, self.depth, ids.data_ptr(), len(ids), out.data_ptr()
         )
+        check(status == 0, f"an id is not one of {self.num_columns} columns")
         return out
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedActivations:
     """Activations x [num_rows, depth], prepared for products. Quantised kinds share one form, the others another."""
 
     memory: Tensor
@@ -227,20 +236,23 @@ class Prepared:
 
 def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
     """Pack rows: [N, K] of the kind's own type for FLOAT32 and BFLOAT16; else GGUF blocks, uint8 [N, bytes of a row]."""
-    assert rows.is_contiguous() and rows.dim() == 2
+    check(rows.is_contiguous() and rows.dim() == 2, "a weight must be [N, K] and contiguous")
     if kind in _PLAIN:
-        assert rows.dtype == _PLAIN[kind]
+        check(rows.dtype == _PLAIN[kind], f"a weight of kind {kind.name} must not be {rows.dtype}")
         depth = rows.shape[1]
     else:
         weights, num_bytes = QUANTS[kind.stored_as]
-        assert rows.dtype == torch.uint8 and rows.shape[1] % num_bytes == 0
+        check(rows.dtype == torch.uint8 and rows.shape[1] % num_bytes == 0, f"rows must be blocks of {num_bytes} bytes")
         depth = rows.shape[1] // num_bytes * weights
     return _packed(library().octavo_pack, threads, rows, kind, depth)
 
 
 def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
     """Round float32 rows [N, K] to `kind` (CODES8, CODES4 or CODES4_MINIMUM) and pack them."""
-    assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % GROUP == 0 and kind in _ROUNDED
+    is_float = rows.is_contiguous() and rows.dim() == 2 and rows.dtype == torch.float32
+    check(
+        is_float and rows.shape[1] % GROUP == 0 and kind in _ROUNDED, f"rows must be float32 [N, multiple of {GROUP}]"
+    )
     return _packed(library().octavo_pack_quantised, threads, rows, kind, rows.shape[1])
 
 
@@ -250,21 +262,21 @@ def _packed(function, threads: Threads, rows: Tensor, kind: Kind, depth: int) ->
     return PackedWeight(memory, kind, len(rows), depth)
 
 
-def prepare(threads: Threads, x: Tensor, kind: Kind) -> Prepared:
+def prepare(threads: Threads, x: Tensor, kind: Kind) -> PreparedActivations:
     """Prepare x [M, K] float32 (any row stride) once for several products: quantised in groups of 32, or rearranged."""
-    assert x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1
+    check(x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1, "activations must be float32 [M, K]")
     num_rows, depth = x.shape
-    assert not kind.is_quantised or depth % GROUP == 0
+    check(not kind.is_quantised or depth % GROUP == 0, f"activations must have a multiple of {GROUP} columns")
     memory = aligned(library().octavo_prepared_bytes(kind, num_rows, depth))
     library().octavo_prepare(
         threads.pointer, kind, x.data_ptr(), x.stride(0), num_rows, depth, memory.data_ptr()
     )  # fmt: skip
-    return Prepared(memory, kind.is_quantised, num_rows, depth)
+    return PreparedActivations(memory, kind.is_quantised, num_rows, depth)
 
 
 def product(
     threads: Threads,
-    x: Prepared,
+    x: PreparedActivations,
     weight: PackedWeight,
     y: Tensor,
     *,
@@ -286,7 +298,7 @@ def products(threads: Threads, calls: Sequence[Product]) -> None:
 
 
 def product_call(
-    x: Prepared,
+    x: PreparedActivations,
     weight: PackedWeight,
     y: Tensor,
     *,
@@ -296,12 +308,27 @@ def product_call(
     activation: str = "",
 ) -> Product:
     """The call of product(), to be run later. It holds only addresses: the caller keeps every tensor alive."""
-    assert x.depth == weight.depth and x.is_quantised == weight.kind.is_quantised
+    check(
+        x.depth == weight.depth and x.is_quantised == weight.kind.is_quantised,
+        "activations and weight must have the same depth and form",
+    )
     width = weight.num_columns // 2 if gated else weight.num_columns
-    assert y.shape == (x.num_rows, width) and y.dtype == torch.float32 and (width == 1 or y.stride(1) == 1)
-    assert not gated or (weight.num_columns % (2 * PANEL) == 0 and bias is None and residual is None)
-    assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32 and bias.is_contiguous())
-    assert residual is None or (residual.stride() == y.stride() and residual.shape == y.shape and not activation)
+    check(
+        y.shape == (x.num_rows, width) and y.dtype == torch.float32 and (width == 1 or y.stride(1) == 1),
+        f"y must be float32 [{x.num_rows}, {width}]",
+    )
+    check(
+        not gated or (weight.num_columns % (2 * PANEL) == 0 and bias is None and residual is None),
+        f"a gated product has a multiple of {2 * PANEL} columns, neither bias nor residual",
+    )
+    check(
+        bias is None or (bias.shape == (width,) and bias.dtype == torch.float32 and bias.is_contiguous()),
+        f"a bias must be float32 [{width}]",
+    )
+    check(
+        residual is None or (residual.stride() == y.stride() and residual.shape == y.shape and not activation),
+        "a residual must lie as y does",
+    )
     return Product(
         weight.memory.data_ptr(),
         x.memory.data_ptr(),

@@ -12,10 +12,10 @@ from torch import Tensor
 from octavo.kernels.cpu import ops
 from octavo.kernels.cpu.attention import AttentionCall, QkNormRopeCall
 from octavo.kernels.cpu.experts import ExpertWeights, room_bytes
-from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned, zeros
+from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned, check, zeros
 from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Step, prepared_bytes
 from octavo.kernels.cpu.tape import Field, NotRecordable, Tape
-from octavo.kernels.device_ops import Norm
+from octavo.kernels.device_ops import NormWeights
 
 
 class Heads(NamedTuple):
@@ -66,7 +66,9 @@ class Native:
 
     def add_positions(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """x [T, depth], changed: rows of the table [*, depth] float32 are added."""
-        assert x.stride() == (table.shape[1], 1) and table.is_contiguous() and table.dtype == torch.float32
+        is_float = table.is_contiguous() and table.dtype == torch.float32
+        check(is_float and x.shape[1:] == table.shape[1:] and x.stride(1) == 1, "positions: x and table must match")
+        check(x.stride(0) == table.shape[1], "positions: x must be contiguous")
         op = Op(Code.EMBED, Count.PER_TOKEN)
         op.embed = ops.Embed(_address(table), len(table), table.shape[1], _address(x), 1.0, Kind.FLOAT32, 1)
         self._do(op, [(op.embed, "y")], [(op.embed, "y")], self._step(positions, "positions"), table)
@@ -86,7 +88,7 @@ class Native:
         x: Tensor,  # [rows, depth]
         weights: Sequence[PackedWeight],  # their outputs lie side by side
         *,
-        norm: Norm | None = None,
+        norm: NormWeights | None = None,
         bias: Tensor | None = None,  # [columns]
         residual: Tensor | None = None,  # [rows, columns]: changed, and returned
         finish: Finish = Finish.PLAIN,
@@ -94,10 +96,11 @@ class Native:
         """norm(x) · Wᵀ, finished: [rows, columns]; gated ones: half as many."""
         columns = sum(weight.num_columns for weight in weights)
         width = columns // 2 if finish.is_gated else columns
-        assert not finish.is_gated or len(weights) == 1
+        check(not finish.is_gated or len(weights) == 1, "a gated product has one weight")
+        check(bias is None or (bias.shape == (columns,) and bias.is_contiguous()), f"a bias must be [{columns}]")
         count = self._count(x)
         y = residual if residual is not None else self._room(count, len(x), width)
-        assert y.shape == (len(x), width) and x.stride(1) == 1 and y.stride(1) == 1
+        check(y.shape == (len(x), width) and x.stride(1) == 1 and y.stride(1) == 1, f"y must be [{len(x)}, {width}]")
         first = 0
         for group in _by_form(weights):
             self._products(x, group, norm, bias, y, residual is not None, finish, first)
@@ -113,16 +116,16 @@ class Native:
         self._do(op, [(op.gate, "x")], [(op.gate, "y")], _rows(len(x)))
         return y
 
-    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         y = self._room(self._count(x), *x.shape)
         self._move(Code.NORM, self._count(x), x, y, norm, _rows(len(x)))
         return y
 
-    def norm_in_place(self, x: Tensor, norm: Norm) -> None:
+    def norm_in_place(self, x: Tensor, norm: NormWeights) -> None:
         """x [rows, D], which may be columns of a wider tensor, is changed."""
         self._move(Code.NORM, self._count(x), x, x, norm, _rows(len(x)))
 
-    def add_norm(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+    def add_norm(self, x: Tensor, norm: NormWeights, residual: Tensor) -> Tensor:
         """residual + norm(x): the residual is changed, and returned."""
         self._move(Code.NORM, self._count(x), x, residual, norm, _rows(len(x)), adds=True)
         return residual
@@ -137,10 +140,11 @@ class Native:
     def experts(self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None) -> Tensor:
         """x [rows, depth], logits [rows, experts] → (residual +) the weighted sum over the chosen experts, [rows, depth]; the
         residual is changed, and is the result."""
-        assert x.stride(1) == 1 and logits.shape == (len(x), weights.num_experts) and logits.stride(1) == 1
+        is_right = logits.shape == (len(x), weights.num_experts) and logits.stride(1) == 1
+        check(is_right and x.stride(1) == 1, f"experts: logits must be [{len(x)}, {weights.num_experts}]")
         count = self._count(x)
         y = residual if residual is not None else self._room(count, *x.shape)
-        assert y.shape == x.shape and y.stride(1) == 1
+        check(y.shape == x.shape and y.stride(1) == 1, "experts: the residual must have x's shape")
         op = Op(Code.EXPERTS, count)
         call = op.experts
         weights.describe(call)
@@ -160,7 +164,7 @@ class Native:
         """x [T, D] → [S, D]: the rows that are sampled."""
         y = self._room(Count.PER_SAMPLE, len(sample_at), x.shape[1])
         step = self._step(sample_at, "sample_at")
-        step.num_samples = len(sample_at)
+        step.num_tokens, step.num_samples = len(x), len(sample_at)
         self._move(Code.GATHER, Count.PER_SAMPLE, x, y, None, step)
         return y
 
@@ -199,7 +203,7 @@ class Native:
         self,
         x: Tensor,
         weights: Sequence[PackedWeight],
-        norm: Norm | None,
+        norm: NormWeights | None,
         bias: Tensor | None,
         y: Tensor,
         adds: bool,
@@ -209,7 +213,7 @@ class Native:
         kind, depth = weights[0].kind, x.shape[1]
         products = (Product * len(weights))()
         for product, weight in zip(products, weights, strict=True):
-            assert weight.depth == depth
+            check(weight.depth == depth, f"a weight of depth {weight.depth} cannot be multiplied by {depth} columns")
             product.weights, product.kind, product.finish = _address(weight.memory), weight.kind, finish
             product.y = y.data_ptr() + 4 * first
             product.residual = product.y if adds else None
@@ -232,7 +236,7 @@ class Native:
         self._do(op, reads, writes, _rows(len(x)), (products, weights, norm, bias))
 
     def _qk_norm_rope_store(self, layer: Heads, heads: Tensor, rotation: Tensor | None) -> Op:
-        assert heads.stride()[1:] == (layer.head_size, 1)
+        check(heads.stride()[1:] == (layer.head_size, 1), f"heads must be [T, H, {layer.head_size}]")
         op = Op(Code.QK_NORM_ROPE_STORE, Count.PER_TOKEN)
         call = op.qk_norm_rope
         call.heads, call.token_stride, call.rotation = _address(heads), heads.stride(0), _address(rotation)
@@ -249,7 +253,7 @@ class Native:
         call.head_size, call.page_size = layer.head_size, layer.page_size
 
     def _move(
-        self, code: Code, count: Count, x: Tensor, y: Tensor, norm: Norm | None, step: Step, adds: bool = False
+        self, code: Code, count: Count, x: Tensor, y: Tensor, norm: NormWeights | None, step: Step, adds: bool = False
     ) -> None:
         op = Op(code, count)
         op.move = ops.Move(_address(x), _address(y), x.stride(0), y.stride(0), x.shape[1])
@@ -283,7 +287,7 @@ class Native:
 
     def _step(self, column: Tensor, name: str) -> Step:
         """A step of which only one column of the batch is needed."""
-        assert column.dtype == torch.int64 and column.is_contiguous()
+        check(column.dtype == torch.int64 and column.is_contiguous(), f"{name} must be int64")
         if self._tape is not None and column is not self._inputs[name]:
             raise NotRecordable(f"what stands where the step's {name} are expected was made in between")
         step = _rows(len(column))
@@ -299,7 +303,7 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _set_norm(target: ops.Norm, norm: Norm) -> None:
+def _set_norm(target: ops.Norm, norm: NormWeights) -> None:
     target.weight, target.bias, target.epsilon = _address(norm.weight), _address(norm.bias), norm.epsilon
 
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from octavo.kernels.cpu.attention import AttentionCall, QkNormRopeCall
 from octavo.kernels.cpu.experts import ExpertsCall
-from octavo.kernels.cpu.library import Kind, Product, Threads, library
+from octavo.kernels.cpu.library import BadCall, Kind, Product, Threads, library
 
 
 class Code(IntEnum):
@@ -111,7 +111,10 @@ class Op(ctypes.Structure):
 def run(threads: Threads, ops: "ctypes.Array[Op]", step: Step, seconds: "ctypes.Array[c_double] | None" = None) -> None:
     """Run the operations. seconds: one number per operation, to which its time is added."""
     failed = _function()(threads.pointer, ops, len(ops), ctypes.byref(step), seconds)
-    assert failed == 0, f"operation {failed - 1}, {Code(ops[failed - 1].code).name}, cannot run"
+    if failed:
+        raise BadCall(
+            f"operation {failed - 1}, {Code(ops[failed - 1].code).name}, cannot run: an index or a size is out of range"
+        )
 
 
 def array(ops: Sequence[Op]) -> "ctypes.Array[Op]":

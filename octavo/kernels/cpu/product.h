@@ -98,9 +98,10 @@ void octavo_pack(octavo::Threads* threads, int kind, const void* rows, int64_t n
 // largest (or range, with minimum).
 void octavo_pack_quantised(octavo::Threads* threads, int kind, const float* rows, int64_t num_columns, int64_t depth,
                            void* packed);
-// out [num_ids, depth]: columns of W as float32, so that an embedding tied to the head needs no second copy.
-void octavo_read_columns(int kind, const void* packed, int64_t num_columns, int64_t depth, const int64_t* ids,
-                         int64_t num_ids, float* out);
+// out [num_ids, depth]: columns of W as float32, so that an embedding tied to the head needs no second copy. Returns −1, and reads
+// nothing, if an id is no column.
+int octavo_read_columns(int kind, const void* packed, int64_t num_columns, int64_t depth, const int64_t* ids,
+                        int64_t num_ids, float* out);
 
 // x [num_rows, depth] with x_stride floats from row to row → prepared, 64-byte aligned.
 void octavo_prepare(octavo::Threads* threads, int kind, const float* x, int64_t x_stride, int64_t num_rows,

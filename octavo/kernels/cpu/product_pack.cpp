@@ -241,8 +241,10 @@ void octavo_pack_quantised(Threads* threads, int kind, const float* rows, int64_
   });
 }
 
-void octavo_read_columns(int kind, const void* packed, int64_t, int64_t depth, const int64_t* ids, int64_t num_ids,
-                         float* out) {
+int octavo_read_columns(int kind, const void* packed, int64_t num_columns, int64_t depth, const int64_t* ids,
+                        int64_t num_ids, float* out) {
+  for (int64_t i = 0; i < num_ids; ++i)
+    if (ids[i] < 0 || ids[i] >= num_columns) return -1;
   for (int64_t i = 0; i < num_ids; ++i, out += depth) {
     const int64_t lane = ids[i] % kPanel;
     const uint8_t* panel = static_cast<const uint8_t*>(packed) + ids[i] / kPanel * panel_bytes(kind, depth);
@@ -255,4 +257,5 @@ void octavo_read_columns(int kind, const void* packed, int64_t, int64_t depth, c
       for (int64_t group = 0; group < depth / kGroup; ++group) column.decode(group, out + group * kGroup);
     });
   }
+  return 0;
 }

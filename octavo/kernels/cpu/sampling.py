@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from octavo.kernels.cpu.library import Threads, library
+from octavo.kernels.cpu.library import Threads, check, library
 
 # The parameters of a row: OctavoChoice. sampling.h describes the fields.
 RECORD = np.dtype(
@@ -55,8 +55,9 @@ def new_records(num_rows: int) -> Records:
 def fill_uniforms(records: Records, seeds: Ints, positions: Ints) -> None:
     """Set one uniform per (seed, position), [S] each: the same as sampling/randomness.py, in a tenth of the time."""
     for column in (seeds, positions):
-        assert column.dtype == np.int64 and column.shape == records.shape and column.flags.c_contiguous
-    assert records.dtype == RECORD and records.flags.c_contiguous
+        is_right = column.dtype == np.int64 and column.shape == records.shape and column.flags.c_contiguous
+        check(is_right, "seeds and positions must be int64, one for each record")
+    check(records.dtype == RECORD and records.flags.c_contiguous, "records must be contiguous")
     functions().octavo_uniforms(seeds.ctypes.data, positions.ctypes.data, len(records), records.ctypes.data)
 
 
@@ -64,9 +65,14 @@ def choose(threads: Threads, logits: torch.Tensor, records: Records, chosen: tor
     """Choose tokens from logits [S, V] float32 by records [S] into chosen [S] int64. Penalised and masked rows of the logits
     are changed."""
     num_rows, vocab_size = logits.shape
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and 0 < vocab_size < 2**31
-    assert records.dtype == RECORD and records.shape == (num_rows,) and records.flags.c_contiguous
-    assert chosen.dtype == torch.int64 and chosen.shape == (num_rows,) and chosen.is_contiguous()
+    check(
+        logits.dtype == torch.float32 and logits.stride(1) == 1 and 0 < vocab_size < 2**31,
+        "logits must be float32 [S, V]",
+    )
+    is_right = records.dtype == RECORD and records.shape == (num_rows,) and records.flags.c_contiguous
+    check(is_right, f"there must be {num_rows} records")
+    is_right = chosen.dtype == torch.int64 and chosen.shape == (num_rows,) and chosen.is_contiguous()
+    check(is_right, f"chosen must be int64 [{num_rows}]")
     functions().octavo_sample(
         threads.pointer,
         logits.data_ptr(),

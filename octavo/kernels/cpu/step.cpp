@@ -21,8 +21,16 @@ void for_tokens(Threads* threads, int64_t count, Body body) {
   else parallel_for(threads, count, body);
 }
 
-void embed(Threads* threads, const OctavoEmbed& op, const OctavoStep& step) {
+// Whether all indices are below `end`. They come with a request: a wrong one would read past the end of a table.
+bool are_within(const int64_t* indices, int64_t count, int64_t end) {
+  for (int64_t i = 0; i < count; ++i)
+    if (indices[i] < 0 || indices[i] >= end) return false;
+  return true;
+}
+
+int embed(Threads* threads, const OctavoEmbed& op, const OctavoStep& step) {
   const int64_t* ids = op.positions ? step.positions : step.input_ids;
+  if (!are_within(ids, step.num_tokens, op.num_columns)) return -1;
   for_tokens(threads, step.num_tokens, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       float* y = op.y + token * op.depth;
@@ -35,6 +43,7 @@ void embed(Threads* threads, const OctavoEmbed& op, const OctavoStep& step) {
       for (int64_t k = 0; k < op.depth; ++k) y[k] += row[k];
     }
   });
+  return 0;
 }
 
 void rotate(Threads* threads, const OctavoRotate& op, const OctavoStep& step) {
@@ -95,12 +104,14 @@ void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const Oc
   }
 }
 
-void gather(Threads* threads, const OctavoMove& op, const OctavoStep& step) {
+int gather(Threads* threads, const OctavoMove& op, const OctavoStep& step) {
+  if (!are_within(step.sample_at, step.num_samples, step.num_tokens)) return -1;
   for_tokens(threads, step.num_samples, [&](int64_t begin, int64_t end) {
     for (int64_t sample = begin; sample < end; ++sample) {
       memcpy(op.y + sample * op.y_stride, op.x + step.sample_at[sample] * op.x_stride, sizeof(float) * op.size);
     }
   });
+  return 0;
 }
 
 int attend(Threads* threads, OctavoAttention call, int32_t group, const OctavoStep& step) {
@@ -142,7 +153,7 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
   const int64_t count = op->count == OCTAVO_PER_TOKEN ? step.num_tokens : step.num_samples;
   const OctavoMove& move = op->move;
   switch (op->code) {
-    case OCTAVO_EMBED: embed(threads, op->embed, step); return 0;
+    case OCTAVO_EMBED: return embed(threads, op->embed, step);
     case OCTAVO_ROTATE: rotate(threads, op->rotate, step); return 0;
     case OCTAVO_LINEAR:
       if (count > 0) linear(threads, op->linear, count, next_product(op, end), ahead);
@@ -152,7 +163,7 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
       return 0;
     case OCTAVO_QK_NORM_ROPE_STORE: return qk_norm_rope_store(threads, op->qk_norm_rope, op->group, step);
     case OCTAVO_ATTEND: return attend(threads, op->attention, op->group, step);
-    case OCTAVO_GATHER: gather(threads, move, step); return 0;
+    case OCTAVO_GATHER: return gather(threads, move, step);
     case OCTAVO_NORM:
       normalise(threads, move.norm, move.x, move.x_stride, count, move.size, move.y, move.y_stride, move.adds);
       return 0;

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import ops
-from octavo.kernels.cpu.library import Threads, aligned
+from octavo.kernels.cpu.library import Threads, aligned, check
 
 _ALIGNMENT = 64
 _REGION = 1 << 30  # bytes of address space reserved at a time while recording; the memory is never touched
@@ -192,7 +192,10 @@ class Tape:
         return self._memory.nbytes
 
     def run(self, threads: Threads, step: ops.Step, seconds: "ctypes.Array[ctypes.c_double] | None" = None) -> None:
-        assert step.num_tokens <= self.max_tokens and step.num_samples <= self.max_samples
+        check(
+            step.num_tokens <= self.max_tokens and step.num_samples <= self.max_samples,
+            f"a step of {step.num_tokens} tokens and {step.num_samples} samples does not fit the tape's buffers",
+        )
         ops.run(threads, self._array, step, seconds)
 
     def names(self) -> list[str]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from octavo.kernels.device_ops import Activation, Norm, Waves
+from octavo.kernels.device_ops import Activation, NormWeights, Waves
 from octavo.kernels.torch_ops import TorchOps
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS, gate_mul
 from octavo.kernels.triton.elementwise.norm import rms_norm
@@ -15,7 +15,7 @@ class TritonOps(TorchOps):
 
     kernels = "triton"
 
-    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         if norm.bias is not None:
             return super().norm(x, norm)
         return rms_norm(x, norm.weight, norm.epsilon, is_fixed=self.is_invariant, pdl=True)
@@ -35,5 +35,5 @@ class InvariantTritonOps(TritonOps):
 
     is_invariant = True
 
-    def norm_in_place(self, x: Tensor, norm: Norm) -> None:
+    def norm_in_place(self, x: Tensor, norm: NormWeights) -> None:
         x.copy_(rms_norm(x, norm.weight, norm.epsilon, is_fixed=True))

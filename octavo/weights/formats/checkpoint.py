@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.quants import QuantSizes, Weight
 
 
-class Weights(Protocol):
+class TensorSource(Protocol):
     """The reader of one format."""
 
     stored_dtype: str
@@ -47,7 +47,7 @@ class Checkpoint:
     config_path: Path  # the file it was read from
     stored_dtype: str  # "float32", "float16" or "bfloat16": the arithmetic type nearest to what is stored
     num_bytes: int  # of the weights as stored; 0 if there are none
-    weights: Weights | None  # None: only a configuration, for a model with random weights
+    weights: TensorSource | None  # None: only a configuration, for a model with random weights
 
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
@@ -85,7 +85,7 @@ def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:
     config, config_path = folder.read_config(path), path / folder.CONFIG
     if allow_missing_weights:
         return Checkpoint(config, config_path, _configured_dtype(config), 0, None)
-    weights: Weights
+    weights: TensorSource
     if (settings := folder.quantisation(path, config)) is not None:
         from octavo.weights.formats.quantised_folder import QuantisedFiles
 

@@ -60,9 +60,9 @@ class GGUFTensors:
                 yield name, self._fixed(name, torch.empty(_matrix(entry.shape), dtype=dtype, device="meta"))
             return
         # A private mapping: bytes are read when they are decoded, and writes never reach the file.
-        whole = torch.from_file(str(self._file.path), shared=False, size=self._file.size, dtype=torch.uint8)
+        mapped = torch.from_file(str(self._file.path), shared=False, size=self._file.size, dtype=torch.uint8)
         for name, entry in self._plan:
-            packed = whole[entry.offset : entry.offset + entry.num_bytes].to(device)
+            packed = mapped[entry.offset : entry.offset + entry.num_bytes].to(device)
             if keep_packed and self._stays_packed(entry):
                 yield name, self._fixed(name, Quants(entry.type, packed.view(_matrix(entry.shape)[0], -1)))
             else:

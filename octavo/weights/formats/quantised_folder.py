@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
-from octavo.weights.formats.quantised import Recipe, plan
+from octavo.weights.formats.quantised import Recipe, plan_load
 from octavo.weights.formats.safetensors_files import QUANTISED_TYPES, SafetensorsFiles
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class QuantisedFiles:
 
     def __init__(self, files: SafetensorsFiles, settings: Any) -> None:
         self._files = files
-        self._plan = plan(settings, files.entries, files.small)
+        self._plan = plan_load(settings, files.entries, files.small)
         self.packing_label = self._plan.about
         self.num_bytes = files.num_bytes
         self.stored_dtype = files.stored_dtype

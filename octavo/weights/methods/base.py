@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.device_ops import Activation, DeviceOps, Norm
+from octavo.kernels.device_ops import Activation, DeviceOps, NormWeights
 from octavo.quants import Quants, QuantSizes, Weight
 
 RequestKind = TypeVar("RequestKind")
@@ -80,7 +80,12 @@ class Held(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """How the numbers are held, for the report of a start."""
+        """How the numbers are held, in words."""
+
+    @property
+    def numerics(self) -> frozenset[str]:
+        """What the fingerprint says of it: a name for each form of its numbers whose products have bits of their own."""
+        return frozenset({self.name})
 
 
 class HeldWeight(Held):
@@ -95,7 +100,7 @@ class HeldWeight(Held):
 
     @abstractmethod
     def product(
-        self, x: Tensor, norm: Norm | None = None, bias: Tensor | None = None, activation: Activation = "none"
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
         """[T, in] → activation(norm(x) · Wᵀ + bias), [T, out]."""
 
@@ -103,7 +108,7 @@ class HeldWeight(Held):
     def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """[T, in] → x · Wᵀ + bias + residual, [T, out]. The residual may be changed, and may be the result."""
 
-    def gated(self, x: Tensor, norm: Norm | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
+    def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
         """activation(gate) · up of norm(x) · Wᵀ + bias, [T, out / 2], as part of the product. None: for this activation and
         so many rows it is not, so use product() and then product_after_gate() of the weight that comes next."""
         return None
@@ -117,10 +122,10 @@ class HeldWeight(Held):
     def warm_up_gate(self, activation: Activation, has_bias: bool, max_rows: int) -> None:
         """Inside a warm-up: run every kernel that gated() may take for up to max_rows rows and no trial step meets."""
 
-    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+    def _normed(self, x: Tensor, norm: NormWeights | None) -> Tensor:
         return x if norm is None else self._ops.norm(x, norm)
 
-    def _rms_normed(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, tuple[Tensor, float] | None]:
+    def _rms_normed(self, x: Tensor, norm: NormWeights | None) -> tuple[Tensor, tuple[Tensor, float] | None]:
         """For kernels that take an RMSNorm with the product, as its weight and epsilon: a LayerNorm is computed here."""
         if norm is None:
             return x, None
@@ -174,11 +179,11 @@ class Gate:
     offset: float = 0.0
 
     @property
-    def is_plain(self) -> bool:
+    def is_swiglu(self) -> bool:
         return self == Gate()  # silu(gate) · up
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.is_plain:
+        if self.is_swiglu:
             return F.silu(gate) * up
         if self.limit:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -196,7 +201,7 @@ class ExpertsRequest:
     gate_up_bias: Tensor | None = None  # [experts, 2 inner]
     down_bias: Tensor | None = None  # [experts, hidden]
     packed_type: str = (
-        ""  # of Quants as which all of them arrive, if settings.packed_types has it; "": not known before
+        ""  # type of Quants in which all experts arrive, if it is in settings.packed_types; "": not known yet
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.kernels.cpu.library import GGUF_KINDS, GROUP, PANEL, Kind, PackedWeight, pack, pack_quantised
 from octavo.kernels.cpu.ops import Finish
-from octavo.kernels.device_ops import Activation, Norm
+from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
 from octavo.quants import Quants, Weight
 from octavo.quants.exact import HELD_SIZES, held_exactly
@@ -53,6 +53,11 @@ class NativeHeld(Held):
     @property
     def name(self) -> str:
         return " and ".join(sorted({kind_name(kind) for kind in self.bytes_of_kinds}))
+
+    @property
+    def numerics(self) -> frozenset[str]:
+        # Weights that are decoded to float32 give the same bits as float32.
+        return frozenset("float32" if kind.is_decoded else kind.name.lower() for kind in self.bytes_of_kinds)
 
 
 def kind_name(kind: Kind) -> str:
@@ -125,7 +130,7 @@ class NativeWeight(NativeHeld, HeldWeight, HeldTable):
         return Kind.FLOAT32, False, part.float()
 
     def decode(self) -> None:
-        """Hold it as what does not come packed is held."""
+        """Replace packed parts by decoded ones, held like weights that did not arrive packed."""
         parts = [weight.columns(torch.arange(weight.num_columns)) for weight in self._weights]
         self._weights = []
         self._pack(parts)
@@ -145,7 +150,7 @@ class NativeWeight(NativeHeld, HeldWeight, HeldTable):
     # ── use ─────────────────────────────────────────────────────────────────────────────────────────
 
     def product(
-        self, x: Tensor, norm: Norm | None = None, bias: Tensor | None = None, activation: Activation = "none"
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
         finish = _FINISHES.get(activation)
         if finish is None:
@@ -155,7 +160,7 @@ class NativeWeight(NativeHeld, HeldWeight, HeldTable):
     def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return self._native.linear(x, self._weights, bias=bias, residual=residual)
 
-    def gated(self, x: Tensor, norm: Norm | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
+    def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
         if activation not in _GATED or bias is not None:
             return None
         if len(self._weights) == 1 and self._weights[0].num_columns % (2 * PANEL) == 0:
@@ -193,7 +198,7 @@ class NativeHeads(NativeHeld, HeldHeads):
         self._members[head].fill(0, rows.contiguous())
 
     def product(self, x: Tensor) -> Tensor:
-        # One by one: the kernels give a token the same bits whatever its company.
+        # One by one: the kernels give a token the same bits in any batch.
         return torch.stack([member.product(x[:, head]) for head, member in enumerate(self._members)], dim=1)
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from octavo.kernels.cpu.experts import Choice, ExpertWeights
+from octavo.kernels.cpu.experts import ExpertChoice, ExpertWeights
 from octavo.kernels.cpu.library import Kind, PackedWeight
 from octavo.quants import Quants, Weight
 from octavo.quants.exact import HELD_SIZES, held_exactly
@@ -62,16 +62,16 @@ class NativeExperts(NativeHeld, HeldExperts):
         if self._weights is None:
             request, gate = self._request, self._request.gate
             self._weights = ExpertWeights(
-                [_whole(weight) for weight in self.gate_up],
-                [_whole(weight) for weight in self.down],
+                [_single(weight) for weight in self.gate_up],
+                [_single(weight) for weight in self.down],
                 request.gate_up_bias,
                 request.down_bias,
-                Choice(num_chosen, is_normalised, gate.alpha, gate.limit, gate.offset),
+                ExpertChoice(num_chosen, is_normalised, gate.alpha, gate.limit, gate.offset),
             )
         return self._native.experts(x, logits, self._weights, residual)
 
 
-def _whole(weight: NativeWeight) -> PackedWeight:
+def _single(weight: NativeWeight) -> PackedWeight:
     (packed,) = weight.packed
     return packed
 

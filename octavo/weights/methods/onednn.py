@@ -5,7 +5,7 @@ import functools
 
 import torch
 
-from octavo.kernels.device_ops import Activation, Norm
+from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
 from octavo.quants import Weight
 from octavo.weights.methods.base import (
@@ -150,12 +150,12 @@ class OneDnnWeight(HeldWeight):
     def product(
         self,
         x: torch.Tensor,
-        norm: Norm | None = None,
+        norm: NormWeights | None = None,
         bias: torch.Tensor | None = None,
         activation: Activation = "none",
     ) -> torch.Tensor:
         x = self._normed(x, norm)
-        if activation == "silu":  # which torch's call has no word for
+        if activation == "silu":  # not supported by torch's fused call
             return activate(packed_linear(x, self.packed, bias), activation)
         return packed_linear(x, self.packed, bias, activation)
 

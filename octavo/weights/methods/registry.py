@@ -69,7 +69,7 @@ class Methods:
         return self._held(_experts, request)
 
     def in_words(self) -> str:
-        """Which methods hold the weights, and why not another that holds some, for the report of a start."""
+        """Which methods hold the weights, for the report of a start. Where several do: why a weight was not held by an earlier one."""
         names = {name for name, _ in self.picked}
         parts = []
         for (name, reasons), count in self.picked.most_common():

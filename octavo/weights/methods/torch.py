@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, bmm
 
-from octavo.kernels.device_ops import Activation, Norm
+from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
 from octavo.quants import Weight
 from octavo.weights.methods.base import (
@@ -45,7 +45,7 @@ class PlainWeight(HeldWeight, HeldTable):
         target[len(mine) :].zero_()
 
     def product(
-        self, x: Tensor, norm: Norm | None = None, bias: Tensor | None = None, activation: Activation = "none"
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
         return activate(F.linear(self._normed(x, norm), self.tensor, bias), activation)
 

@@ -71,8 +71,8 @@ def choose(logits: Tensor, num_chosen: int, is_normalised: bool) -> tuple[Tensor
     logits = logits.float()
     ranked, experts = logits.sort(dim=-1, descending=True, stable=True)
     top = ranked[:, :num_chosen]
-    whole = top if is_normalised else logits
-    return experts[:, :num_chosen], (top - whole.logsumexp(dim=-1, keepdim=True)).exp_()
+    pool = top if is_normalised else logits
+    return experts[:, :num_chosen], (top - pool.logsumexp(dim=-1, keepdim=True)).exp_()
 
 
 def grouped_product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

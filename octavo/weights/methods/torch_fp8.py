@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.device_ops import Activation, Norm
+from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
 from octavo.quants import Weight
 from octavo.weights.methods.base import (
@@ -97,7 +97,7 @@ class Fp8Weight(HeldWeight):
             self.scales[0, to] = scales[:, 0]
 
     def product(
-        self, x: Tensor, norm: Norm | None = None, bias: Tensor | None = None, activation: Activation = "none"
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
         y = self._multiply(*self._rounded(x, norm))
         return activate(y if bias is None else y.add_(bias), activation)
@@ -110,7 +110,7 @@ class Fp8Weight(HeldWeight):
             y.add_(bias)
         return y if residual is None else y.add_(residual)
 
-    def _rounded(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    def _rounded(self, x: Tensor, norm: NormWeights | None) -> tuple[Tensor, Tensor]:
         return quantise(self._normed(x, norm))
 
     def _multiply(self, x: Tensor, scales: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.device_ops import Activation, Norm
+from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.gemm.gated import gated_linear, gated_pays, gated_row_counts
@@ -14,7 +14,7 @@ from octavo.weights.methods.torch import PlainWeight
 
 class TritonWeight(PlainWeight):
     def product(
-        self, x: Tensor, norm: Norm | None = None, bias: Tensor | None = None, activation: Activation = "none"
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
         if pays(x.shape[0], *self.tensor.shape):
             y = self._of_few_rows(x, norm, bias, None)
@@ -31,7 +31,7 @@ class TritonWeight(PlainWeight):
             residual.add_(bias)
         return residual.addmm_(x, self.tensor.t())  # in place: the sum costs no pass of its own
 
-    def gated(self, x: Tensor, norm: Norm | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
+    def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
         if activation not in ACTIVATIONS:
             return None
         if bias is None and gated_pays(x.shape[0], self.tensor, activation):
@@ -41,7 +41,7 @@ class TritonWeight(PlainWeight):
             return self._of_few_rows(x, norm, bias, activation)
         return None
 
-    def _of_few_rows(self, x: Tensor, norm: Norm | None, bias: Tensor | None, gated: str | None) -> Tensor:
+    def _of_few_rows(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, gated: str | None) -> Tensor:
         """With an RMSNorm before the product, and a gate after it, in the same launch."""
         x, before = self._rms_normed(x, norm)
         return few_rows_linear(x, self.tensor, bias=bias, norm=before, gated=gated, pdl=True)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from octavo.kernels.triton.moe.expert_plan import Tiles, fitting
-from octavo.kernels.triton.moe.experts import Weights, experts, plan
+from octavo.kernels.triton.moe.experts import ExpertTensors, experts, plan_experts
 from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, Method, Settings, supports_all
 from octavo.weights.methods.torch_experts import PlainExperts
 
@@ -46,9 +46,9 @@ class ExpertSums:
         request, gate = self._request, self._request.gate
         y: Tensor = experts(
             x,
-            plan(logits, num_chosen, is_normalised, self._tiles),
-            Weights(*gate_up, request.gate_up_bias),
-            Weights(*down, request.down_bias),
+            plan_experts(logits, num_chosen, is_normalised, self._tiles),
+            ExpertTensors(*gate_up, request.gate_up_bias),
+            ExpertTensors(*down, request.down_bias),
             (gate.alpha, gate.limit, gate.offset),
             residual,
         )

@@ -1,11 +1,14 @@
-"""Weights in 8-bit floats on a GPU: Triton kernels round the inputs, together with the norm or the gate before the product."""
+"""Weights in 8-bit floats on a GPU. Few rows: Triton kernels multiply them with inputs of 16 bits, norm, gate and residual in the
+same launch. Many rows: Triton kernels round the inputs, together with the norm or the gate before torch's product."""
 
 from torch import Tensor
 
-from octavo.kernels.device_ops import Activation, Norm
+from octavo.kernels.device_ops import Activation, NormWeights
+from octavo.kernels.torch_ops import activate
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.elementwise.quantise import quantise_rows, rms_norm_fp8, silu_mul_fp8
 from octavo.kernels.triton.gemm.invariant import invariant_fp8
+from octavo.kernels.triton.gemm.skinny import few_rows_linear, pays_fp8
 from octavo.weights.methods import torch_fp8
 from octavo.weights.methods.base import LinearMethod, Method, Settings, WeightRequest, other_kernels
 from octavo.weights.methods.torch_fp8 import Fp8Weight
@@ -18,6 +21,30 @@ class TritonFp8Weight(Fp8Weight):
         super().__init__(request, settings)
         self._is_fixed = settings.ops.is_invariant
 
+    def product(
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
+    ) -> Tensor:
+        if not self._has_few(x):
+            return super().product(x, norm, bias, activation)
+        return activate(self._of_few_rows(x, norm, bias, None), activation)
+
+    def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        if not self._has_few(x):
+            return super().product_add(x, bias, residual)
+        return few_rows_linear(x, self.numbers, bias=bias, residual=residual, pdl=True, scales=self.scales[0])
+
+    def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
+        if activation not in ACTIVATIONS or not self._has_few(x):
+            return None
+        return self._of_few_rows(x, norm, bias, activation)
+
+    def _has_few(self, x: Tensor) -> bool:
+        return not self._is_fixed and pays_fp8(x.shape[0], *self.numbers.shape)
+
+    def _of_few_rows(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, gated: str | None) -> Tensor:
+        x, before = self._rms_normed(x, norm)
+        return few_rows_linear(x, self.numbers, bias=bias, norm=before, gated=gated, pdl=True, scales=self.scales[0])
+
     def product_after_gate(
         self, gate_up: Tensor, activation: Activation, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
@@ -26,7 +53,7 @@ class TritonFp8Weight(Fp8Weight):
         rounded = silu_mul_fp8(gate_up, activation, is_fixed=self._is_fixed)
         return self._added(self._multiply(*rounded), bias, residual)
 
-    def _rounded(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    def _rounded(self, x: Tensor, norm: NormWeights | None) -> tuple[Tensor, Tensor]:
         x, before = self._rms_normed(x, norm)
         if before is None:
             return quantise_rows(x, is_fixed=self._is_fixed)

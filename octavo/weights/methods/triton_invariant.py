@@ -3,7 +3,7 @@ depend on the other rows."""
 
 from torch import Tensor
 
-from octavo.kernels.device_ops import Activation, Norm
+from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.gemm.invariant import invariant_linear
@@ -13,17 +13,17 @@ from octavo.weights.methods.torch import PlainWeight
 
 class InvariantWeight(PlainWeight):
     def product(
-        self, x: Tensor, norm: Norm | None = None, bias: Tensor | None = None, activation: Activation = "none"
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
         return activate(self._product(x, norm, bias, None), activation)
 
     def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return invariant_linear(x, self.tensor, bias=bias, residual=residual, pdl=True)
 
-    def gated(self, x: Tensor, norm: Norm | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
+    def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
         return self._product(x, norm, bias, activation) if activation in ACTIVATIONS else None
 
-    def _product(self, x: Tensor, norm: Norm | None, bias: Tensor | None, gated: str | None) -> Tensor:
+    def _product(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, gated: str | None) -> Tensor:
         x, before = self._rms_normed(x, norm)
         return invariant_linear(x, self.tensor, bias=bias, norm=before, gated=gated, pdl=True)
 

@@ -81,7 +81,7 @@ def _from_index(folder: Path) -> WeightFiles:
 
 
 def _require_all_shards(folder: Path, found: list[Path]) -> None:
-    """Raise if a shard is missing. Without an index only the file names tell: ...-00001-of-00003.safetensors."""
+    """Raise if a shard is missing. Without an index only the file names show it: ...-00001-of-00003.safetensors."""
     for path in found:
         if shard := _SHARD.fullmatch(path.name):
             total = int(shard["total"])

@@ -46,17 +46,17 @@ def _words_of(path: Path) -> list[Path]:
 
 
 def _digest(paths: list[Path]) -> str:
-    whole = hashlib.sha256()
+    checksum = hashlib.sha256()
     for path in paths:
         if path.is_file():
             size = path.stat().st_size
             # Without the name: users name files and folders as they like.
-            whole.update(f"{path.suffix} {size}\n".encode())
+            checksum.update(f"{path.suffix} {size}\n".encode())
             with path.open("rb") as file:
                 for offset, length in _pieces(size):
                     file.seek(offset)
-                    whole.update(file.read(length))
-    return whole.hexdigest()[:_DIGITS]
+                    checksum.update(file.read(length))
+    return checksum.hexdigest()[:_DIGITS]
 
 
 def _pieces(size: int) -> list[tuple[int, int]]:

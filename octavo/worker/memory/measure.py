@@ -15,8 +15,8 @@ from octavo.worker.assemble import Columns
 from octavo.worker.memory.page_count import MiB, in_words
 
 RunStep = Callable[[int, int, bool], object]
-"""(tokens, rows, is_plain): compute that many tokens of that many rows against a KV store of a page or two, and sample for
-every row: greedily as in a CUDA graph if is_plain, otherwise with the most expensive parameters (DEMANDING)."""
+"""(tokens, rows, is_greedy): compute that many tokens of that many rows against a KV store of a page or two, and sample for
+every row: greedily as in a CUDA graph if is_greedy, otherwise with the most expensive parameters (DEMANDING)."""
 
 DEMANDING = SamplingParams(
     temperature=1.0,
@@ -54,13 +54,13 @@ def measure(
     in the steps. Several ranks must all run the same steps, so no rank tries smaller ones by itself."""
     num_rows = min(num_rows, num_tokens)
     least = working_bytes(device, partial(run_step, 1, 1, False))
-    plain = working_bytes(device, partial(run_step, num_rows, num_rows, True)) if num_graphs else 0
+    greedy = working_bytes(device, partial(run_step, num_rows, num_rows, True)) if num_graphs else 0
     rows = working_bytes(device, partial(run_step, num_rows, num_rows, False))
     working = working_bytes(device, partial(run_step, num_tokens, num_rows, False))
-    if least is None or plain is None or rows is None or working is None:
+    if least is None or greedy is None or rows is None or working is None:
         raise ConfigError(_no_room(device, run_step if is_alone else None, num_tokens, num_rows))
     # Graphs have their own memory pool, and each runs once uncaptured on its own stream: twice a step's memory.
-    reserve = _SAFETY_BYTES + staging_bytes + num_graphs * _GRAPH_BYTES + 2 * plain
+    reserve = _SAFETY_BYTES + staging_bytes + num_graphs * _GRAPH_BYTES + 2 * greedy
     use = device.memory_use()
     outside = use.total - use.free - use.reserved
     context = min(outside, _CONTEXT_BYTES)

@@ -29,9 +29,11 @@ def few_rows_linear(
     residual: torch.Tensor | None = None,
     gated: str | None = None,
     pdl: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [M, K], weight [N, K] → [M, N], summed in float32 and rounded once. M is at most 128.
 
+    scales [N] float32: of a weight in 8-bit floats; x keeps its 16 bits.
     norm: (weight [K], epsilon) of an RMSNorm of x before the product. residual [M, N]: the product is added to it in place,
     and it is returned. gated: the weight holds the rows of gate, then those of up; the result [M, N/2] is the named
     activation of gate, times up. pdl: start reading the weight before the previous kernel has ended."""
@@ -41,7 +43,7 @@ def few_rows_linear(
         raise ConfigError(f"activation {gated!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
     n = width // 2 if gated else width
     assert num_rows <= MAX_ROWS and x.stride(1) == 1
-    assert weight.is_contiguous() and weight.shape[1] == k and x.dtype == weight.dtype
+    assert weight.is_contiguous() and weight.shape[1] == k and (x.dtype == weight.dtype) == (scales is None)
     assert gated is None or width == 2 * n
     if residual is None:
         out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
@@ -51,13 +53,14 @@ def few_rows_linear(
     if num_rows == 0:
         return out
     pdl = pdl and starts_early(x.device)
-    choice = choose(num_rows, n, k, gated is not None, num_processors(x.device))
+    rule = choose if scales is None else choose_fp8
+    choice = rule(num_rows, n, k, gated is not None, num_processors(x.device))
     if isinstance(choice, VectorChoice):
-        vector_product(x, weight, out, residual, bias, norm, gated or "", choice, pdl)
+        vector_product(x, weight, out, residual, bias, norm, gated or "", choice, pdl, scales)
     else:
         if norm is not None:
             x = rms_norm(x, *norm, pdl=pdl)
-        tile_product(x, weight, out, residual, bias, gated or "", choice, pdl)
+        tile_product(x, weight, out, residual, bias, gated or "", choice, pdl, scales)
     return out
 
 
@@ -112,6 +115,37 @@ def choose_tile(num_rows: int, n: int, k: int, is_gated: bool, num_processors: i
     while split > 1 and num_tiles * split * block_n * padded > SCRATCH_NUMBERS:
         split //= 2
     return TileChoice(block_n, block_k, split, 4, 6 if num_rows > 64 else 4)
+
+
+def pays_fp8(num_rows: int, n: int, k: int) -> bool:
+    """Whether `few_rows_linear` with a weight [n, k] in 8 bits beats torch's 8-bit product and the launches before and after it,
+    as measured by `benchmarks/kernels/packed.py` on an H200 for the shapes of an 8B model."""
+    num_rows = captured_size(num_rows)
+    # A weight with few outputs leaves torch's product too few tiles; with more rows than these, reading x costs more.
+    return num_rows <= 2 or (num_rows <= 64 and n <= 4096)
+
+
+@cache
+def choose_fp8(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> VectorChoice | TileChoice:
+    """choose() for a weight in 8 bits."""
+    num_rows = captured_size(num_rows)
+    if k <= 512 and num_rows <= VECTOR_ROWS:
+        return VectorChoice(8, 1, 1)
+    if num_rows == 1:
+        if is_gated:
+            return VectorChoice(8, 4, 2)
+        if k > 8192:
+            return VectorChoice(4, 2, 2)
+        return VectorChoice(8, 2, 1) if n >= 6144 else VectorChoice(8, 4, 1)
+    if num_rows == 2:
+        return VectorChoice(4, 2, 1) if is_gated or n > 4096 else VectorChoice(8, 4, 1)
+    if num_rows <= VECTOR_ROWS and k <= 4096 and not is_gated:
+        return VectorChoice(4, 2, 1)
+    choice = choose_tile(num_rows, n, k, is_gated, num_processors)._replace(block_k=128, num_stages=4)
+    # Half of the bytes are read in half of the time, unless twice as many programs read.
+    wide = choice._replace(split=choice.split * 2)
+    has_room = -(-n // 64) * wide.split * wide.block_n * max(16, num_rows) <= SCRATCH_NUMBERS
+    return wide if num_rows <= 32 and 1 < wide.split <= k // 256 and has_room else choice
 
 
 @cache

@@ -34,9 +34,9 @@ class TileChoice(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _prefetch(place, column, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Prefetch the cache lines (64 numbers of two bytes) at these columns of W's rows into the L2 cache."""
-    line = (place[:, None] + tl.minimum(column, K - 1)[None, :]).to(tl.int64)
+def prefetch(place, column):  # type: ignore[no-untyped-def]
+    """Prefetch the cache lines at these columns of the rows that place [BLOCK_N] points to into the L2 cache."""
+    line = (place[:, None] + column[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -49,6 +49,7 @@ def _tile_product(  # type: ignore[no-untyped-def]
     out,  # [M, n]; the same tensor as residual, if there is one
     residual,  # [M, n] or None
     bias,  # [PARTS · n] or None
+    scales,  # [PARTS · n] float32 of weights in 8 bits, or None
     scratch,  # [tiles, SPLIT, PARTS, BLOCK_N, ROWS] float32, or None if SPLIT is 1
     arrivals,  # [tiles] int32, zero before and after the launch
     num_rows,
@@ -62,8 +63,10 @@ def _tile_product(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,  # an activation's name, or ""
     PREFETCHED: tl.constexpr,  # cache lines of each row of W, prefetched before x is ready
     PDL: tl.constexpr,
+    ASM: tl.constexpr,  # False: in the interpreter, which runs no assembly
 ):
     PARTS: tl.constexpr = 1 if GATED == "" else 2
+    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # weights in a cache line
     COUNT: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)  # tiles of K for each program
     HAS_TAIL: tl.constexpr = COUNT * SPLIT * BLOCK_K != K
     tile = tl.program_id(0)
@@ -76,26 +79,29 @@ def _tile_product(  # type: ignore[no-untyped-def]
     if PDL:
         gdc_launch_dependents()
         for part in tl.static_range(PARTS):
-            _prefetch(place + part * part_stride, first_tile * BLOCK_K + tl.arange(0, PREFETCHED) * 64, K)
+            column = first_tile * BLOCK_K + tl.arange(0, PREFETCHED) * LINE
+            prefetch(place + part * part_stride, tl.minimum(column, K - 1))
         gdc_wait()
     # Rows of x beyond the last repeat the last one too.
     row = tl.minimum(tl.arange(0, ROWS), num_rows - 1)
     sums, up_sums = sums_over(
-        x, place, part_stride, row, x_stride, first_tile, K, COUNT, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
-    )
+        x, place, part_stride, row, x_stride, first_tile, K, COUNT, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS,
+        ASM,
+    )  # fmt: skip
     output = first + tl.arange(0, BLOCK_N)
     if SPLIT == 1:
-        finish(sums, up_sums, out, residual, bias, None, None, num_rows, n, output, tl.arange(0, ROWS), GATED)
+        finish(sums, up_sums, out, residual, bias, None, scales, num_rows, n, output, tl.arange(0, ROWS), GATED)
     else:
         scratch += tile * (SPLIT * PARTS * BLOCK_N * ROWS)
         if leave_share(sums, up_sums, scratch, arrivals + tile, share, SPLIT, PARTS, BLOCK_N, ROWS):
             sums, up_sums = add_shares(scratch, arrivals + tile, SPLIT, PARTS, BLOCK_N, ROWS)
-            finish(sums, up_sums, out, residual, bias, None, None, num_rows, n, output, tl.arange(0, ROWS), GATED)
+            finish(sums, up_sums, out, residual, bias, None, scales, num_rows, n, output, tl.arange(0, ROWS), GATED)
 
 
-def stages_that_fit(choice: TileChoice, rows: int, item_bytes: int, shared: int) -> int:
-    """The number of tiles in flight for `shared` bytes of shared memory: num_stages on an H200, fewer on smaller GPUs."""
-    tile_bytes = (choice.block_n + rows) * choice.block_k * item_bytes
+def stages_that_fit(choice: TileChoice, rows: int, item_bytes: int, weight_bytes: int, shared: int) -> int:
+    """The number of tiles in flight for `shared` bytes of shared memory: num_stages on an H200, fewer on smaller GPUs.
+    item_bytes and weight_bytes are those of a number of x and of W."""
+    tile_bytes = (choice.block_n * weight_bytes + rows * item_bytes) * choice.block_k
     return max(2, min(choice.num_stages, shared // tile_bytes))
 
 
@@ -108,6 +114,7 @@ def tile_product(
     gated: str,
     choice: TileChoice,
     pdl: bool,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """x [M, K] · weight [N, K]ᵀ into out [M, N or N/2]; see `skinny.few_rows_linear`."""
     num_rows, k = x.shape
@@ -123,12 +130,12 @@ def tile_product(
         scratch, arrivals = scratch_of(x.device)
         assert num_tiles * split * choice.block_n * rows <= SCRATCH_NUMBERS and num_tiles <= MAX_SHARED_TILES
     # The columns that the pipeline loads first, or the program's whole share if that is less.
-    stages = stages_that_fit(choice, rows, x.element_size(), shared_bytes(x.device))
+    stages = stages_that_fit(choice, rows, x.element_size(), weight.element_size(), shared_bytes(x.device))
     columns = min(choice.block_k * stages, triton.cdiv(k, split))
     options = {"launch_pdl": True} if pdl else {}
     _tile_product[(num_tiles, split)](
-        x, weight, out, residual, bias, scratch, arrivals, num_rows, n, x.stride(0),
+        x, weight, out, residual, bias, scales, scratch, arrivals, num_rows, n, x.stride(0),
         K=k, BLOCK_N=block_n, BLOCK_K=choice.block_k, SPLIT=split, ROWS=rows, GATED=gated,
-        PREFETCHED=triton.next_power_of_2(triton.cdiv(columns, 64)), PDL=pdl,
+        PREFETCHED=triton.next_power_of_2(triton.cdiv(columns * weight.element_size(), 128)), PDL=pdl, ASM=x.is_cuda,
         num_warps=choice.num_warps, num_stages=stages, **options,
     )  # fmt: skip

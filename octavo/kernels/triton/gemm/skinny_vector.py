@@ -24,7 +24,7 @@ MAX_UNROLLED = 16  # tiles
 
 class VectorChoice(NamedTuple):
     block_n: int  # rows of W per program; with a gate, half of gate and half of up
-    num_warps: int  # side by side along K, 256 columns each: with 16-byte loads a warp reads one segment of a row
+    num_warps: int  # side by side along K, 512 bytes each: with 16-byte loads a warp reads one segment of a row
     ahead: int  # tiles loaded before the first is used
 
 
@@ -70,19 +70,22 @@ def _load_rows(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _accumulate(  # type: ignore[no-untyped-def]
     sums, squares, tiles, rows,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile's products. One thread holds eight neighbours of a row of W and adds them up at once."""
+    """Add one tile's products. One thread holds EACH neighbours of a row of W and adds them up at once."""
     new_sums = ()
     new_squares = ()
     for row in tl.static_range(ROWS):
         numbers = rows[row].to(tl.float32)
         if HAS_NORM:
-            new_squares = new_squares + (squares[row] + tl.sum(tl.reshape(numbers * numbers, (BLOCK_K // 8, 8)), 1),)
+            new_squares = new_squares + (
+                squares[row] + tl.sum(tl.reshape(numbers * numbers, (BLOCK_K // EACH, EACH)), 1),
+            )
             numbers = numbers * tiles[PARTS].to(tl.float32)
         for part in tl.static_range(PARTS):
             products = tiles[part].to(tl.float32) * numbers[None, :]
-            partial = tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_K // 8, 8)), 2)
+            partial = tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_K // EACH, EACH)), 2)
             new_sums = new_sums + (sums[row * PARTS + part] + partial,)
     return new_sums, new_squares
 
@@ -90,10 +93,10 @@ def _accumulate(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_over_columns(  # type: ignore[no-untyped-def]
     tiles, x, place, part_stride, norm, num_rows, x_stride, column,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LOOPED: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr,
+    LOOPED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The sums [BLOCK_N, BLOCK_K / 8] of each row and part, and the sums of squares [BLOCK_K / 8] of each row."""
+    """The sums [BLOCK_N, BLOCK_K / EACH] of each row and part, and the sums of squares [BLOCK_K / EACH] of each row."""
     HAS_NORM: tl.constexpr = norm is not None
     HELD: tl.constexpr = PARTS + 1 if HAS_NORM else PARTS  # tensors of a tile of weights
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -105,17 +108,17 @@ def _sum_over_columns(  # type: ignore[no-untyped-def]
     sums = ()
     squares = ()
     for _ in tl.static_range(ROWS * PARTS):
-        sums = sums + (tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32),)
+        sums = sums + (tl.zeros((BLOCK_N, BLOCK_K // EACH), tl.float32),)
     if HAS_NORM:
         for _ in tl.static_range(ROWS):
-            squares = squares + (tl.zeros((BLOCK_K // 8,), tl.float32),)
+            squares = squares + (tl.zeros((BLOCK_K // EACH,), tl.float32),)
 
     for t in tl.range(LOOPED, num_stages=1):
         if ROWS_AHEAD == 0:
             current = _load_rows(x, num_rows, x_stride, column, t, K, BLOCK_K, ROWS)
         else:
             current = rows[:ROWS]
-        sums, squares = _accumulate(sums, squares, tiles, current, BLOCK_N, BLOCK_K, ROWS, PARTS, HAS_NORM)
+        sums, squares = _accumulate(sums, squares, tiles, current, BLOCK_N, BLOCK_K, EACH, ROWS, PARTS, HAS_NORM)
         tiles = tiles[HELD:] + _load_weights(place, part_stride, norm, column, t + AHEAD, K, BLOCK_K, PARTS)
         if ROWS_AHEAD > 0:
             rows = rows[ROWS:] + _load_rows(x, num_rows, x_stride, column, t + ROWS_AHEAD, K, BLOCK_K, ROWS)
@@ -124,7 +127,7 @@ def _sum_over_columns(  # type: ignore[no-untyped-def]
             current = _load_rows(x, num_rows, x_stride, column, t, K, BLOCK_K, ROWS)
         else:
             current = rows[:ROWS]
-        sums, squares = _accumulate(sums, squares, tiles, current, BLOCK_N, BLOCK_K, ROWS, PARTS, HAS_NORM)
+        sums, squares = _accumulate(sums, squares, tiles, current, BLOCK_N, BLOCK_K, EACH, ROWS, PARTS, HAS_NORM)
         tiles = tiles[HELD:]
         if t + AHEAD < TILES:
             tiles = tiles + _load_weights(place, part_stride, norm, column, t + AHEAD, K, BLOCK_K, PARTS)
@@ -143,6 +146,7 @@ def _vector_product(  # type: ignore[no-untyped-def]
     residual,  # [M, n] or None
     bias,  # [PARTS · n] or None
     norm,  # [K] or None
+    scales,  # [PARTS · n] float32 of weights in 8 bits, or None
     num_rows,
     n,
     x_stride,
@@ -157,6 +161,7 @@ def _vector_product(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     PARTS: tl.constexpr = 1 if GATED == "" else 2
+    EACH: tl.constexpr = 16 if weight.dtype.element_ty.primitive_bitwidth == 8 else 8
     first = tl.program_id(0) * BLOCK_N
     column = tl.arange(0, BLOCK_K)
     # Rows of W beyond the last repeat the last one instead of a mask: their results are not stored.
@@ -168,6 +173,10 @@ def _vector_product(  # type: ignore[no-untyped-def]
     tiles = ()
     for t in tl.static_range(AHEAD):
         tiles = tiles + _load_weights(place, part_stride, norm, column, t, K, BLOCK_K, PARTS)
+    by_output = ()  # the scales of weights in 8 bits, loaded early too: they come from memory, and are used last
+    if scales is not None:
+        for part in tl.static_range(PARTS):
+            by_output = by_output + (tl.load(scales + part * n + output, mask=output < n, other=0.0),)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -177,16 +186,22 @@ def _vector_product(  # type: ignore[no-untyped-def]
             mask = (output < n) & (row < num_rows)
             added = added + (tl.load(residual + row * n + output, mask=mask, other=0.0),)
     sums, squares = _sum_over_columns(
-        tiles, x, place, part_stride, norm, num_rows, x_stride, column, K, BLOCK_N, BLOCK_K, AHEAD, LOOPED, ROWS, PARTS
-    )
+        tiles, x, place, part_stride, norm, num_rows, x_stride, column,
+        K, BLOCK_N, BLOCK_K, EACH, AHEAD, LOOPED, ROWS, PARTS,
+    )  # fmt: skip
     for row in tl.static_range(ROWS):
         factor = 1.0
         if norm is not None:
             factor = tl.rsqrt(tl.sum(squares[row], 0) / K + epsilon)
-        y = _biased(tl.sum(sums[row * PARTS], 1) * factor, bias, output, n)
+        y = tl.sum(sums[row * PARTS], 1) * factor
+        if scales is not None:
+            y *= by_output[0]  # type: ignore[misc]
+        y = _biased(y, bias, output, n)
         if PARTS == 2:
-            up = _biased(tl.sum(sums[row * PARTS + 1], 1) * factor, bias, n + output, 2 * n)
-            y = activate(y, GATED) * up
+            up = tl.sum(sums[row * PARTS + 1], 1) * factor
+            if scales is not None:
+                up *= by_output[1]  # type: ignore[misc]
+            y = activate(y, GATED) * _biased(up, bias, n + output, 2 * n)
         if residual is not None:
             y += added[row].to(tl.float32)
         mask = (output < n) & (row < num_rows)
@@ -210,6 +225,7 @@ def vector_product(
     gated: str,
     choice: VectorChoice,
     pdl: bool,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """x [M, K] · weight [N, K]ᵀ into out [M, N or N/2]; see `skinny.few_rows_linear`."""
     num_rows, k = x.shape
@@ -217,7 +233,7 @@ def vector_product(
     assert num_rows <= MAX_ROWS and x.stride(1) == 1
     parts = 2 if gated else 1
     block_n = max(1, choice.block_n // parts)
-    block_k = 256 * choice.num_warps
+    block_k = (512 if weight.element_size() == 1 else 256) * choice.num_warps
     num_tiles = triton.cdiv(k, block_k)
     ahead = min(choice.ahead, num_tiles)
     # With one row the tiles are unrolled: a loop would move its queue from register to register. With more rows they are
@@ -226,7 +242,7 @@ def vector_product(
     scale, epsilon = norm if norm is not None else (None, 0.0)
     options = {"launch_pdl": True} if pdl else {}
     _vector_product[(triton.cdiv(n, block_n),)](
-        x, weight, out, residual, bias, scale, num_rows, n, x.stride(0), epsilon,
+        x, weight, out, residual, bias, scale, scales, num_rows, n, x.stride(0), epsilon,
         K=k, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=ahead, LOOPED=looped,
         ROWS=triton.next_power_of_2(num_rows), GATED=gated, PDL=pdl, num_warps=choice.num_warps, **options,
     )  # fmt: skip

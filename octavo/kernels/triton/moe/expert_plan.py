@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExpertPlan:
     """The routing of a step's tokens. P = T · K (token, expert) pairs; a pair's "place" is its index in the order by
     expert."""
 
@@ -153,7 +153,7 @@ def _place(  # type: ignore[no-untyped-def]
 _launch_route, _launch_count, _launch_place = Launcher(_route), Launcher(_count), Launcher(_place)
 
 
-def plan(logits: torch.Tensor, num_chosen: int, is_normalised: bool, tiles: Tiles | None = None) -> Plan:
+def plan_experts(logits: torch.Tensor, num_chosen: int, is_normalised: bool, tiles: Tiles | None = None) -> ExpertPlan:
     """logits [T, E] → each token's experts, and blocks of pairs of one expert. Everything stays on the device."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * num_chosen
@@ -180,4 +180,4 @@ def plan(logits: torch.Tensor, num_chosen: int, is_normalised: bool, tiles: Tile
             (num_experts, padded, tiles.block_m),
             {"num_warps": 4},
         )
-    return Plan(weights, chosen, order, blocks, tiles)
+    return ExpertPlan(weights, chosen, order, blocks, tiles)

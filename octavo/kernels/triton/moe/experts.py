@@ -9,13 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.moe.expert_plan import FIELDS, Plan, plan
+from octavo.kernels.triton.moe.expert_plan import FIELDS, ExpertPlan, plan_experts
 from octavo.kernels.triton.runtime.launch import Launcher
 
-__all__ = ["Weights", "experts", "plan"]
+__all__ = ["ExpertTensors", "experts", "plan_experts"]
 
 
-class Weights(NamedTuple):
+class ExpertTensors(NamedTuple):
     """The weights [E, N, K] of all experts. MXFP4: two numbers per byte, the low halves of 16 bytes first, and scales."""
 
     numbers: torch.Tensor  # [E, N, K] in the type of the activations; MXFP4: uint8 [E, N, K / 2]
@@ -229,9 +229,9 @@ _launch_gate_up, _launch_down, _launch_combine = Launcher(_gate_up), Launcher(_d
 
 def experts(
     x: torch.Tensor,  # [T, D]
-    plan: Plan,
-    gate_up: Weights,  # [E, 2 I, D]: gate, then up
-    down: Weights,  # [E, D, I]
+    plan: ExpertPlan,
+    gate_up: ExpertTensors,  # [E, 2 I, D]: gate, then up
+    down: ExpertTensors,  # [E, D, I]
     gate: tuple[float, float, float],  # alpha, limit (0: none) and offset: gate · sigmoid(alpha · gate) · (up + offset)
     residual: torch.Tensor | None,  # [T, D], changed and returned
 ) -> torch.Tensor:

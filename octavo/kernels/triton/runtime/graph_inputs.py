@@ -98,7 +98,7 @@ def _gather(
 
 
 @triton.jit
-def _scatter(rows, lens, sampled, tokens, answers, slot, tokens_width, max_rows, SLOTS: tl.constexpr):
+def _scatter(rows, lens, sampled, tokens, host_tokens, slot, tokens_width, max_rows, SLOTS: tl.constexpr):
     index = tl.program_id(0)
     length = tl.load(lens + index)
     row = tl.load(rows + index).to(tl.int64)
@@ -106,7 +106,7 @@ def _scatter(rows, lens, sampled, tokens, answers, slot, tokens_width, max_rows,
     tl.store(tokens + row * tokens_width + length, token, mask=length > 0)
     # receive() has moved `slot` on: this step's slot is the previous one.
     which = (tl.load(slot) + SLOTS - 1) % SLOTS
-    tl.store(answers + which * max_rows + index, token)
+    tl.store(host_tokens + which * max_rows + index, token)
 
 
 def receive(
@@ -148,9 +148,18 @@ def scatter_tokens(
     lens: torch.Tensor,  # [B] int32
     sampled: torch.Tensor,  # [B] int64
     tokens: torch.Tensor,  # [rows, W] int32: each row's sampled token is appended
-    answers: torch.Tensor,  # [NUM_SLOTS, max_rows] int32, pinned: … and sent to the host
+    host_tokens: torch.Tensor,  # [NUM_SLOTS, max_rows] int32, pinned: … and sent to the host
     slot: torch.Tensor,  # [1] int32, as left by receive()
 ) -> None:
     _scatter[(rows.shape[0],)](
-        rows, lens, sampled, tokens, answers, slot, tokens.stride(0), answers.stride(0), SLOTS=NUM_SLOTS, num_warps=1
+        rows,
+        lens,
+        sampled,
+        tokens,
+        host_tokens,
+        slot,
+        tokens.stride(0),
+        host_tokens.stride(0),
+        SLOTS=NUM_SLOTS,
+        num_warps=1,
     )

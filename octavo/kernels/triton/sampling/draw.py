@@ -267,8 +267,8 @@ def _survey(
 def _part_of(total, share):
     """The smallest mass that is at least `share` of the total."""
     exact = total.to(tl.float64) * share
-    whole = exact.to(tl.int64)
-    return tl.maximum(whole + (whole.to(tl.float64) < exact).to(tl.int64), 1)
+    rounded = exact.to(tl.int64)
+    return tl.maximum(rounded + (rounded.to(tl.float64) < exact).to(tl.int64), 1)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Quantised safetensors. The folder is the registry: one module per method, named after quant_method in config.json.
 
-A method's module has plan(settings, entries, small) -> Plan. From quantization_config and the headers of all tensors it
+A method's module has plan_load(settings, entries, small) -> LoadPlan. From quantization_config and the headers of all tensors it
 determines which tensors belong together, and how they make the weight that an unquantised checkpoint would hold.
 small(name) returns the bytes of a small tensor of metadata."""
 
@@ -35,7 +35,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """How a method turns a checkpoint's tensors into weights. Tensors it does not name are weights as they are."""
 
     about: str  # for log lines: "gptq, 4 bits"
@@ -50,7 +50,7 @@ def methods() -> list[str]:
 Small = Callable[[str], bytes]
 
 
-def plan(settings: Any, entries: Mapping[str, Entry], small: Small) -> Plan:
+def plan_load(settings: Any, entries: Mapping[str, Entry], small: Small) -> LoadPlan:
     """Plan by the method that `settings`, config.json's quantization_config, names."""
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     name = method.replace("-", "_") if isinstance(method, str) else ""
@@ -60,7 +60,7 @@ def plan(settings: Any, entries: Mapping[str, Entry], small: Small) -> Plan:
             f"the checkpoint is quantised {shown[:60]}, which cannot be read; {', '.join(methods())} can, or pass the model's "
             "unquantised checkpoint, or a GGUF file"
         )
-    found: Plan = importlib.import_module(f"{__name__}.{name}").plan(settings, entries, small)
+    found: LoadPlan = importlib.import_module(f"{__name__}.{name}").plan_load(settings, entries, small)
     return found
 
 
@@ -84,7 +84,7 @@ def misfit(entries: Mapping[str, Entry], module: str, parts: Mapping[str, str]) 
     return ConfigError(f"the parts of {module} do not fit each other ({shown}): fetch the checkpoint again")
 
 
-def whole_number(settings: Mapping[str, Any], *keys: str, default: int = 0) -> int:
+def int_setting(settings: Mapping[str, Any], *keys: str, default: int = 0) -> int:
     """The value of the first key that is present."""
     for key in keys:
         value = settings.get(key)

@@ -11,21 +11,21 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.quants import Weight
 from octavo.weights.formats.integer_groups import held_as, unpacked, weight_of
-from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit, require, siblings, whole_number
+from octavo.weights.formats.quantised import LoadPlan, Parts, Recipe, Small, int_setting, misfit, require, siblings
 from octavo.weights.formats.safetensors_files import Entry
 
 _PARTS = {"qweight": ".qweight", "qzeros": ".qzeros", "scales": ".scales"}
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of a word, from the lowest, that holds each of its eight columns
 
 
-def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
-    bits, version = whole_number(settings, "bits", "w_bit", default=4), settings.get("version", "gemm")
+def plan_load(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> LoadPlan:
+    bits, version = int_setting(settings, "bits", "w_bit", default=4), settings.get("version", "gemm")
     if bits != 4 or str(version).lower() != "gemm":
         raise ConfigError(
             f"AWQ with {bits} bits in the layout {version!r} cannot be read; 4 bits in the layout 'gemm' can"
         )
     modules = [name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")]
-    return Plan("awq, 4 bits", [_recipe(entries, module) for module in modules])
+    return LoadPlan("awq, 4 bits", [_recipe(entries, module) for module in modules])
 
 
 def _recipe(entries: Mapping[str, Entry], module: str) -> Recipe:

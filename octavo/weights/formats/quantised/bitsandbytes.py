@@ -15,7 +15,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.quants import Weight
-from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit, require, siblings
+from octavo.weights.formats.quantised import LoadPlan, Parts, Recipe, Small, misfit, require, siblings
 from octavo.weights.formats.safetensors_files import Entry
 
 _STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 22  # weights decoded together: bounds the temporaries
 _INT8_PARTS = {"weight": ".weight", "largest": ".SCB"}
 
 
-def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
+def plan_load(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> LoadPlan:
     recipes = []
     for name, entry in entries.items():
         if name.endswith(_STATES):
@@ -38,7 +38,7 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
         elif name.endswith(".weight") and entry.type in ("U8", "I8") and not _has_state(entries, name):
             raise ConfigError(f"{name} is stored as {entry.type} without its scales: fetch the checkpoint again")
     bits = "8 bits" if settings.get("load_in_8bit") else "4 bits"
-    return Plan(f"bitsandbytes, {bits}", recipes, {name for name in entries if name.endswith(".weight_format")})
+    return LoadPlan(f"bitsandbytes, {bits}", recipes, {name for name in entries if name.endswith(".weight_format")})
 
 
 def _has_state(entries: Mapping[str, Entry], weight: str) -> bool:
@@ -55,7 +55,7 @@ def _four_bits(entries: Mapping[str, Entry], module: str, state: dict[str, Any],
     fits = entries[parts["weight"]].type == "U8" and entries[parts["table"]].shape == (16,)
     fits = fits and (not is_nested or entries[parts["nested_table"]].shape == (256,))
     fits = fits and entries[parts["absmax"]].type == ("U8" if is_nested else "F32")
-    shape, block = tuple(_whole_numbers(state, "shape", module)), _whole_numbers(state, "blocksize", module)[0]
+    shape, block = tuple(_int_settings(state, "shape", module)), _int_settings(state, "blocksize", module)[0]
     num_weights, num_blocks = math.prod(shape), math.prod(entries[parts["absmax"]].shape)
     # A declared block may be larger than the weight: scales would be expanded to its full size.
     block = min(block, num_weights + num_weights % 2)
@@ -64,7 +64,7 @@ def _four_bits(entries: Mapping[str, Entry], module: str, state: dict[str, Any],
     )
     make = partial(_make_four_bits, shape=shape, block=block)
     if is_nested:
-        nested, offset = _whole_numbers(state, "nested_blocksize", module)[0], state.get("nested_offset")
+        nested, offset = _int_settings(state, "nested_blocksize", module)[0], state.get("nested_offset")
         nested = min(nested, num_blocks)
         fits = fits and isinstance(offset, float | int)
         fits = fits and math.prod(entries[parts["nested_absmax"]].shape) == -(-num_blocks // nested)
@@ -103,7 +103,7 @@ def _state(data: bytes, module: str) -> dict[str, Any]:
     return state
 
 
-def _whole_numbers(state: dict[str, Any], key: str, module: str) -> list[int]:
+def _int_settings(state: dict[str, Any], key: str, module: str) -> list[int]:
     value = state.get(key)
     values: list[Any] = value if isinstance(value, list) and value else [value]
     if not all(type(number) is int and 0 < number < 2**40 for number in values):

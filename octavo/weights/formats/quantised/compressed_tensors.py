@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.quants import Weight
 from octavo.weights.formats import fp8_blocks
 from octavo.weights.formats.integer_groups import held_as, unpacked, weight_of
-from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit, require, siblings, whole_number
+from octavo.weights.formats.quantised import LoadPlan, Parts, Recipe, Small, int_setting, misfit, require, siblings
 from octavo.weights.formats.quantised.fp8 import block_size, scaled_recipe
 from octavo.weights.formats.safetensors_files import Entry
 
@@ -28,7 +28,7 @@ _UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", 
 _BITS = (2, 4, 8)
 
 
-def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
+def plan_load(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> LoadPlan:
     groups = list(_groups(settings))
     formats = {str(settings.get("format") or "")} - {"mixed-precision", ""}
     formats |= {str(group["format"]) for group in groups if group.get("format")}
@@ -40,7 +40,7 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
             f"the compressed-tensors format {unknown[0][:40]!r} cannot be read; {', '.join(_FORMATS)} can"
         )
     weights = [group["weights"] for group in groups if isinstance(group.get("weights"), dict)]
-    packed_bits = {whole_number(weight, "num_bits", default=8) for weight in weights if weight.get("type") != "float"}
+    packed_bits = {int_setting(weight, "num_bits", default=8) for weight in weights if weight.get("type") != "float"}
     blocks = {block_size(weight.get("block_structure")) for weight in weights} - {None}
     block = next(iter(blocks)) if len(blocks) == 1 else None
     recipes = []
@@ -53,7 +53,7 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
         elif entry.type == "I8" and name.endswith(".weight"):
             recipes.append(_int8_recipe(entries, name.removesuffix(".weight")))
     about = f"compressed-tensors, {', '.join(sorted(formats))}".rstrip(", ")
-    return Plan(about, recipes, {name for name in entries if name.endswith(_UNUSED)})
+    return LoadPlan(about, recipes, {name for name in entries if name.endswith(_UNUSED)})
 
 
 def _groups(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.quants import Weight
 from octavo.weights.formats import fp8_blocks
-from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit, require, siblings
+from octavo.weights.formats.quantised import LoadPlan, Parts, Recipe, Small, misfit, require, siblings
 from octavo.weights.formats.safetensors_files import Entry
 
 # The weight is multiplied by either scale: weight_scale_inv is no reciprocal, despite its name.
@@ -16,11 +16,11 @@ _SCALES = {"weight": ".weight", "scale": ".weight_scale", "scale_inv": ".weight_
 _UNUSED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub")
 
 
-def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
+def plan_load(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> LoadPlan:
     block = block_size(settings.get("weight_block_size"))
     modules = [name.removesuffix(".weight") for name, entry in entries.items() if is_float8(name, entry)]
     recipes = [_recipe(entries, module, block) for module in modules]
-    return Plan("fp8", recipes, {name for name in entries if name.endswith(_UNUSED)})
+    return LoadPlan("fp8", recipes, {name for name in entries if name.endswith(_UNUSED)})
 
 
 def is_float8(name: str, entry: Entry) -> bool:

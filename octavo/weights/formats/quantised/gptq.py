@@ -12,7 +12,7 @@ from typing import Any
 from octavo.errors import ConfigError
 from octavo.quants import Weight
 from octavo.weights.formats.integer_groups import held_as, unpacked, weight_of
-from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit, require, siblings, whole_number
+from octavo.weights.formats.quantised import LoadPlan, Parts, Recipe, Small, int_setting, misfit, require, siblings
 from octavo.weights.formats.safetensors_files import Entry
 
 _PARTS = {"qweight": ".qweight", "qzeros": ".qzeros", "scales": ".scales", "g_idx": ".g_idx"}
@@ -20,8 +20,8 @@ _BITS = (2, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 
 
-def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
-    bits, format = whole_number(settings, "bits", default=4), settings.get("checkpoint_format") or "gptq"
+def plan_load(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> LoadPlan:
+    bits, format = int_setting(settings, "bits", default=4), settings.get("checkpoint_format") or "gptq"
     if bits not in _BITS or format not in _FORMATS:
         raise ConfigError(
             f"GPTQ with {bits} bits in the format {str(format)[:40]!r} cannot be read; "
@@ -29,7 +29,7 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
         )
     modules = [name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")]
     recipes = [_recipe(entries, module, settings, format == "gptq") for module in modules]
-    return Plan(f"gptq, {bits} bits", recipes)
+    return LoadPlan(f"gptq, {bits} bits", recipes)
 
 
 def _recipe(entries: Mapping[str, Entry], module: str, settings: Mapping[str, Any], is_less_one: bool) -> Recipe:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.quants import Quants, Weight
-from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit, require, siblings
+from octavo.weights.formats.quantised import LoadPlan, Parts, Recipe, Small, misfit, require, siblings
 from octavo.weights.formats.safetensors_files import Entry
 
 _BLOCKS = "_blocks"
@@ -18,9 +18,9 @@ _BLOCK_BYTES = 16  # of 32 weights
 _ROWS_AT_ONCE = 4096  # rows decoded together: bounds the temporaries
 
 
-def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
+def plan_load(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> LoadPlan:
     names = [name.removesuffix(_BLOCKS) for name in entries if name.endswith(_BLOCKS)]
-    return Plan("MXFP4", [_recipe(entries, name) for name in names])
+    return LoadPlan("MXFP4", [_recipe(entries, name) for name in names])
 
 
 def _recipe(entries: Mapping[str, Entry], name: str) -> Recipe:
