@@ -2,6 +2,7 @@
 commands add a few of their own (cli/main.py). limits.py resolves most `auto`s that need no measurement."""
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,9 @@ AUTO = "auto"
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
+KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_ADMIN_KEY")  # of the environment, with API keys
+MAX_JSON_DEPTH = 190  # the decoder's own limit is 200
+AUTO_TEXT_LEN, AUTO_TEXT_LEN_PER_TOKEN = 2 * 2**20, 16  # characters; ordinary text has about four for each token
 MAX_LOGPROBS = 20  # upper bound on the top logprobs per position that a request may ask for
 # The attention backends, in order of preference; the last one runs everywhere. octavo/attention/<name>.py has the class; it is
 # imported only if its package is installed and the device matches. name → (package, device; "": any)
@@ -34,13 +38,15 @@ def knob(
     above: float | None = None,
     least: float | None = None,
     most: float | None = None,
+    is_secret: bool = False,
+    status: int = 400,
 ) -> Any:
-    """Define a field that is also a flag. `flag`: the flag's names if they differ from the field's; `kind`: how to parse its text.
+    """Define a field that is also a flag. `flag`: the flag's names if they differ from the field's; `kind`: how to parse its text;
+    `is_secret`: not in the section's repr(); `status`: of the answer to a request beyond a limit, for the table of budgets.
     `above` (exclusive), `least` and `most` (inclusive): bounds of a number; a field whose default is `auto` also accepts `auto`."""
     within = (above, least, most)
-    return field(
-        default=default, metadata={"help": help, "choices": choices, "flag": flag, "kind": kind, "within": within}
-    )
+    metadata = {"help": help, "choices": choices, "flag": flag, "kind": kind, "within": within, "status": status}
+    return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 def seconds(default: float, help: str) -> Any:
@@ -141,9 +147,17 @@ class SchedulerConfig:
     )
     scheduling_policy: str = knob(
         "fcfs",
-        "order of the queue. fcfs: order of arrival; priority: lowest `priority` first, equal ones in order of arrival. When pages "
-        "run out, the request that is last in this order is preempted first",
+        "order of the queue. fcfs: order of arrival; priority: lowest `priority` first, equal ones in order of arrival. Of a request "
+        "with several sequences, one at a time has a place in this order, and the others come after all requests. When pages run out, "
+        "the sequence that is last is preempted first",
         choices=("fcfs", "priority"),
+    )
+    grammar_step_seconds: float = knob(
+        2.0,
+        "most seconds of computing for one token of an answer with a grammar, and on average a fortieth of it; beyond that the "
+        "request fails",
+        above=0,
+        most=MAX_SECONDS,
     )
 
 
@@ -166,12 +180,22 @@ class ServerConfig:
     api_key: str = knob(
         "",
         "API key that clients must send as 'Authorization: Bearer KEY', and browsers as the password. For several keys, repeat "
-        "the flag or separate them by commas. Environment: OCTAVO_API_KEY or VLLM_API_KEY",
+        "the flag or separate them by commas. Other users of the machine can see a command line: prefer --api-key-file, or the "
+        "environment: OCTAVO_API_KEY or VLLM_API_KEY",
         kind="list",
+        is_secret=True,
     )
     api_key_file: str = knob(
         "",
-        "file with one API key per line, in addition to --api-key; empty lines and lines that begin with # are ignored",
+        "file with one API key per line, in addition to --api-key; a line 'admin: KEY' is an --admin-key; empty lines and lines "
+        "that begin with # are ignored",
+    )
+    admin_key: str = knob(
+        "",
+        "API key that sees the files, batches, requests and responses of all keys; every other key sees its own. For several, "
+        "as --api-key. Environment: OCTAVO_ADMIN_KEY",
+        kind="list",
+        is_secret=True,
     )
     api_processes: int | str = knob(
         AUTO,
@@ -179,18 +203,6 @@ class ServerConfig:
         flag="api-processes,api-server-count",
         kind="tokens",
         least=1,
-    )
-    max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes")
-    max_schema_bytes: int | str = knob(
-        256 * 2**10, "largest JSON schema, grammar or regex for structured outputs", kind="bytes"
-    )
-    max_messages: int = knob(10_000, "most messages in one chat request", least=1)
-    max_n: int = knob(128, "most choices (n) of one request", least=1)
-    max_logprobs: int = knob(
-        MAX_LOGPROBS,
-        f"most top logprobs per token that a request may ask for, up to {MAX_LOGPROBS}",
-        least=0,
-        most=MAX_LOGPROBS,
     )
     max_stored_responses: int = knob(
         1000,
@@ -222,6 +234,13 @@ class ServerConfig:
         64 * 2**20,
         "bytes of resumable streams that each API process keeps; beyond that, it drops the stream without a client for longest",
         kind="bytes",
+    )
+    allowed_hosts: str = knob(
+        "",
+        "names by which clients may reach this server, besides its IP addresses, localhost and the machine's own names, separated by "
+        "commas: llm.example.com, *.example.com, or * for any. Without an API key, requests whose Host is another name get status "
+        "403, because a web site could have taken the name to read answers; with a key, any name passes unless this is set",
+        kind="list",
     )
     allowed_origins: str = knob(
         "",
@@ -296,13 +315,101 @@ class ServerConfig:
 
     @property
     def api_keys(self) -> list[str]:
-        """The accepted API keys. Empty: no key is required."""
-        return split_list(self.api_key)
+        """The accepted API keys, admin keys included. Empty: no key is required."""
+        return list(dict.fromkeys([*split_list(self.api_key), *self.admin_keys]))
+
+    @property
+    def admin_keys(self) -> list[str]:
+        """The keys that see what belongs to other keys, too."""
+        return split_list(self.admin_key)
 
     def num_api_processes(self, num_cores: int) -> int:
         # Three of four cores are left to the engine and to other work. With more than eight API processes, the engine would
         # spend more time on sending each of them its tokens than they could save.
         return or_else(self.api_processes, max(1, min(num_cores // 4, MAX_AUTO_API_PROCESSES)))
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetConfig:
+    """What one request may take. Every limit on something that a client can size, nest or repeat is here, is checked before the
+    work is done, and is named in the error. docs/reference/budgets.md has the table, with
+    the limits that are constants."""
+
+    max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes", status=413)
+    max_schema_bytes: int | str = knob(
+        256 * 2**10, "largest JSON schema, grammar or regex for structured outputs", kind="bytes"
+    )
+    max_messages: int = knob(10_000, "most messages in one chat request", least=1)
+    max_n: int = knob(128, "most choices (n) of one request", least=1)
+    max_logprobs: int = knob(
+        MAX_LOGPROBS,
+        f"most top logprobs per token that a request may ask for, up to {MAX_LOGPROBS}",
+        least=0,
+        most=MAX_LOGPROBS,
+    )
+    max_head_bytes: int | str = knob(
+        64 * 2**10,
+        "largest head of a request (request line and headers), and most bytes around the chunks of its body: sizes, extensions, "
+        "trailers; beyond it, status 431",
+        kind="bytes",
+        least=1024,
+        status=431,
+    )
+    max_headers: int = knob(
+        100, "most headers, and most trailers, of a request; beyond it, status 431", least=16, most=10_000, status=431
+    )
+    max_json_items: int | str = knob(
+        1_000_000,
+        "most values in the JSON of one request, at any depth: a number in a list counts for 1, a string or a list for 3, a member of "
+        "an object for 8 and its value",
+        kind="tokens",
+        least=1,
+        status=413,
+    )
+    max_json_depth: int = knob(
+        128,
+        f"most levels of nested lists and objects in the JSON of one request, up to {MAX_JSON_DEPTH}",
+        least=1,
+        most=MAX_JSON_DEPTH,
+    )
+    max_text_len: int | str = knob(
+        AUTO,
+        "most characters of text that one request may have tokenized: all prompts, inputs or messages together; auto: "
+        f"{AUTO_TEXT_LEN}, or {AUTO_TEXT_LEN_PER_TOKEN} for each token of the context if that is more",
+        kind="tokens",
+        least=1,
+    )
+    max_tools: int = knob(1024, "most tools in one request", least=1)
+    grammar_seconds: float = knob(
+        5.0,
+        "most seconds of computing to check one schema, grammar or regex, or to compile or render a request's chat template",
+        above=0,
+        most=MAX_SECONDS,
+    )
+    grammar_memory_bytes: int | str = knob(
+        512 * 2**20, "most memory for the same", kind="bytes", flag="grammar-memory", least=2**20
+    )
+    grammar_processes: int = knob(
+        2, "processes of each API process that do the same, started with the first grammar", least=1, most=64
+    )
+    max_waiting_grammars: int = knob(
+        256,
+        "most grammars and templates of one API process that wait for these processes; more are refused",
+        least=1,
+        status=429,
+    )
+    max_request_sequences: int = knob(
+        4096, "most sequences of one request: its prompts or inputs, times n or best_of", least=1
+    )
+    max_request_tokens: int = knob(
+        2**25,
+        "most tokens that one request may take: the tokens of its prompts and max_tokens, over all its sequences; 0: no limit",
+        least=0,
+    )
+
+    def text_len(self, max_model_len: int) -> int:
+        """The most characters of text in one request, for a model with this context."""
+        return or_else(self.max_text_len, max(AUTO_TEXT_LEN, AUTO_TEXT_LEN_PER_TOKEN * max_model_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +461,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     batches: BatchConfig = field(default_factory=BatchConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
 
@@ -367,13 +475,19 @@ class Config:
     def _check_access(self) -> None:
         """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""
         server = self.server
-        if server.api_key and not server.api_keys:
-            raise ConfigError(
-                f"--api-key (or OCTAVO_API_KEY) {server.api_key!r} holds no key: give one, or leave it out"
-            )
+        for name, given in (("api-key", server.api_key), ("admin-key", server.admin_key)):
+            if given and not split_list(given):
+                variable = f"OCTAVO_{name.upper().replace('-', '_')}"
+                raise ConfigError(f"--{name} (or {variable}) {given!r} holds no key: give one, or leave it out")
         for name, value in (("--ssl-keyfile", server.ssl_keyfile), ("--ssl-ca-certs", server.ssl_ca_certs)):
             if value and not server.ssl_certfile:
                 raise ConfigError(f"{name} is for TLS: give --ssl-certfile as well")
+        for name in split_list(server.allowed_hosts):
+            if not re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?", name, re.ASCII):
+                raise ConfigError(
+                    f"--allowed-hosts {name!r} is not a host name: give it without scheme, port and path (llm.example.com, "
+                    "*.example.com, or * for any); IP addresses need not be named"
+                )
         if server.allow_credentials and "*" in split_list(server.allowed_origins):
             raise ConfigError(
                 "--allow-credentials with --allowed-origins * would let any web page act for its visitors: name the origins"
@@ -439,3 +553,8 @@ def replace(config: Config, **values: Any) -> Config:
         known = sorted(name for section, _ in sections() for name in field_names(section).values())
         raise ConfigError(f"unknown option {sorted(values)[0]!r}; the options are {', '.join(dict.fromkeys(known))}")
     return dataclasses.replace(config, **changed)
+
+
+def without_keys(config: Config) -> Config:
+    """A copy for processes that have no use for API keys."""
+    return replace(config, api_key="", admin_key="", api_key_file="")

@@ -113,9 +113,9 @@ class Remote:
         request = urllib.request.Request(self._base + path, body, self._headers)
         try:
             self.status = 0
-            answer = self._opener.open(request, timeout=self._timeout)
-            self.status = answer.status
-            return answer
+            response = self._opener.open(request, timeout=self._timeout)
+            self.status = response.status
+            return response
         except urllib.error.HTTPError as error:
             self.status = error.code
             raise RequestFailed(f"{self._base}{path} answered {error.code}: {_refusal(error)}") from None

@@ -12,24 +12,34 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from octavo.cli.foreign_flags import translate
+from octavo.cli.settings import arguments_in, from_environment
 from octavo.config import AUTO, Config, replace, sections
 from octavo.errors import ConfigError
 
 OFFLINE = ("model", "cache", "scheduler", "parallel")
 """Sections that apply without a server."""
 REQUEST_KNOBS = (
-    "max_body_bytes", "max_messages", "max_n", "max_logprobs", "strict_fields",
+    "max_body_bytes", "max_messages", "max_n", "max_logprobs", "max_request_sequences", "max_request_tokens", "strict_fields",
     "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice",
 )  # fmt: skip
-"""Knobs of the server section that affect how a request is handled, so that they apply to offline batches too."""
+"""Knobs of the server and budget sections that affect how a request is handled, so that they apply to offline batches too."""
 
+_FILE, _IN_FILE = (
+    "settings_file",
+    "settings_in_file",
+)  # the value of --config, and the config fields that this file sets
 _DEST = "config."  # prefix of config fields in the namespace, to separate them from the commands' own flags
+_ADMIN_MARK = "admin:"  # begins a line of --api-key-file whose key is an admin key
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviated flags, with `_` accepted for `-` in flag names, and with one-line errors that suggest the
     nearest name."""
+
+    takes_foreign_flags = False
+    """Whether flags of other servers are translated: those that configure a model and its server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -38,12 +48,28 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        given = sys.argv[1:] if args is None else args
-        known, unknown = super().parse_known_args([_dashed(text) for text in given], namespace)
+        given = [_dashed(text) for text in (sys.argv[1:] if args is None else args)]
+        if self.takes_foreign_flags:
+            given, notes, refusal = translate(given, self._option_string_actions)
+            if refusal:
+                self.error(refusal)
+            for note in notes:
+                sys.stderr.write(f"octavo: {note}\n")
+        known, unknown = super().parse_known_args(given, namespace)
+        if self.takes_foreign_flags and not unknown and (file := getattr(known, _FILE, None)):
+            setattr(known, _IN_FILE, self._options_in(file))
         if unknown:
             # Reported here, not by the top-level parser, because only the subcommand's parser knows its flags.
             self.error(self._about_unknown(unknown[0]))
         return known, []
+
+    def _options_in(self, file: str) -> dict[str, Any]:
+        """The config fields that the file of --config sets."""
+        arguments = arguments_in(file)
+        if any(argument.startswith("--config=") for argument in arguments):
+            raise ConfigError(f"--config {file} names another file: put all settings into one")
+        in_file, _ = self.parse_known_args(arguments, argparse.Namespace())
+        return options_from(in_file)
 
     def _about_unknown(self, text: str) -> str:
         if not text.startswith("-"):
@@ -68,7 +94,7 @@ def _dashed(text: str) -> str:
 def _nearest(name: str, names: list[str]) -> str:
     import difflib  # imported lazily: only needed for an error
 
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -77,6 +103,8 @@ def add_config_flags(
 ) -> None:
     """Add a flag for every knob of the sections in `only` (all if empty), and for the knobs in `also`. `positional`: MODEL may be
     given without a flag."""
+    if isinstance(parser, Parser):
+        parser.takes_foreign_flags = True
     for section, cls in sections():
         knobs = [knob for knob in dataclasses.fields(cls) if not only or section in only or knob.name in also]
         if not knobs:
@@ -112,6 +140,16 @@ def _add_knob(group: argparse._ArgumentGroup, knob: "dataclasses.Field[Any]") ->
         options["action"] = _Gather
     metavar = "{" + ",".join(choices) + "}" if choices else _metavar(knob)
     group.add_argument(*_names(knob), type=_reader(knob), metavar=metavar, **options)
+
+
+def add_settings_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("settings").add_argument(
+        "--config",
+        dest=_FILE,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML file with flags as keys (max-model-len: 8k). Flags and OCTAVO_ variables come before it",
+    )
 
 
 class _Gather(argparse.Action):
@@ -160,7 +198,7 @@ def _reader(knob: "dataclasses.Field[Any]") -> Callable[[str], Any]:
         return entries
     match knob.type:
         case builtins.int:
-            return whole
+            return integer
         case builtins.float:
             return finite
         case _:
@@ -193,7 +231,7 @@ def entries(text: str) -> str:
     return ",".join(values)
 
 
-def whole(text: str) -> int:
+def integer(text: str) -> int:
     try:
         return int(text)
     except ValueError:
@@ -261,18 +299,23 @@ def options_from(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
-    """Build the configuration from the flags and the environment. Raises ConfigError for a value out of range."""
-    options = options_from(arguments)
+    """Build the configuration from the flags, the environment and the file of --config. Raises ConfigError for a value out of
+    range."""
+    options = {**getattr(arguments, _IN_FILE, {}), **from_environment(environ, _reader), **options_from(arguments)}
     if file := options.get("api_key_file"):
-        options["api_key"] = ",".join([*filter(None, [options.get("api_key")]), *_keys_in(file)])
+        for name, keys in _keys_in(file).items():
+            options[name] = ",".join([*filter(None, [options.get(name)]), *keys])
     # VLLM_API_KEY too: a deployment that moves from vLLM must not lose its API key.
     given = environ.get("OCTAVO_API_KEY") or environ.get("VLLM_API_KEY")
     if "api_key" not in options and given:
         options["api_key"] = given
+    if "admin_key" not in options and (given := environ.get("OCTAVO_ADMIN_KEY")):
+        options["admin_key"] = given
     return replace(Config(), **options)
 
 
-def _keys_in(file: str) -> list[str]:
+def _keys_in(file: str) -> dict[str, list[str]]:
+    """The keys of a file, by the option that they belong to."""
     try:
         with open(file, encoding="utf-8") as lines:
             keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
@@ -284,4 +327,10 @@ def _keys_in(file: str) -> list[str]:
         raise ConfigError(f"--api-key-file {file} holds no key: write one in each line, or leave the flag out")
     if any("," in key for key in keys):
         raise ConfigError(f"--api-key-file {file} has a key with a comma, which would be two: choose another key")
-    return keys
+    found: dict[str, list[str]] = {}
+    for key in keys:
+        is_admin = key.startswith(_ADMIN_MARK)
+        if not (key := key.removeprefix(_ADMIN_MARK).lstrip()):
+            raise ConfigError(f"--api-key-file {file} has a line '{_ADMIN_MARK}' without a key: write one behind it")
+        found.setdefault("admin_key" if is_admin else "api_key", []).append(key)
+    return found

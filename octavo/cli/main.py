@@ -15,13 +15,16 @@ from octavo.cli.flags import (
     REQUEST_KNOBS,
     Parser,
     add_config_flags,
+    add_settings_file,
     config_from,
     count,
+    integer,
     number,
     options_from,
-    whole,
 )
+from octavo.cli.settings import unknown_variables
 from octavo.errors import ConfigError, OctavoError
+from octavo.ipc.stderr import say
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: OctavoError, code: int) -> int:
-    sys.stderr.write(f"octavo: error: {' '.join(error.message.split())}\n")
+    say(f"error: {' '.join(error.message.split())}")
     return code
 
 
@@ -81,12 +84,15 @@ def _add_serve(commands: Any) -> None:
         help="serve a model over an OpenAI-compatible HTTP API",
         description="Serve a model over an OpenAI-compatible HTTP API. Without MODEL: the embedded SmolLM2-135M-Instruct.",
     )
+    add_settings_file(parser)
     add_config_flags(parser)
     parser.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
+    for name in unknown_variables(os.environ):
+        sys.stderr.write(f"octavo: the environment variable {name} is not known and has no effect\n")
     from octavo.supervisor.supervisor import serve
 
     return serve(config)
@@ -133,7 +139,7 @@ def _add_talk_flags(parser: Parser, *, max_tokens: str) -> None:
         metavar="X",
         help="sample from the smallest set of most likely tokens whose probabilities sum to X",
     )
-    how.add_argument("--top-k", type=whole, metavar="N", help="sample from the N most likely tokens")
+    how.add_argument("--top-k", type=integer, metavar="N", help="sample from the N most likely tokens")
     how.add_argument(
         "--min-p",
         type=number,

@@ -11,10 +11,10 @@ from octavo.errors import ConfigError
 from octavo.messages import StepPlan
 from octavo.recording.format import Aborted, Arrived, Recording, Ticked, read
 from octavo.replay.recompute import Findings, Recomputation
-from octavo.replay.replay import Committed, Planned
+from octavo.replay.replay import ReplayedCommit, ReplayedPlan
 from octavo.replay.simulate import SimulatedRun
 from octavo.replay.stats import RunStats, at
-from octavo.replay.what_if import Learned, Pace, Settings, fit, learn
+from octavo.replay.what_if import Learned, ScheduleSettings, StepCost, fit, learn
 from octavo.schedule.request import Request
 
 EXIT_DIFFERS = 1
@@ -33,7 +33,7 @@ def run(
     """Run the command. `model`: also compute the tokens, with this model or ("") with the recorded one; None: only plans."""
     recording = read(Path(path))
     first, last = _steps(steps)
-    changed = Settings.of(recording).changed(what_if) if what_if else None
+    changed = ScheduleSettings.of(recording).changed(what_if) if what_if else None
     lines: list[str] = []
     narrator = _Narrator(lines, first, last, request)
     learned = learn(recording, narrator.describe)
@@ -92,7 +92,7 @@ class _Narrator:
 
     def describe(self, happening: object) -> None:
         match happening:
-            case Planned():
+            case ReplayedPlan():
                 self._planned(happening)
             case Arrived() if happening.id == self._request:
                 self.has_found = True
@@ -103,10 +103,10 @@ class _Narrator:
                 which = "" if happening.index < 0 else f" choice {happening.index}"
                 why = "a stop string was found" if happening.reason == "stop" else "the client disconnected"
                 self._lines.append(f"aborted{which}: {why}")
-            case Committed() if self._request is not None:
+            case ReplayedCommit() if self._request is not None:
                 self._committed(happening)
 
-    def _planned(self, happening: Planned) -> None:
+    def _planned(self, happening: ReplayedPlan) -> None:
         plan = happening.plan
         if not happening.is_same:
             self._lines.append(f"{describe_plan(plan, happening.requests)}; the recorded plan is different")
@@ -129,7 +129,7 @@ class _Narrator:
                 if count > 1 or start < request.prompt_len - 1:
                     self._lines.append(f"step {plan.step}: {name_of(request)} computes {start}…{start + count - 1}")
 
-    def _committed(self, happening: Committed) -> None:
+    def _committed(self, happening: ReplayedCommit) -> None:
         for delta in happening.deltas:
             if delta.request_id == self._request:
                 self._outputs += len(delta.token_ids)
@@ -161,7 +161,7 @@ def describe_plan(plan: StepPlan, requests: list[Request]) -> str:
     return "; ".join(parts)
 
 
-def describe_changes(happening: Planned) -> str:
+def describe_changes(happening: ReplayedPlan) -> str:
     plan = happening.plan
     entered = [f"{name_of(request)} in row {request.row}" for request in happening.admitted]
     returned = [name_of(each.request) for each in happening.returned]
@@ -190,7 +190,7 @@ def _report(path: str, recording: Recording, learned: Learned, findings: Finding
         "engine": header.engine,
         "begins": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall)),
         "seconds": last.micros / 1e6 - header.clock if last is not None and not isinstance(last, Ticked) else 0.0,
-        "settings": msgspec.to_builtins(Settings.of(recording)),
+        "settings": msgspec.to_builtins(ScheduleSettings.of(recording)),
         "page_size": header.report.page_size,
         "with_tokens": header.with_tokens,
         "requests": len(learned.requests),
@@ -218,7 +218,7 @@ def totals(tally: RunStats) -> dict[str, Any]:
         "first token, s, p99": at(tally.first_seconds, 0.99),
         **{
             f"waits for {reason}, requests × steps": tally.waits[reason]
-            for reason in ("rows", "pages", "budget", "order")
+            for reason in ("rows", "pages", "budget", "order", "turn")
         },
         "preemptions": tally.preemptions,
         "prompt tokens found cached": tally.hit_tokens,
@@ -227,9 +227,9 @@ def totals(tally: RunStats) -> dict[str, Any]:
     }
 
 
-def _compare(recording: Recording, learned: Learned, changed: Settings) -> dict[str, Any]:
+def _compare(recording: Recording, learned: Learned, changed: ScheduleSettings) -> dict[str, Any]:
     """Compare the recorded run with two simulated ones: with the recorded settings and with the changed ones."""
-    pace, settings = fit(learned.samples), Settings.of(recording)
+    pace, settings = fit(learned.samples), ScheduleSettings.of(recording)
     if changed.enable_prefix_caching and not settings.enable_prefix_caching and not recording.header.with_tokens:
         raise ConfigError(
             "--what-if enable_prefix_caching: the recording has neither token ids nor page keys; record with --record-tokens"
@@ -295,7 +295,7 @@ def _print_what_if(compared: dict[str, Any]) -> None:
     for row in compared["recorded"]:
         cells = [_cell(compared[name][row]) for name in names]
         print(f"{row:42}" + "".join(f"{cell:>12}" for cell in cells))
-    pace = Pace(**compared["pace"])
+    pace = StepCost(**compared["pace"])
     print(
         f"Times of the last two columns are estimates: {pace.step * 1e3:.3f} ms a step, {pace.row * 1e3:.4f} ms a row, "
         f"{pace.token * 1e3:.4f} ms a prompt token, fitted to the recorded steps. The difference between the first two columns "

@@ -66,9 +66,9 @@ class Screen:
         ]  # fmt: skip
         lines = [*_flow(figures, width), *self._spark(width)]
         news = self._lost or state["advice"] or "no request has to wait"
-        told = textwrap.wrap(news, max(1, width)) or [""]
-        at_news = (len(lines), len(lines) + len(told))
-        lines += [*told, "", *_flow(self._legend(), width)]
+        news_lines = textwrap.wrap(news, max(1, width)) or [""]
+        at_news = (len(lines), len(lines) + len(news_lines))
+        lines += [*news_lines, "", *_flow(self._legend(), width)]
         first_page = len(lines)
         pages = self._page_lines(width, max(1, height // 6))
         lines += ["".join(place for place, _ in line) for line in pages] + [""]

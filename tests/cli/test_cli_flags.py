@@ -101,6 +101,18 @@ def test_several_keys_from_everywhere(tmp_path: Path) -> None:
     assert parse(environ={"VLLM_API_KEY": "theirs", "OCTAVO_API_KEY": "ours"}).server.api_keys == ["ours"]
 
 
+def test_admin_keys_from_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\nadmin: chief\nadmin:boss\n")
+    server = parse("--api-key", "two", "--admin-key", "root", "--api-key-file", str(file)).server
+    assert server.admin_keys == ["root", "chief", "boss"] and server.api_keys == ["two", "one", *server.admin_keys]
+    server = parse("--api-key", "two", environ={"OCTAVO_ADMIN_KEY": "env"}).server
+    assert (server.api_keys, server.admin_keys) == (["two", "env"], ["env"])
+    assert parse("--admin-key", "a", environ={"OCTAVO_ADMIN_KEY": "env"}).server.api_keys == ["a"]
+    with pytest.raises(ConfigError, match="holds no key"):
+        parse("--admin-key", ",")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -109,6 +121,7 @@ def test_several_keys_from_everywhere(tmp_path: Path) -> None:
         (b"# a\n\n", "holds no key"),
         (b"a,b\n", "comma"),
         (b"\xff", "text file"),
+        (b"one\nadmin:  \n", "without a key"),
     ],
 )
 def test_a_bad_key_file(tmp_path: Path, content: bytes | None, words: str) -> None:

@@ -193,7 +193,7 @@ def test_chat_keeps_the_conversation(server: tuple[str, type[Echo]]) -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [("broken", "it broke"), ("cut", "ended the response early")])
-def test_a_failed_turn_is_told_and_forgotten(text: str, message: str, server: tuple[str, type[Echo]]) -> None:
+def test_a_failed_turn_is_reported_and_forgotten(text: str, message: str, server: tuple[str, type[Echo]]) -> None:
     url, handler = server
     done = octavo("chat", "--url", url, stdin=f"{text}\nhello\n")
     assert message in done.stderr and done.returncode == 1

@@ -65,8 +65,8 @@ class _Feed(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/v1/live" and allowed else 401)
         self.end_headers()
         with suppress(ConnectionError):  # --once disconnects before the end
-            for told in STATES:
-                self.wfile.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+            for state in STATES:
+                self.wfile.write(b"data: " + json.dumps(state).encode() + b"\n\n")
         while self.holds.is_set():
             time.sleep(0.02)
 
@@ -111,8 +111,8 @@ def test_a_line_for_each_look_where_there_is_no_terminal(url: str, capsys: pytes
 
 def test_rows_queue_and_ends_are_drawn_within_the_terminal() -> None:
     screen = Screen()
-    for told in STATES[:2]:
-        screen.take(told)
+    for state in STATES[:2]:
+        screen.take(state)
     lines = screen.draw(100, 40)
     text = "\n".join(lines)
     assert "my-request#1" in text and "decode +1" in text and "40/60" in text

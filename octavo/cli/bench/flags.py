@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from octavo.cli.flags import OFFLINE, Parser, add_config_flags, count, number, one_of, whole
+from octavo.cli.flags import OFFLINE, Parser, add_config_flags, count, integer, number, one_of
 from octavo.config import AUTO
 
 SLO_NAMES = ("ttft", "tpot", "e2el")
@@ -86,7 +86,7 @@ def _add_latency(kinds: Any) -> None:
     )
     parser.add_argument("--num-iters", type=positive, default=10, metavar="N", help="measured runs (default: 10)")
     parser.add_argument(
-        "--num-iters-warmup", type=whole, default=1, metavar="N", help="runs before measuring (default: 1)"
+        "--num-iters-warmup", type=integer, default=1, metavar="N", help="runs before measuring (default: 1)"
     )
     _add_result(parser)
     add_config_flags(parser, OFFLINE)
@@ -102,7 +102,7 @@ def _add_throughput(kinds: Any) -> None:
     _add_lengths(parser, 128, 128)
     parser.add_argument("--num-prompts", type=positive, default=32, metavar="N", help="requests (default: 32)")
     parser.add_argument(
-        "--shared-prefix", type=whole, default=0, metavar="N", help="tokens that all prompts share at their start, in addition to --input-len (default: 0)"
+        "--shared-prefix", type=integer, default=0, metavar="N", help="tokens that all prompts share at their start, in addition to --input-len (default: 0)"
     )  # fmt: skip
     parser.add_argument(
         "--compare-sequential",
@@ -129,12 +129,12 @@ def _add_serve(kinds: Any) -> None:
     add("--endpoint", type=one_of(("chat", "completions")), default="completions", metavar="{chat,completions}", help="which API (default: completions)")  # fmt: skip
     add("--api-key", metavar="KEY", help="the server's API key; environment: OCTAVO_API_KEY")
     add("--num-prompts", type=positive, default=100, metavar="N", help="requests (default: 100)")
-    add("--num-warmups", type=whole, default=1, metavar="N", help="requests before measuring (default: 1)")
+    add("--num-warmups", type=integer, default=1, metavar="N", help="requests before measuring (default: 1)")
     add("--request-rate", type=above_zero, default=float("inf"), metavar="X", help="requests per second, with Poisson arrivals (default: inf, all at once)")  # fmt: skip
     add("--max-concurrency", type=positive, metavar="N", help="most requests in flight (default: no limit)")
     add("--client-processes", type=_processes, default=AUTO, metavar="N", help="processes that send and receive; auto: by cores and streams (default: auto)")  # fmt: skip
     _add_lengths(parser, 128, 128)
-    add("--shared-prefix-len", "--random-prefix-len", type=whole, default=0, metavar="N", help="tokens that all prompts share at their start, in addition to --input-len (default: 0)")  # fmt: skip
+    add("--shared-prefix-len", "--random-prefix-len", type=integer, default=0, metavar="N", help="tokens that all prompts share at their start, in addition to --input-len (default: 0)")  # fmt: skip
     add("--prompt-kind", type=one_of(("words", "ids")), default="words", metavar="{words,ids}", help="prompts of random words, about one token each, or of random token ids (default: words)")  # fmt: skip
     add(
         "--vocab-size",
@@ -151,6 +151,6 @@ def _add_serve(kinds: Any) -> None:
     add("--temperature", type=number, default=0.0, metavar="X", help="sampling temperature (default: 0)")
     add("--goodput", type=slo, nargs="+", default=[], metavar="NAME:MS", help="service levels that a request must meet to count for goodput: ttft:500 tpot:50 e2el:10000")  # fmt: skip
     add("--timeout", type=above_zero, default=600.0, metavar="X", help="seconds after which a request counts as failed (default: 600)")  # fmt: skip
-    add("--seed", type=whole, default=0, metavar="N", help="seed of prompts and arrivals (default: 0)")
+    add("--seed", type=integer, default=0, metavar="N", help="seed of prompts and arrivals (default: 0)")
     _add_result(parser)
     parser.set_defaults(run=_runs("serve"))

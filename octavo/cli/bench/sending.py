@@ -1,4 +1,4 @@
-"""Sends prompts to a server and times the responses: one Record per request."""
+"""Sends prompts to a server and times the responses: one RequestResult per request."""
 
 import argparse
 import asyncio
@@ -42,7 +42,7 @@ class _Chunk(msgspec.Struct, gc=False):
 
 
 @dataclass(slots=True)
-class Record:
+class RequestResult:
     """Times of one request, in seconds of time.perf_counter()."""
 
     started: float
@@ -87,24 +87,24 @@ class Sender:
             "stream_options": {"include_usage": True},
         } | ({"ignore_eos": True} if arguments.ignore_eos else {})
 
-    async def send(self, prompt: str | list[int]) -> Record:
+    async def send(self, prompt: str | list[int]) -> RequestResult:
         prompt_field = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
         body = json.dumps(self._fields | prompt_field).encode()
-        record = Record(started=time.perf_counter())
+        result = RequestResult(started=time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout):
-                await self._receive(body, record)
+                await self._receive(body, result)
         except HTTPFailure as failure:
-            record.error = describe(failure)
+            result.error = describe(failure)
         except TimeoutError:
-            record.error = f"no end within {self._timeout:g} s"
+            result.error = f"no end within {self._timeout:g} s"
         except (OSError, msgspec.MsgspecError) as error:
-            record.error = f"{type(error).__name__}: {error}"
-        if record.error:
-            record.ended = time.perf_counter()
-        return record
+            result.error = f"{type(error).__name__}: {error}"
+        if result.error:
+            result.ended = time.perf_counter()
+        return result
 
-    async def _receive(self, body: bytes, record: Record) -> None:
+    async def _receive(self, body: bytes, result: RequestResult) -> None:
         latest, num_texts, done = 0.0, 0, False
         async for data in self._client.post_events(self._path, body):
             now = time.perf_counter()
@@ -113,30 +113,30 @@ class Sender:
                 continue
             chunk = self._decode(data)
             if chunk.error is not None:
-                record.error = _message(json.dumps({"error": chunk.error}))
+                result.error = _message(json.dumps({"error": chunk.error}))
                 return
             if chunk.usage is not None:
-                record.has_usage = True
-                record.prompt_tokens = chunk.usage.prompt_tokens
-                record.output_tokens = chunk.usage.completion_tokens or 0
+                result.has_usage = True
+                result.prompt_tokens = chunk.usage.prompt_tokens
+                result.output_tokens = chunk.usage.completion_tokens or 0
             for choice in chunk.choices:
                 delta = choice.delta
                 if choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)):
                     num_texts += 1
                     if latest:
-                        record.gaps.append(now - latest)
+                        result.gaps.append(now - latest)
                     latest = now
-                    record.first = record.first or now
+                    result.first = result.first or now
                 if choice.finish_reason or latest == now:
-                    record.ended = now
-        if not record.ended:
-            record.error = "the stream ended without an answer"
+                    result.ended = now
+        if not result.ended:
+            result.error = "the stream ended without an answer"
             return
         if not done:
-            record.error = "the stream ended without [DONE]"
-        record.first = record.first or record.ended  # a response without text: use its end
-        if not record.has_usage:
-            record.output_tokens = num_texts
+            result.error = "the stream ended without [DONE]"
+        result.first = result.first or result.ended  # a response without text: use its end
+        if not result.has_usage:
+            result.output_tokens = num_texts
 
 
 def describe(failure: HTTPFailure) -> str:
@@ -160,16 +160,16 @@ def client_for(arguments: argparse.Namespace) -> Client:
 
 async def drive(
     sender: Sender, load: Workload, max_concurrency: int | None, done: Callable[[], object]
-) -> list[Record]:
-    """Send every request at its arrival time, with at most `max_concurrency` open at once. Returns the records in order of
+) -> list[RequestResult]:
+    """Send every request at its arrival time, with at most `max_concurrency` open at once. Returns the results in order of
     arrival. `done` is called at the end of each."""
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
 
-    async def one(prompt: str | list[int]) -> Record:
+    async def one(prompt: str | list[int]) -> RequestResult:
         async with gate or nullcontext():
-            record = await sender.send(prompt)
+            result = await sender.send(prompt)
         done()
-        return record
+        return result
 
     start, tasks = time.perf_counter(), []
     for prompt, arrival in zip(load.prompts, load.arrivals, strict=True):

@@ -10,31 +10,31 @@ from typing import Any
 
 from octavo.cli.bench import clients, report
 from octavo.cli.bench.http_stream import Client, HTTPFailure
-from octavo.cli.bench.sending import Record, Sender, client_for, describe, loop_factory
+from octavo.cli.bench.sending import RequestResult, Sender, client_for, describe, loop_factory
 from octavo.cli.bench.workload import Workload, id_prompts, poisson_arrivals, word_prompts
 from octavo.errors import ConfigError, EngineUnavailable, RequestFailed
 
 # ── judging ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def is_good(record: Record, levels: dict[str, float]) -> bool:
+def is_good(result: RequestResult, levels: dict[str, float]) -> bool:
     """Whether a request met every service level, given in milliseconds."""
-    took = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.latency}
-    return not record.error and all((took[name] or 0.0) * 1000 <= limit for name, limit in levels.items())
+    took = {"ttft": result.ttft, "tpot": result.tpot, "e2el": result.latency}
+    return not result.error and all((took[name] or 0.0) * 1000 <= limit for name, limit in levels.items())
 
 
-def judge(records: list[Record], levels: dict[str, float]) -> dict[str, Any]:
+def judge(results: list[RequestResult], levels: dict[str, float]) -> dict[str, Any]:
     """Compute the figures of a run. Rates are over the time from the first request to the end of the last, including failed
     ones: a server that lets requests time out must not look faster for it."""
-    good = [r for r in records if not r.error]
-    seconds = max(r.ended for r in records) - min(r.started for r in records)
+    good = [r for r in results if not r.error]
+    seconds = max(r.ended for r in results) - min(r.started for r in results)
     rate = (lambda amount: round(amount / seconds, 3)) if seconds > 0 else (lambda amount: 0.0)
     output = sum(r.output_tokens for r in good)
     prompt = sum(r.prompt_tokens for r in good)
     return {
-        "num_requests": len(records),
-        "num_errors": len(records) - len(good),
-        "errors": dict(Counter(r.error for r in records if r.error).most_common()),
+        "num_requests": len(results),
+        "num_errors": len(results) - len(good),
+        "errors": dict(Counter(r.error for r in results if r.error).most_common()),
         "seconds": round(seconds, 3),
         "prompt_tokens": prompt,
         "output_tokens": output,
@@ -42,7 +42,7 @@ def judge(records: list[Record], levels: dict[str, float]) -> dict[str, Any]:
         "requests_per_second": rate(len(good)),
         "output_tokens_per_second": rate(output),
         "total_tokens_per_second": rate(prompt + output),
-        "goodput_requests_per_second": rate(sum(is_good(r, levels) for r in records)) if levels else None,
+        "goodput_requests_per_second": rate(sum(is_good(r, levels) for r in results)) if levels else None,
         "goodput_levels_ms": levels,
         "ttft_ms": report.spread([r.ttft for r in good if r.ttft is not None]),
         "tpot_ms": report.spread([r.tpot for r in good if r.tpot is not None]),
@@ -87,19 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         model = runner.run(_warm_up(arguments))
     with _progress(len(prompts)) as progress:
-        outcome = clients.send_all(arguments, model, load, progress.update, num_clients)
-    records = outcome.records
-    figures = judge(records, dict(arguments.goodput)) | {
-        "client_processes": len(outcome.cpu_seconds),
-        "client_cpu_seconds": round(sum(outcome.cpu_seconds), 3),
-        "client_busiest": round(outcome.busiest, 3),
+        run_result = clients.send_all(arguments, model, load, progress.update, num_clients)
+    results = run_result.results
+    figures = judge(results, dict(arguments.goodput)) | {
+        "client_processes": len(run_result.cpu_seconds),
+        "client_cpu_seconds": round(sum(run_result.cpu_seconds), 3),
+        "client_busiest": round(run_result.busiest, 3),
     }
     print(f"{model} at {arguments.base_url} ({arguments.endpoint})\n\n{show(figures)}")
-    print("\n".join(report.show_figures({"client": clients.show_share(outcome)})))
+    print("\n".join(report.show_figures({"client": clients.show_share(run_result)})))
     requests = [
         {"ttft": r.ttft, "latency": r.latency, "prompt_tokens": r.prompt_tokens, "output_tokens": r.output_tokens}
-        | {"started": r.started - records[0].started, "error": r.error}
-        for r in records
+        | {"started": r.started - results[0].started, "error": r.error}
+        for r in results
     ]
     settings = {name: value for name, value in vars(arguments).items() if name not in ("run", "api_key")}
     settings["request_rate"] = None if arguments.request_rate == float("inf") else arguments.request_rate

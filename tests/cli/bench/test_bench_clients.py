@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from octavo.cli.bench import clients
-from octavo.cli.bench.clients import Outcome, merge, num_processes, show_share, split
-from octavo.cli.bench.sending import Record
+from octavo.cli.bench.clients import RunResult, merge, num_processes, show_share, split
+from octavo.cli.bench.sending import RequestResult
 from octavo.cli.bench.serve import judge
 from octavo.cli.bench.workload import Workload
 from octavo.errors import RequestFailed
@@ -44,14 +44,14 @@ def test_parts_make_the_whole(num_requests: int, streams: int | None, num: int) 
         limits = [limit for _, limit in parts if limit is not None]
         assert sum(limits) == streams and min(limits) >= 1 and max(limits) - min(limits) <= 1
     assert sorted(time for part, _ in parts for time in part.arrivals) == load.arrivals
-    records = [[Record(started=arrival) for arrival in part.arrivals] for part, _ in parts]
-    assert [record.started for record in merge(records)] == load.arrivals
+    results = [[RequestResult(started=arrival) for arrival in part.arrivals] for part, _ in parts]
+    assert [result.started for result in merge(results)] == load.arrivals
 
 
 def test_rates_are_over_the_whole_span() -> None:
     """Two processes that ran one after the other were no faster than one."""
-    early = Record(100.0, 100.1, 101.0, [0.1], 10, 20, True)
-    late = Record(101.0, 101.1, 102.0, [0.3], 10, 20, True)
+    early = RequestResult(100.0, 100.1, 101.0, [0.1], 10, 20, True)
+    late = RequestResult(101.0, 101.1, 102.0, [0.3], 10, 20, True)
     figures = judge(merge([[early], [late]]), {})
     assert figures["seconds"] == 2.0 and figures["output_tokens_per_second"] == 20.0
     assert figures["itl_ms"]["mean"] == pytest.approx(200.0)
@@ -85,7 +85,7 @@ def test_a_lost_process_is_a_failure() -> None:
     assert news == [1]
 
 
-def test_a_busy_client_is_told() -> None:
-    records = [Record(0.0, 0.1, 2.0, [], 1, 1, True)]
-    assert "raise --client-processes" not in show_share(Outcome(records, [1.0, 1.5]))
-    assert "raise --client-processes" in show_share(Outcome(records, [1.0, 1.9]))
+def test_a_busy_client_is_reported() -> None:
+    results = [RequestResult(0.0, 0.1, 2.0, [], 1, 1, True)]
+    assert "raise --client-processes" not in show_share(RunResult(results, [1.0, 1.5]))
+    assert "raise --client-processes" in show_share(RunResult(results, [1.0, 1.9]))

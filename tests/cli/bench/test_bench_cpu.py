@@ -183,7 +183,7 @@ def test_a_vocabulary_that_cannot_be_written_is_said_to_be_the_reason(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "problem"),
     [
         (["--llama-server", "/nowhere/llama-server"], "--llama-server /nowhere/llama-server is not a program"),
         (["--vllm-python", "/nowhere/python"], "--vllm-python /nowhere/python is not a program"),
@@ -192,10 +192,10 @@ def test_a_vocabulary_that_cannot_be_written_is_said_to_be_the_reason(tmp_path: 
         (["--result", "/nowhere/result.json"], "the folder /nowhere does not exist"),
     ],
 )
-def test_mistakes_are_one_line(model: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(model: Path, flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--model", str(model), *flags]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("benchmarks.cpu: error: ") and told in said and said.count("\n") == 1
+    assert said.startswith("benchmarks.cpu: error: ") and problem in said and said.count("\n") == 1
 
 
 def test_an_unknown_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

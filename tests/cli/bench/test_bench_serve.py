@@ -16,7 +16,7 @@ import pytest
 from octavo.cli import main
 from octavo.cli.bench import report, serve
 from octavo.cli.bench.http_stream import Client, Target
-from octavo.cli.bench.sending import Record, Sender, drive
+from octavo.cli.bench.sending import RequestResult, Sender, drive
 from octavo.cli.bench.serve import is_good, judge
 from octavo.cli.bench.workload import WORDS, Workload, id_prompts, poisson_arrivals, word_prompts
 from octavo.errors import ConfigError
@@ -121,7 +121,7 @@ def arguments(url: str, *extra: str) -> argparse.Namespace:
     return main.build_parser().parse_args(["bench", "serve", "--base-url", url, "--output-len", "6", *extra])
 
 
-async def send_all(url: str, prompts: list[Any], *extra: str, concurrency: int | None = None) -> list[Record]:
+async def send_all(url: str, prompts: list[Any], *extra: str, concurrency: int | None = None) -> list[RequestResult]:
     client = Client(Target.parse(url))
     sender = Sender(client, arguments(url, *extra), "scripted")
     try:
@@ -137,14 +137,14 @@ async def send_all(url: str, prompts: list[Any], *extra: str, concurrency: int |
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 async def test_times_and_counts(framing: str, endpoint: str) -> None:
     async with running(framing) as (url, scripted):
-        [record] = await send_all(url, ["one two three"], "--endpoint", endpoint, "--ignore-eos")
-    assert record.error == ""
-    assert (record.prompt_tokens, record.output_tokens, record.has_usage) == (3, 6, True)
-    assert record.ttft is not None and record.latency is not None
-    assert FIRST <= record.ttft < FIRST + 10
-    assert FIRST + 5 * GAP <= record.latency < FIRST + 5 * GAP + 10
-    assert len(record.gaps) == 3  # chunks after tokens 1, 3, 5 and 6
-    assert record.tpot is not None and record.tpot == pytest.approx((record.latency - record.ttft) / 5)
+        [result] = await send_all(url, ["one two three"], "--endpoint", endpoint, "--ignore-eos")
+    assert result.error == ""
+    assert (result.prompt_tokens, result.output_tokens, result.has_usage) == (3, 6, True)
+    assert result.ttft is not None and result.latency is not None
+    assert FIRST <= result.ttft < FIRST + 10
+    assert FIRST + 5 * GAP <= result.latency < FIRST + 5 * GAP + 10
+    assert len(result.gaps) == 3  # chunks after tokens 1, 3, 5 and 6
+    assert result.tpot is not None and result.tpot == pytest.approx((result.latency - result.ttft) / 5)
     body = scripted.bodies[0]
     assert body.pop("messages", None) == (
         [{"role": "user", "content": "one two three"}] if endpoint == "chat" else None
@@ -162,9 +162,9 @@ async def test_times_and_counts(framing: str, endpoint: str) -> None:
 
 async def test_without_usage_chunks_are_counted_and_said() -> None:
     async with running() as (url, _):
-        records = await send_all(url, ["NOUSAGE"])
-    assert records[0].output_tokens == 4
-    figures = judge(records, {})
+        results = await send_all(url, ["NOUSAGE"])
+    assert results[0].output_tokens == 4
+    figures = judge(results, {})
     assert figures["token_counts_from"] == "chunks"
     assert "counted in chunks" in serve.show(figures)
 
@@ -172,9 +172,9 @@ async def test_without_usage_chunks_are_counted_and_said() -> None:
 async def test_each_failure_is_counted_and_the_others_go_on() -> None:
     async with running() as (url, _):
         prompts = ["fine", "REFUSE", "VANISH", "BREAK", "HANG", "REFUSE", "fine too"]
-        records = await send_all(url, prompts, "--timeout", "1")
-    assert [bool(record.error) for record in records] == [False, True, True, True, True, True, False]
-    figures = judge(records, {})
+        results = await send_all(url, prompts, "--timeout", "1")
+    assert [bool(result.error) for result in results] == [False, True, True, True, True, True, False]
+    figures = judge(results, {})
     assert figures["num_errors"] == 5
     assert figures["errors"]["HTTP 429: the queue is full"] == 2
     assert figures["errors"]["it broke"] == 1
@@ -184,8 +184,8 @@ async def test_each_failure_is_counted_and_the_others_go_on() -> None:
 
 
 async def test_nobody_listens() -> None:
-    [record] = await send_all("http://127.0.0.1:9", ["x"])
-    assert record.error.startswith("ConnectionRefusedError")
+    [result] = await send_all("http://127.0.0.1:9", ["x"])
+    assert result.error.startswith("ConnectionRefusedError")
 
 
 # ── many requests ───────────────────────────────────────────────────────────────────────────────────
@@ -193,8 +193,8 @@ async def test_nobody_listens() -> None:
 
 async def test_concurrency_is_bounded_and_connections_are_reused() -> None:
     async with running() as (url, scripted):
-        records = await send_all(url, ["a"] * 12, concurrency=3)
-    assert not any(record.error for record in records)
+        results = await send_all(url, ["a"] * 12, concurrency=3)
+    assert not any(result.error for result in results)
     assert scripted.open_peak == 3
     assert scripted.connections == 3
 
@@ -248,13 +248,13 @@ def test_prompts_share_their_prefix_and_nothing_else() -> None:
 # ── judging ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def record(started: float, ttft: float, latency: float, tokens: int) -> Record:
-    return Record(started, started + ttft, started + latency, [0.1], 10, tokens, True)
+def result(started: float, ttft: float, latency: float, tokens: int) -> RequestResult:
+    return RequestResult(started, started + ttft, started + latency, [0.1], 10, tokens, True)
 
 
 def test_figures_of_a_known_run() -> None:
-    records = [record(100.0, 0.2, 1.2, 11), record(101.0, 0.4, 3.0, 27), Record(100.5, error="no")]
-    figures = judge(records, {"ttft": 300.0, "tpot": 100.5})
+    results = [result(100.0, 0.2, 1.2, 11), result(101.0, 0.4, 3.0, 27), RequestResult(100.5, error="no")]
+    figures = judge(results, {"ttft": 300.0, "tpot": 100.5})
     assert figures["seconds"] == 4.0
     assert figures["requests_per_second"] == 0.5
     assert figures["output_tokens_per_second"] == 9.5
@@ -265,8 +265,8 @@ def test_figures_of_a_known_run() -> None:
 
 
 def test_failures_are_part_of_the_time() -> None:
-    timed_out = Record(100.5, ended=110.0, error="no end within 9.5 s")
-    figures = judge([record(100.0, 0.2, 1.0, 20), timed_out], {"ttft": 300.0})
+    timed_out = RequestResult(100.5, ended=110.0, error="no end within 9.5 s")
+    figures = judge([result(100.0, 0.2, 1.0, 20), timed_out], {"ttft": 300.0})
     assert figures["seconds"] == 10.0
     assert figures["requests_per_second"] == figures["goodput_requests_per_second"] == 0.1
     assert figures["output_tokens_per_second"] == 2.0
@@ -284,16 +284,16 @@ async def test_a_failure_ends_when_it_fails() -> None:
 
 
 def test_goodput_needs_every_level() -> None:
-    answer = record(0.0, 0.2, 1.2, 11)
+    answer = result(0.0, 0.2, 1.2, 11)
     assert is_good(answer, {"ttft": 200.001, "tpot": 100.001, "e2el": 1200.001})
     assert not is_good(answer, {"ttft": 199.0})
     assert not is_good(answer, {"ttft": 300.0, "tpot": 99.0})
     assert not is_good(answer, {"e2el": 1199.0})
-    assert not is_good(Record(0.0, error="no"), {})
+    assert not is_good(RequestResult(0.0, error="no"), {})
 
 
 def test_a_run_where_all_fail_has_no_figures_and_no_crash() -> None:
-    figures = judge([Record(0.0, error="no")], {"ttft": 1.0})
+    figures = judge([RequestResult(0.0, error="no")], {"ttft": 1.0})
     assert figures["ttft_ms"] is None and figures["requests_per_second"] == 0.0
     assert "1 failed" in serve.show(figures)
 
@@ -378,7 +378,7 @@ def test_mistakes_before_anything_is_measured(tmp_path: Path, capsys: pytest.Cap
     assert "cannot reach http://127.0.0.1:9" in unreachable and unreachable.endswith("is the server running?")
 
 
-def test_a_result_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written_is_reported_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
         report.check_writable(str(tmp_path))
     file = tmp_path / "result.json"

@@ -1,0 +1,420 @@
+"""Flags of other servers: what becomes of each flag of vLLM, and of the common ones of SGLang and llama.cpp, that is not our own.
+
+A flag is renamed to ours, or it is taken with a note that says why it has no effect, or it is refused with one sentence that
+names the alternative. docs/reference/other-flags.md is generated from these tables."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["vLLM", "SGLang", "llama.cpp"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFlag:
+    """`ours`: the flag that replaces it. `note`: why it has no effect. Neither: it is refused, for the reason in `why`."""
+
+    source: Source
+    ours: str = ""
+    note: str = ""
+    why: str = ""
+    takes_value: bool = True
+    harmless_values: frozenset[str] = frozenset()
+    """If not empty: only these values have no effect here; others are refused, for the reason in `why`."""
+
+    @property
+    def fate(self) -> Literal["renamed", "no effect", "no effect for some values", "not offered"]:
+        if self.ours:
+            return "renamed"
+        if self.harmless_values:
+            return "no effect for some values"
+        return "no effect" if self.note else "not offered"
+
+
+def _renamed(source: Source, ours: str, *, takes_value: bool = True) -> ForeignFlag:
+    return ForeignFlag(source, ours=ours, takes_value=takes_value)
+
+
+def _noted(note: str, values: str = "", *, why: str = "", source: Source = "vLLM") -> ForeignFlag:
+    """A flag with a value. `values`: those without effect; empty: all."""
+    return ForeignFlag(source, note=note, why=why, harmless_values=frozenset(values.split()))
+
+
+def _switch(note: str, source: Source = "vLLM") -> ForeignFlag:
+    return ForeignFlag(source, note=note, takes_value=False)
+
+
+def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> ForeignFlag:
+    return ForeignFlag(source, why=why, takes_value=takes_value)
+
+
+_NO_CODE = "code from a checkpoint is never run here; the supported architectures need none"
+_LORA = "adapters (LoRA) are not supported: merge the adapter into the weights and serve the result"
+_SPECULATION = "speculative decoding is not supported"
+_REPLICAS = "one server runs one replica: start several servers behind a load balancer"
+_NODES = "a server runs on one machine; --tensor-parallel-size uses its GPUs"
+_PIPELINE = "layers are not split over machines; --tensor-parallel-size splits each layer over the GPUs of one"
+_MEDIA = "only text goes in: images, audio and video are refused"
+_OFFLOAD = "weights are kept on the device that computes; a packed checkpoint (GGUF, AWQ, GPTQ) takes less memory"
+_TIERS = "KV pages are kept on the device; --swap-space keeps those of preempted requests in host memory"
+_TRANSFER = "KV pages are not sent to other servers"
+_PLUGIN = "plug-in classes are not loaded"
+_TUNED = "kernels are chosen by rules that were measured, at no cost at start-up"
+_STATE_SPACE = "models with state-space layers are not supported"
+_SLEEP = "a server keeps its model loaded: stop it to free the memory"
+_GRAPHS = "CUDA graphs are captured for the row counts that occur; --enforce-eager turns them off"
+_ASYNC = "the next step is always planned while the current one runs"
+_CHUNKED = "prompts are always computed in chunks; --max-num-batched-tokens is the size of a step"
+_STATS = "there is no periodic log line of statistics: see /metrics"
+_METRICS = "what it measures is not measured here; /metrics has what is"
+
+_SWITCHES_REFUSED = {
+    "enable-lora": _LORA,
+    "enable-mixed-moe-lora-format": _LORA,
+    "enable-moe-shared-loras": _LORA,
+    "enable-tower-connector-lora": _LORA,
+    "fully-sharded-loras": _LORA,
+    "specialize-active-lora": _LORA,
+    "per-request-spec-decode-metrics": _SPECULATION,
+    "data-parallel-external-lb": _REPLICAS,
+    "data-parallel-hybrid-lb": _REPLICAS,
+    "data-parallel-multi-port-external-lb": _REPLICAS,
+    "enable-elastic-ep": _REPLICAS,
+    "disable-nccl-for-dp-synchronization": _REPLICAS,
+    "enable-expert-parallel": "experts are split over ranks by --tensor-parallel-size",
+    "enable-eplb": "experts are split evenly over ranks by --tensor-parallel-size",
+    "enable-ep-weight-filter": "experts are split over ranks by --tensor-parallel-size",
+    "enable-dbo": "steps are not divided into micro-batches",
+    "enable-hc-sp": "sequence parallelism is not supported; --tensor-parallel-size splits each layer",
+    "dcp-q-replicate": _PIPELINE,
+    "enable-sleep-mode": _SLEEP,
+    "sleep-mode-offload-cudagraph": _SLEEP,
+    "enable-prompt-embeds": "prompts are text or token ids; embeddings as a prompt are not supported",
+    "enable-return-routed-experts": "the experts that were chosen are not returned",
+    "return-sampling-mask": "the mask of sampled tokens is not returned; logprobs are",
+    "enable-mm-embeds": _MEDIA,
+    "interleave-mm-strings": _MEDIA,
+    "mm-encoder-only": _MEDIA,
+    "trust-request-mm-kwargs": _MEDIA,
+    "enable-flash-late-interaction": "late interaction models are not supported; /v1/embeddings serves encoders",
+    "use-replayssm": _STATE_SPACE,
+    "enable-mamba-cache-stochastic-rounding": _STATE_SPACE,
+    "enable-mamba-shared-prefix-checkpoint": _STATE_SPACE,
+    "enable-trace-replay": "octavo replay does that from a recording: every server records its schedule (--record-bytes)",
+    "enable-fault-tolerance": "an engine that ends is always replaced and its requests continue; there is nothing to enable",
+    "enable-log-outputs": "answers are never logged; --enable-log-requests logs a line per request",
+    "enable-log-deltas": "answers are never logged; --enable-log-requests logs a line per request",
+    "enable-ssl-refresh": "certificates are read at start-up: restart the server to renew them",
+    "disable-sliding-window": "a model's sliding window is part of the model",
+    "headless": _NODES,
+    "tokens-only": "the server tokenizes; prompts may be token ids all the same",
+    "enable-scale-out": _REPLICAS,
+    "cohere-is-reasoning-model": "Cohere's own API is not offered; --reasoning-parser chooses how reasoning is parsed",
+    "kv-sharing-fast-prefill": "models that share keys and values between layers for prefill are not supported",
+    "skip-tokenizer-init": "the server tokenizes; prompts may be token ids all the same",
+}
+_REFUSED = {
+    **dict.fromkeys(
+        ("lora-modules", "max-loras", "max-lora-rank", "lora-dtype", "max-cpu-loras", "lora-target-modules",
+         "default-mm-loras", "max-lora-cls-labels"), _LORA,
+    ),
+    **dict.fromkeys(("speculative-config", "spec-method", "spec-model", "spec-tokens"), _SPECULATION),
+    **dict.fromkeys(
+        ("data-parallel-size", "data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address",
+         "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-supervisor-port", "dp-supervisor-probe-interval-s",
+         "dp-supervisor-probe-timeout-s", "dp-supervisor-probe-failure-threshold", "dp-sync-interval", "elastic-ep-max-dp-size",
+         "fault-tolerance-config"), _REPLICAS,
+    ),
+    **dict.fromkeys(("nnodes", "node-rank", "master-addr", "master-port"), _NODES),
+    **dict.fromkeys(
+        ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size", "cp-kv-cache-interleave-size",
+         "dcp-kv-cache-interleave-size", "dcp-comm-backend"), _PIPELINE,
+    ),
+    **dict.fromkeys(("all2all-backend", "eplb-config", "expert-placement-strategy", "ubatch-size", "dbo-decode-token-threshold",
+                     "dbo-prefill-token-threshold"), "experts are split over ranks by --tensor-parallel-size"),
+    **dict.fromkeys(
+        ("limit-mm-per-prompt", "allowed-local-media-path", "allowed-media-domains", "media-io-kwargs", "mm-device-do-normalize",
+         "mm-encoder-attn-backend", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path", "mm-encoder-fp8-scale-save-margin",
+         "mm-encoder-fp8-scale-save-path", "mm-encoder-tp-mode", "mm-hasher-algorithm", "mm-ipc-gpu-memory-gb",
+         "mm-processor-cache-gb", "mm-processor-cache-type", "mm-processor-device", "mm-processor-kwargs",
+         "mm-shm-cache-max-object-size-mb", "mm-tensor-ipc", "video-pruning-method", "video-pruning-rate"), _MEDIA,
+    ),
+    **dict.fromkeys(
+        ("cpu-offload-gb", "cpu-offload-params", "offload-backend", "offload-group-size", "offload-num-in-group", "offload-params",
+         "offload-prefetch-step"), _OFFLOAD,
+    ),
+    **dict.fromkeys(("kv-offloading-size", "kv-offloading-backend", "prefix-cache-retention-interval"), _TIERS),
+    **dict.fromkeys(
+        ("kv-transfer-config", "kv-events-config", "ec-transfer-config", "ec-manager-config", "weight-transfer-config"), _TRANSFER
+    ),
+    **dict.fromkeys(
+        ("worker-cls", "worker-extension-cls", "scheduler-cls", "logits-processors", "io-processor-plugin",
+         "reasoning-parser-plugin", "tool-parser-plugin", "middleware", "model-class-overrides", "additional-config",
+         "engram-config", "aux-output-config"), _PLUGIN,
+    ),
+    **dict.fromkeys(
+        ("mamba-backend", "mamba-block-size", "mamba-cache-dtype", "mamba-cache-mode", "mamba-cache-philox-rounds",
+         "mamba-ssm-cache-dtype", "mamba-ssu-algorithm", "replayssm-buffer-len", "gdn-prefill-backend", "kda-decode-backend",
+         "kda-prefill-backend"), _STATE_SPACE,
+    ),
+    **dict.fromkeys(("sleep-preserve-parameter-names",), _SLEEP),
+    "attention-config": "--attention-backend chooses the implementation of attention",
+    "quantization-config": "the checkpoint says how it is quantised; --quantization rounds one that is not",
+    "pooler-config": "an encoder's own files say how it pools",
+    "structured-outputs-config": "there is one grammar engine, llguidance; requests choose white space with whitespace_pattern",
+    "reasoning-config": "--reasoning-parser chooses how reasoning is parsed; requests set reasoning_effort and thinking_token_budget",
+    "profiler-config": "there is no profiler endpoint; journeys (GET /v1/requests/ID) say where a request's time went",
+    "diffusion-config": "diffusion models are not supported",
+    "watermark-config": "output is not watermarked",
+    "num-gpu-blocks-override": "--kv-cache-memory-bytes sets the memory for KV pages",
+    "kv-cache-dtype-skip-layers": "--kv-cache-dtype applies to all layers",
+    "hf-config-path": "the configuration is read from the model's folder: put config.json there",
+    "hf-token": "set the environment variable HF_TOKEN: a token on the command line is visible to other users",
+    "code-revision": _NO_CODE,
+    "tokenizer-revision": "--revision applies to the tokenizer too; --tokenizer names another folder",
+    "uds": "the server listens on TCP: a proxy can listen on a UNIX socket",
+    "hf-overrides": "the model's config.json is read as it is: change it there",
+    "override-generation-config": "the model's generation_config.json gives the defaults: change it there, or set them in requests",
+    "download-dir": "set the environment variable HF_HUB_CACHE to the folder for downloads",
+    "grpc-port": "there is no gRPC API; the HTTP API is at --port",
+    "tool-server": "built-in tools are not run by the server; clients run the tools they declare",
+    "chat-template-content-format": "the format is found by trying the template",
+    "default-chat-template-kwargs": "requests send chat_template_kwargs",
+    "response-role": "the role of answers is assistant",
+    "tool-strict-level": "a tool's own `strict` member decides",
+    "fingerprint-mode": "system_fingerprint names the build, the model and how it computes",
+    "fingerprint-value": "system_fingerprint names the build, the model and how it computes",
+    "cohere-format": "Cohere's own API is not offered",
+    "anthropic-disabled-thinking-effort": "requests set thinking and output_config.effort themselves",
+    "ssl-ciphers": "TLS uses Python's default ciphers",
+    "ssl-cert-reqs": "--ssl-ca-certs makes client certificates required",
+    "log-config-file": "--log-format chooses between text and JSON",
+    "logging-config": "--log-format chooses between text and JSON",
+    "disable-access-log-for-endpoints": "there is no access log unless --enable-log-requests is given, and that leaves out /health and /metrics",
+    "custom-histogram-buckets": "the buckets of histograms are those that dashboards for vLLM expect",
+    "show-hidden-metrics-for-version": "no metrics are hidden",
+    "max-num-active-seqs": "--max-num-seqs bounds the rows",
+    "watermark": "pages are not held back: a request is admitted if its prompt fits",
+    "long-prefill-token-threshold": "--max-num-batched-tokens bounds the tokens of a step",
+    "long-prefill-token-threshold-adaptive": "--max-num-batched-tokens bounds the tokens of a step",
+    "device-ids": "set the environment variable CUDA_VISIBLE_DEVICES",
+    "ray-workers-use-nsight": "Ray is not used",
+}  # fmt: skip
+_SWITCHES = {
+    "trust-remote-code": _NO_CODE,
+    "disable-log-stats": _STATS,
+    "disable-log-requests": "requests are not logged unless --enable-log-requests is given",
+    "disable-uvicorn-access-log": "there is no access log unless --enable-log-requests is given",
+    "enable-chunked-prefill": _CHUNKED,
+    "async-scheduling": _ASYNC,
+    "disable-custom-all-reduce": "ranks sum by torch.distributed",
+    "disable-cascade-attn": _TUNED,
+    "disable-chunked-mm-input": _MEDIA,
+    "disable-hybrid-kv-cache-manager": "layers with windows always have page tables of their own",
+    "return-tokens-as-token-ids": "requests ask for token ids with return_token_ids",
+    "enable-prompt-tokens-details": "usage.prompt_tokens_details is always returned",
+    "enable-server-load-tracking": "/metrics and /health/progress always have the load",
+    "enable-force-include-usage": "streams include usage if stream_options.include_usage is set",
+    "enable-tokenizer-info-endpoint": "/tokenize and /detokenize are always there",
+    "enable-request-id-headers": "every response has the header x-request-id",
+    "enable-per-request-metrics": "GET /v1/requests/ID has the times of each request",
+    "exclude-tools-when-tool-choice-none": "with tool_choice none, tools are left out of the prompt where the template allows",
+    "disable-fastapi-docs": "there are no FastAPI pages; /openapi.json has the schema",
+    "enable-offline-docs": "there are no FastAPI pages; /openapi.json has the schema",
+    "log-error-stack": "the log has the stack of every unexpected error",
+    "aggregate-engine-logging": "there is one engine and one log",
+    "enable-flashinfer-autotune": _TUNED,
+    "enable-cumem-allocator": "torch's allocator is used",
+    "enable-shm-tensor-arena": "tensors are not sent between processes",
+    "enable-batch-sharded-sampling": "one rank samples",
+    "enable-nccl-comm-suspend": _SLEEP,
+    "enable-layerwise-nvtx-tracing": _METRICS,
+    "enable-logging-iteration-details": _METRICS,
+    "cudagraph-metrics": _METRICS,
+    "kv-cache-metrics": "/metrics and the cockpit have the use of KV pages",
+    "enable-mfu-metrics": _METRICS,
+    "fail-on-environ-validation": "unknown environment variables have no effect",
+    "use-tqdm-on-load": "the start reports its progress",
+    "scheduler-reserve-full-isl": "a request is admitted when pages for its whole prompt are free",
+    "language-model-only": "only the text part of a model is loaded",
+    "skip-mm-profiling": _MEDIA,
+    "numa-bind": "--cpu-pinning pins compute threads to cores",
+    "use-fp64-gumbel": "draws are exact enough in float32: they are seeded by request and position",
+    "jit-monitor-verbose": _TUNED,
+    "allow-deprecated-quantization": "quantised formats that can be read are accepted",
+    "swa-bounded-replay": _TUNED,
+    "disable-frontend-multiprocessing": "API processes are separate; --api-processes sets how many",
+}
+_VALUES = {
+    "tokenizer-mode": _noted("the tokenizer's files decide", "auto hf slow mistral",
+                             why="the tokenizer's files decide; only auto, hf, slow and mistral are known"),
+    "config-format": _noted("config.json or params.json is found by itself", "auto hf mistral",
+                            why="config.json or params.json is found by itself"),
+    "generation-config": _noted("generation_config.json of the model is used", "auto",
+                                why="only auto is supported: the model's generation_config.json gives the defaults"),
+    "distributed-executor-backend": _noted("ranks are processes", "mp uni", why=_NODES),
+    "model-impl": _noted("models are Octavo's own", "auto vllm", why="models are Octavo's own; transformers' are not used"),
+    "runner": _noted("what a model does follows from its files", "auto generate pooling",
+                     why="what a model does follows from its files"),
+    "convert": _noted("what a model does follows from its files", "auto none", why="models are not converted"),
+    "logprobs-mode": _noted("logprobs are those of the model, before sampling parameters", "raw_logprobs",
+                            why="only raw_logprobs is supported"),
+    "prefix-caching-hash-algo": _noted("prefixes are keyed by a salted 128-bit hash"),
+    "prefix-match-unit": _noted("prefixes match by whole pages (--block-size)"),
+    "max-seq-len-to-capture": _noted(_GRAPHS),
+    "max-cudagraph-capture-size": _noted(_GRAPHS),
+    "cudagraph-capture-sizes": _noted(_GRAPHS),
+    "compilation-config": _noted("nothing goes through torch.compile; " + _TUNED),
+    "optimization-level": _noted("nothing goes through torch.compile; " + _TUNED),
+    "performance-mode": _noted(_TUNED),
+    "kernel-config": _noted(_TUNED),
+    "ir-op-priority": _noted(_TUNED),
+    "moe-backend": _noted(_TUNED),
+    "linear-backend": _noted(_TUNED),
+    "sparse-indexer-topk-backend": _noted(_TUNED),
+    "jit-monitor-mode": _noted(_TUNED),
+    "max-parallel-loading-workers": _noted("weights are read in parallel as the disk allows"),
+    "safetensors-load-strategy": _noted("weights are read in parallel as the disk allows"),
+    "safetensors-prefetch-block-size": _noted("weights are read in parallel as the disk allows"),
+    "safetensors-prefetch-num-threads": _noted("weights are read in parallel as the disk allows"),
+    "model-loader-extra-config": _noted("weights are read in parallel as the disk allows"),
+    "ignore-patterns": _noted("only files that the model needs are downloaded"),
+    "pt-load-map-location": _noted("weights are read to the device that computes"),
+    "renderer-num-workers": _noted("--api-processes sets how many processes render and tokenize"),
+    "collect-detailed-traces": _noted("spans have the stages of a request: see --otlp-traces-endpoint"),
+    "kv-cache-metrics-sample": _noted("/metrics and the cockpit have the use of KV pages"),
+    "prefill-schedule-interval": _noted("prompts are admitted in every step"),
+    "max-num-scheduled-tokens": _renamed("vLLM", "--max-num-batched-tokens"),
+    "cpu-distributed-timeout-seconds": _noted("--start-timeout and --step-timeout bound the waits"),
+    "distributed-timeout-seconds": _noted("--start-timeout and --step-timeout bound the waits"),
+    "numa-bind-cpus": _noted("--cpu-pinning pins compute threads to cores"),
+    "numa-bind-nodes": _noted("--cpu-pinning pins compute threads to cores"),
+    "log-level": _renamed("vLLM", "--uvicorn-log-level"),
+    "max-num-queued-reqs": _renamed("vLLM", "--max-waiting-requests"),
+    "max-num-queued-tokens": _renamed("vLLM", "--max-waiting-tokens"),
+    "device-memory-utilization": _renamed("vLLM", "--gpu-memory-utilization"),
+}  # fmt: skip
+_SHORT = {
+    "q": "quantization", "pp": "pipeline-parallel-size", "n": "nnodes", "r": "node-rank", "dp": "data-parallel-size",
+    "ep": "enable-expert-parallel", "sc": "speculative-config", "cc": "compilation-config", "ac": "attention-config",
+    "dc": "diffusion-config", "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size",
+    "dpn": "data-parallel-rank", "dpr": "data-parallel-start-rank", "dpl": "data-parallel-size-local", "dpa": "data-parallel-address",
+    "dpp": "data-parallel-rpc-port", "dpb": "data-parallel-backend", "dph": "data-parallel-hybrid-lb", "dpe": "data-parallel-external-lb",
+    "dpm": "data-parallel-multi-port-external-lb",
+}  # fmt: skip
+_SGLANG = {
+    "model-path": "--model",
+    "mem-fraction-static": "--gpu-memory-utilization",
+    "context-length": "--max-model-len",
+    "max-running-requests": "--max-num-seqs",
+    "chunked-prefill-size": "--max-num-batched-tokens",
+    "schedule-policy": "--scheduling-policy",
+    "max-queued-requests": "--max-waiting-requests",
+    "tokenizer-path": "--tokenizer",
+}
+_CPP_SERVER = {
+    "-m": "--model",
+    "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "-t": "--cpu-threads",
+    "--threads": "--cpu-threads",
+    "-np": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-b": "--max-num-batched-tokens",
+    "--batch-size": "--max-num-batched-tokens",
+    "-a": "--served-model-name",
+    "--alias": "--served-model-name",
+    "--chat-template-file": "--chat-template",
+    "-ctk": "--kv-cache-dtype",
+    "--cache-type-k": "--kv-cache-dtype",
+}
+
+
+def _tables() -> dict[str, ForeignFlag]:
+    found = {f"--{name}": _refused(why) for name, why in _REFUSED.items()}
+    found |= {f"--{name}": _refused(why, takes_value=False) for name, why in _SWITCHES_REFUSED.items()}
+    found |= {f"--{name}": _switch(note) for name, note in _SWITCHES.items()}
+    found |= {f"--{name}": flag for name, flag in _VALUES.items()}
+    for short, name in _SHORT.items():
+        found[f"-{short}"] = found.get(f"--{name}") or _renamed("vLLM", f"--{name}")
+    found |= {f"--{name}": _renamed("SGLang", ours) for name, ours in _SGLANG.items()}
+    found["--disable-radix-cache"] = _renamed("SGLang", "--no-enable-prefix-caching", takes_value=False)
+    found["--enable-metrics"] = _switch("/metrics is always there", "SGLang")
+    found |= {name: _renamed("llama.cpp", ours) for name, ours in _CPP_SERVER.items()}
+    layers = _noted("all layers run on one device: --device chooses the GPU or the CPU", source="llama.cpp")
+    found |= dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), layers)
+    memory = _switch("weights are mapped from the file where that is fastest", "llama.cpp")
+    found |= dict.fromkeys(("--mlock", "--no-mmap"), memory)
+    found["-fa"] = found["--flash-attn"] = _noted(
+        "--attention-backend chooses; auto is the fastest", source="llama.cpp"
+    )
+    found["--jinja"] = _switch("chat templates are always used", "llama.cpp")
+    found["-ub"] = _noted("a step is not divided further", source="llama.cpp")
+    return found
+
+
+FOREIGN: dict[str, ForeignFlag] = _tables()
+
+_FROM_FILES = "auto", "the model's files decide how weights are read"
+_AS_QUANTISED = "auto", "the checkpoint says how it is quantised"
+VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    "--dtype": {"half": ("float16", ""), "float": ("float32", "")},
+    "--load-format": dict.fromkeys(("safetensors", "pt", "hf", "gguf", "fastsafetensors"), _FROM_FILES),
+    "--quantization": dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "mxfp4", "compressed-tensors", "gguf"), _AS_QUANTISED
+    ),
+    "--kv-cache-dtype": {
+        "fp8_e4m3": ("fp8", ""), "f16": ("float16", ""), "f32": ("float32", ""), "q8_0": ("int8", ""),
+    },
+}  # fmt: skip
+"""Values that other servers know of flags that are ours, too: (our value, why that is the same)."""
+
+
+def translate(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str], str]:
+    """Replace flags and values of other servers. `own`: the flags of this command, which are left alone. Returns the arguments, the notes
+    to print, and why a flag is refused (empty: none is)."""
+    arguments: list[str] = []
+    notes: list[str] = []
+    rest = list(argv)
+    while rest:
+        text = rest.pop(0)
+        if text == "--":
+            return [*arguments, text, *rest], notes, ""
+        name, equals, value = text.partition("=")
+        negated = name.startswith("--no-") and "--" + name[5:] in FOREIGN
+        flag = FOREIGN.get("--" + name[5:] if negated else name)
+        if name in own or flag is None:
+            arguments.append(text)
+            continue
+        if flag.takes_value and not negated and not equals and rest and _is_value(rest[0]):
+            value = rest.pop(0)
+        if flag.ours:
+            arguments += [flag.ours, value] if flag.takes_value and (equals or value) else [flag.ours]
+        elif flag.note and (not flag.harmless_values or negated or value.lower() in flag.harmless_values):
+            notes.append(f"{name} has no effect: {flag.note}")
+        elif negated:
+            notes.append(f"{name} has no effect: {flag.why}")
+        else:
+            shown = f" {value}" if flag.harmless_values else ""
+            return arguments, notes, f"{name}{shown} is not offered: {flag.why}"
+    return _with_own_values(arguments, notes), notes, ""
+
+
+def _with_own_values(argv: Sequence[str], notes: list[str]) -> list[str]:
+    arguments = list(argv)
+    for at, text in enumerate(arguments):
+        name, equals, value = text.partition("=")
+        values = VALUES.get(name, {})
+        place = at if equals else at + 1
+        given = value if equals else arguments[place] if place < len(arguments) else ""
+        if given.lower() in values:
+            ours, reason = values[given.lower()]
+            arguments[place] = f"{name}={ours}" if equals else ours
+            if reason:
+                notes.append(f"{name} {given} means {ours} here: {reason}")
+    return arguments
+
+
+def _is_value(text: str) -> bool:
+    """Whether the next argument is the flag's value: not another flag; negative numbers are values."""
+    return not text.startswith("-") or text[1:2].isdigit()

@@ -1,0 +1,100 @@
+"""Settings from a file (`--config FILE`) and from the environment (`OCTAVO_…`). A flag on the command line comes before a
+variable, a variable before the file, and the file before the default."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from octavo.config import sections
+from octavo.errors import ConfigError
+
+PREFIX = "OCTAVO_"
+OTHER_VARIABLES = frozenset(
+    {"OCTAVO_CACHE", "OCTAVO_NATIVE", "OCTAVO_PLAIN_LAUNCH", "OCTAVO_TEST_MODELS", "OCTAVO_PYTHON"}
+)
+"""Variables that are no flags. The last two are read by tests."""
+MAX_FILE_BYTES = 2**20
+_KEYS = frozenset({"api_key", "admin_key"})  # a key file replaces their variables: flags.py reads them
+_SWITCH = {
+    "1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False,
+}  # fmt: skip
+
+Reader = Callable[["dataclasses.Field[Any]"], Callable[[str], Any]]
+
+
+def variable_of(knob: "dataclasses.Field[Any]") -> str:
+    """The variable of a knob: --max-model-len is OCTAVO_MAX_MODEL_LEN."""
+    name = str(knob.metadata["flag"] or knob.name).split(",")[0]
+    return PREFIX + name.replace("-", "_").upper()
+
+
+def from_environment(environ: Mapping[str, str], reader: Reader) -> dict[str, Any]:
+    """The config fields that variables set, by name. An empty variable is as good as none. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for _, cls in sections():
+        for knob in dataclasses.fields(cls):
+            text = environ.get(variable := variable_of(knob), "").strip()
+            if not text or knob.name in _KEYS:
+                continue
+            try:
+                found[knob.name] = _switch(text) if knob.type is bool else reader(knob)(text)
+            except argparse.ArgumentTypeError as error:
+                raise ConfigError(f"the environment variable {variable}: {error}") from None
+    return found
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables that look like ours and are not."""
+    known = OTHER_VARIABLES | {variable_of(knob) for _, cls in sections() for knob in dataclasses.fields(cls)}
+    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+
+
+def arguments_in(file: str) -> list[str]:
+    """The settings of a YAML file as command-line arguments: `max-model-len: 8k`, `enable-prefix-caching: false`. Names are those
+    of the flags, with - or _. Raises ConfigError."""
+    import yaml  # type: ignore[import-untyped]  # lazily: only needed with --config
+
+    try:
+        with open(file, encoding="utf-8") as opened:
+            text = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--config {file} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {file} is not a text file") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"--config {file} is larger than {MAX_FILE_BYTES} characters")
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"--config {file} is not valid YAML: {' '.join(str(error).split())[:200]}") from None
+    if content is None:
+        return []
+    if not isinstance(content, dict) or not all(isinstance(name, str) and name for name in content):
+        raise ConfigError(f"--config {file} must be a mapping of flag names to values, for example 'port: 9000'")
+    return [argument for name, value in content.items() for argument in _argument(file, name, value)]
+
+
+def _argument(file: str, name: str, value: object) -> list[str]:
+    flag = "--" + name.strip().lstrip("-").replace("_", "-")
+    match value:
+        case True:
+            return [flag]
+        case False:
+            return ["--no-" + flag[2:]]
+        case None:
+            return []
+        case str() | int() | float():
+            return [f"{flag}={value}"]
+        case list() if all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in value):
+            return [f"{flag}={','.join(map(str, value))}"]
+        case dict():
+            return [f"{flag}={json.dumps(value)}"]
+    raise ConfigError(f"--config {file}: {name} must be a text, a number, true, false or a list of texts")
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_SWITCH)}")
+    return _SWITCH[text.lower()]
