@@ -14,7 +14,7 @@ TEST_PROCESSES ?= 2
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-clients test-browser check docs docs-serve reference bench fuzz-api torture clean help
+.PHONY: serve test test-clients test-browser check docs docs-serve reference bench fuzz fuzz-api sanitize torture clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
@@ -59,11 +59,17 @@ fuzz-api: $(TEST_READY)  ## run schemathesis against a real server on a tiny mod
 	@[ -x .venv-fuzz/bin/schemathesis ] || { $${PYTHON:-python3} -m venv .venv-fuzz && .venv-fuzz/bin/pip install -q $(PIP_ARGS) 'schemathesis>=4'; }
 	@$(BIN)/python -m scripts.fuzz_api --schemathesis .venv-fuzz/bin/schemathesis $(ARGS)
 
-torture: $(READY)  ## kill, freeze and starve a real server under load, and report what clients saw (ARGS="--only kill_engine")
+fuzz: $(TEST_READY)  ## fuzz every parser of foreign bytes, guided by coverage (ARGS="--only gguf,schema --cases 50000")
+	@$(BIN)/python -m benchmarks.fuzz $(ARGS)
+
+sanitize: $(TEST_READY)  ## run the native kernels' tests under AddressSanitizer and UBSan (some minutes; ARGS="tests/kernels/…")
+	@$(BIN)/python scripts/sanitize.py $(ARGS)
+
+torture: $(READY)  ## kill, freeze, starve and attack a real server, and report what clients saw (ARGS="--only kill_engine", ARGS="hostile")
 	@$(BIN)/python -m benchmarks.torture $(ARGS)
 
 clean:  ## remove the virtual environment, caches and build outputs
-	@rm -rf $(VENV) .venv-fuzz $(CLIENTS) $(NODE_CLIENT)/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
+	@rm -rf $(VENV) .venv-fuzz .fuzz $(CLIENTS) $(NODE_CLIENT)/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

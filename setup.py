@@ -1,5 +1,5 @@
 """What pyproject.toml cannot say: the package's build compiles the native CPU kernels, if the machine can.
-Knows nothing of how: octavo/kernels/cpu/build.py does."""
+octavo/kernels/cpu/build.py compiles them."""
 
 import importlib.util
 from pathlib import Path

@@ -69,7 +69,7 @@ async def main() -> None:
         config = replace(Config(), files_folder=folder)
         app = build_app(ScriptedEngine(scored, report), load_text(Path(source.path)), config, "m")
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://t", timeout=600) as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=600) as http:
             await _run(http)
 
 

@@ -14,7 +14,14 @@ from octavo.attention.base import LayerHeads
 from octavo.attention.torch_cpu import TorchCpuAttention
 from octavo.batch import Batch
 from octavo.kernels.cpu import elementwise
-from octavo.kernels.cpu.attention import AttentionCall, Pages, QkNormRopeCall, functions, new_pages, qk_norm_rope_store
+from octavo.kernels.cpu.attention import (
+    AttentionCall,
+    LayerPages,
+    QkNormRopeCall,
+    functions,
+    new_pages,
+    qk_norm_rope_store,
+)
 from octavo.kernels.cpu.library import Kind, Threads, isa, library
 
 SHAPES = ["9/3/64", "14/2/64", "32/4/64", "12/2/128"]  # heads, KV heads, head size: SmolLM2-135M's first
@@ -115,14 +122,14 @@ class Native:
             attention.page_table, attention.table_stride = batch.page_table.data_ptr(), batch.page_table.stride(0)
             attention.num_rows, attention.scale = batch.num_rows, size**-0.5
 
-    def _filled(self, pages: Pages) -> Pages:
+    def _filled(self, pages: LayerPages) -> LayerPages:
         slots = torch.arange(len(pages.store) * PAGE)
         qk_norm_rope_store(
             self.pool, torch.randn(len(slots), *self.heads.shape[1:]), self.num_heads(pages), pages, slots
         )
         return pages
 
-    def num_heads(self, pages: Pages) -> int:
+    def num_heads(self, pages: LayerPages) -> int:
         return self.heads.shape[1] - 2 * pages.num_kv_heads
 
     def run(self) -> None:

@@ -21,7 +21,7 @@ from octavo.messages import EngineReport, GenerateRequest, SamplingParams, StepD
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 from octavo.worker.assemble import Columns, assemble
-from octavo.worker.rows import Rows
+from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
 
 PROMPT_LEN, PAGE_SIZE, VOCAB_SIZE, WARMUP = 128, 16, 49152, 50
@@ -35,7 +35,7 @@ class NoModel:
         self._report = report
         device = pick("cpu")
         self._staging = Staging(device)
-        self._rows = Rows(
+        self._rows = RowState(
             report.max_num_seqs, report.max_model_len, PAGE_SIZE, VOCAB_SIZE, device, self._staging, report.windows
         )
         self._results: deque[StepResult] = deque()

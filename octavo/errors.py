@@ -7,10 +7,12 @@ OctavoError
 │   ├── ContextTooLong 400      prompt (+ max_tokens) does not fit the context or the KV store
 │   ├── Unsupported 400         a known field or value that Octavo does not support
 │   ├── Unauthorized 401        missing or wrong API key
+│   ├── Forbidden 403           a Host that this server does not go by, or a browser on another site's page
 │   ├── ModelNotFound 404       the model named in the request is not served here
 │   ├── NotFound 404            an object named by its id does not exist, or no longer does
 │   ├── RequestTimeout 408      the request did not arrive completely in time
 │   ├── TooLarge 413            the request body is over the limit
+│   ├── HeadTooLarge 431        the request's head or trailers are over the limit
 │   ├── Overloaded 429          the queue is full, or the request left it unserved; carries .retry_after
 │   └── DeadlineExceeded 504     the request's own deadline_ms has passed
 ├── EngineError
@@ -23,7 +25,66 @@ A RequestError about a field holds the field's path as data (`Field`), in its me
 field differently rename the path, and the message is made from the renamed one.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+MAX_QUOTED = 100  # characters of a client's value in a message
+
+
+def quote(value: object, most: int = MAX_QUOTED) -> str:
+    """A value as Python writes it, cut to about `most` characters. Takes time for the part that is shown only."""
+    match value:
+        case str() | bytes():
+            return repr(value) if len(value) <= most else repr(value[:most]) + "..."
+        case int() if value.bit_length() > 4 * most:
+            return f"an integer of {value.bit_length()} bits"
+        case list() | tuple() if len(value) > 1:
+            return _cut(f"[{', '.join(quote(item, most) for item in value[: most // 3])}]", most)
+        case Mapping():
+            return quote_json(value, most)
+        case _:
+            return _cut(repr(value), most)
+
+
+def quote_json(value: object, most: int = 60) -> str:
+    """A value as JSON without spaces, cut to `most` characters. Takes time for the part that is shown only."""
+    text = ""
+    for piece in _json(value, most):
+        text += piece
+        if len(text) > most:
+            break
+    return _cut(text, most)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _json(value: object, most: int) -> Iterator[str]:
+    match value:
+        case str():
+            yield json.dumps(value[: most + 1], ensure_ascii=False)
+        case bool() | None:
+            yield json.dumps(value)
+        case int():
+            yield str(value) if value.bit_length() <= 4 * most else quote(value, most)
+        case float():
+            yield repr(value)
+        case Mapping():
+            yield "{"
+            for at, (key, item) in enumerate(value.items()):
+                yield ("," if at else "") + json.dumps(str(key)[: most + 1], ensure_ascii=False) + ":"
+                yield from _json(item, most)
+            yield "}"
+        case list() | tuple():
+            yield "["
+            for at, item in enumerate(value):
+                yield "," if at else ""
+                yield from _json(item, most)
+            yield "]"
+        case _:
+            yield json.dumps(str(value)[: most + 1], ensure_ascii=False)
 
 
 class Field:
@@ -46,7 +107,7 @@ class Field:
         return Sentence((words, self))
 
     def __str__(self) -> str:
-        steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path)
+        steps = (f"[{step}]" if isinstance(step, int) else f".{_cut(step, 2 * MAX_QUOTED)}" for step in self.path)
         return "".join(steps).removeprefix(".")
 
     def __repr__(self) -> str:
@@ -144,6 +205,17 @@ class Unauthorized(RequestError):
     type = "authentication_error"
 
 
+class Forbidden(RequestError):
+    """The request names a Host that this server does not go by, or a browser sent it for another site's page."""
+
+    status = 403
+    type = "permission_error"
+
+    def __init__(self, message: str, reason: Literal["host", "origin", "content_type"]) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class ModelNotFound(RequestError):
     """The request names a model that this server does not serve."""
 
@@ -168,6 +240,12 @@ class TooLarge(RequestError):
     """The request body exceeds the limit."""
 
     status = 413
+
+
+class HeadTooLarge(RequestError):
+    """The request's head, its trailers or the framing of its chunks exceed the limit."""
+
+    status = 431
 
 
 class Overloaded(RequestError):

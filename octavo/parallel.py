@@ -15,13 +15,20 @@ class Group:
     `in_order`: add up in rank order, so that the sum does not depend on the tensor's size."""
 
     def __init__(
-        self, rank: int, size: int, process_group: dist.ProcessGroup | None = None, in_order: bool = False
+        self,
+        rank: int,
+        size: int,
+        process_group: dist.ProcessGroup | None = None,
+        in_order: bool = False,
+        host_group: dist.ProcessGroup | None = None,
     ) -> None:
+        """`host_group`: the same ranks over gloo, if `process_group` is not."""
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert size == 1 or process_group is not None, "several ranks need a process group"
         self.rank = rank
         self.size = size
         self._process_group = process_group
+        self._host_group = host_group or process_group
         self._in_order = in_order and size > 2  # the sum of two numbers is the same in both orders
 
     @classmethod
@@ -52,6 +59,13 @@ class Group:
         dist.all_gather(parts, tensor.contiguous(), group=self._process_group)
         return parts
 
+    def highest(self, values: list[int]) -> list[int]:
+        """For each place, the highest value of any rank. It is exchanged between the hosts: a GPU need not be done with its step."""
+        found = torch.tensor(values, dtype=torch.int64)
+        if self.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group)
+        return found.tolist()
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self._process_group)
@@ -79,4 +93,5 @@ def init_group(rank: int, size: int, address: str, device: torch.device, is_dete
         timeout=_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    return Group(rank, size, dist.group.WORLD, in_order=is_deterministic or device.type == "cpu")
+    host_group = dist.new_group(backend="gloo") if backend == "nccl" else None
+    return Group(rank, size, dist.group.WORLD, is_deterministic or device.type == "cpu", host_group)

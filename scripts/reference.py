@@ -90,11 +90,13 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[st
 # ── the command line ────────────────────────────────────────────────────────────────────────────────
 
 SECTION_TITLES = {
+    "settings": "Settings file",
     "model": "Model",
     "cache": "KV cache",
     "scheduler": "Scheduler",
     "parallel": "Parallelism and threads",
     "server": "Server",
+    "budget": "Budgets: what one request may take",
     "batches": "Files and batches",
     "recorder": "Flight recorder",
 }
@@ -153,7 +155,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
             whole = group.title == "server"
             names = [f"[`{action.option_strings[0]}`](#{_flag_id(action)})" for action in actions]
             title = SECTION_TITLES[str(group.title)]
-            shared.append(", ".join(names) if whole else f"[{title}](#{title.lower().replace(' ', '-')})")
+            shared.append(", ".join(names) if whole else f"[{title}](#{_heading_id(title)})")
             continue
         if is_server:
             yield f"### {SECTION_TITLES[str(group.title)]}"
@@ -261,7 +263,7 @@ def served() -> tuple[Schema, Schema]:
 
     async def ask() -> tuple[Schema, Schema]:
         app = build_app(ScriptedEngine(), byte_text(), config(), "MODEL")
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://reference") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
             answers = [await client.get(path) for path in ("/openapi.json", "/v1/compat")]
         for answer in answers:
             answer.raise_for_status()
@@ -322,6 +324,11 @@ def _route(route: str, operation: Schema) -> str:
     if "application/json" in operation.get("requestBody", {}).get("content", {}):
         return f"[`{route}`](#{_route_id(route)})"
     return code(route)
+
+
+def _heading_id(title: str) -> str:
+    """The id that MkDocs gives a heading."""
+    return re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-")
 
 
 def _route_id(route: str) -> str:
@@ -446,11 +453,11 @@ def _why(field: Schema) -> str:
 
 
 def params_page() -> Iterator[str]:
-    from octavo.config import ServerConfig
+    from octavo.config import Config
     from octavo.messages import params
     from octavo.server.schema.fields import ranges
 
-    limits = ranges(ServerConfig())
+    limits = ranges(Config())
     yield "# SamplingParams and its kin"
     yield ""
     yield "What `LLM.generate`, `.chat`, `.stream`, `.beam_search` and `.embed` take ([In Python](../get-started/python.md)), and what"
@@ -507,17 +514,22 @@ def _struct_fields(source: str, name: str) -> Iterator[tuple[str, str, str, str]
 def metrics_page() -> Iterator[str]:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from octavo.messages import Answered
+    from octavo.messages import Responded
     from octavo.observe.metrics.engine_metrics import EngineMetrics
     from octavo.observe.metrics.gauges import EngineState
     from tests.doubles import REPORT
 
     known = _labels(text_string_to_metric_families(EngineMetrics("m", REPORT).text(EngineState())))
     metrics = EngineMetrics("m", REPORT)
-    metrics.answered(Answered(["r"], "GET", "/", 200, 0.1))
+    metrics.responded(Responded(["r"], "GET", "/", 200, 0.1))
     # One of each, so that the labels of what nothing has happened to yet are seen too.
     some = EngineState(
-        waiting_by_reason={"x": 1}, audits={"x": 1}, restarts={("x", "y"): 1}, rejections={"x": 1}, blocked_seconds={}
+        waiting_by_reason={"x": 1},
+        audits={"x": 1},
+        restarts={("x", "y"): 1},
+        refusals={("malformed", "x"): 1, ("forbidden", "x"): 1},
+        rejections={"x": 1},
+        blocked_seconds={},
     )
     families = list(text_string_to_metric_families(metrics.text(some)))
     labels = _labels(families)
@@ -617,6 +629,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "OCTAVO_API_KEY": "the server's API keys, separated by commas, where `--api-key` is not given; the key that `octavo chat`, "
         "`complete`, `top` and `bench serve` send",
         "VLLM_API_KEY": "the same for the server, where `OCTAVO_API_KEY` is not set",
+        "OCTAVO_ADMIN_KEY": "the server's admin keys, separated by commas, where `--admin-key` is not given",
         "OCTAVO_CACHE": "the cache folder: the embedded model, native kernels built at a start, recordings",
         "OCTAVO_NATIVE": "`0`: do not use the native CPU kernels; torch computes in their place",
         "OCTAVO_PLAIN_LAUNCH": "`1`: launch Triton kernels by Triton's own launcher, to compare",
@@ -627,12 +640,15 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "CUDA_HOME": "where flashinfer looks for CUDA's compiler",
         "CUDA_PATH": "the same, where `CUDA_HOME` is not set",
         "NO_COLOR": "no colours in `octavo top`",
+        "TZ": "the time zone, for templates that write the date; passed on to the processes that render a request's own",
         "TERM": "no colours in `octavo top` where it is empty or `dumb`",
         "PYTHONPATH": "passed on to worker processes, with the package's folder added",
     },
     "Set where they are not set": {
         "GOMP_SPINCOUNT": "how long idle compute threads spin before they sleep (5000): a bounded spin keeps a quiet machine fast and "
         "a crowded one alive",
+        "OMP_NUM_THREADS": "one thread in the processes that compute grammars' masks",
+        "OPENBLAS_NUM_THREADS": "the same",
         "GLOO_SOCKET_IFNAME": "the loopback interface, for the ranks of one machine",
     },
 }
@@ -651,7 +667,16 @@ def environment_page() -> Iterator[str]:
         raise Undescribed(f"ENVIRONMENT and the variables that octavo/ reads differ by {', '.join(missing)}")
     yield "# Environment variables"
     yield ""
-    yield "Options are flags ([Command line](cli.md)); the environment has little to say."
+    yield "Every flag of `octavo serve` is also a variable: `--max-model-len 8k` is `OCTAVO_MAX_MODEL_LEN=8k`, and a switch is `1` or `0`."
+    yield "`--config FILE` reads flags from a YAML file. A flag comes before a variable, a variable before the file, and the file before the"
+    yield "default. A variable that begins with `OCTAVO_` and is not known is named at the start."
+    yield ""
+    yield "```yaml"
+    yield "model: org/model"
+    yield "max-model-len: 8k"
+    yield "enable-prefix-caching: false"
+    yield "served-model-name: my-model"
+    yield "```"
     yield ""
     for title, names in ENVIRONMENT.items():
         yield f"## {title}"
@@ -683,7 +708,180 @@ def _variables(path: Path) -> set[str]:
     return found
 
 
+# ── budgets ─────────────────────────────────────────────────────────────────────────────────────────
+
+# Limits that no flag changes, by the place of the constant: what they count, and the status beyond them ("": it is cut or dropped).
+FIXED: dict[str, dict[str, tuple[str, str]]] = {
+    "JSON": {
+        "server.schema.json_size.MAX_DIGITS": ("digits of a number", "400"),
+    },
+    "Sampling": {
+        "server.schema.fields.MAX_STOPS": ("strings in `stop`, or in `stop_sequences`", "400"),
+        "server.schema.fields.MAX_STOP_LEN": ("characters of one of them", "400"),
+        "server.schema.fields.MAX_STOP_TOKEN_IDS": ("entries of `stop_token_ids`", "400"),
+        "server.schema.fields.MAX_ALLOWED_TOKEN_IDS": ("entries of `allowed_token_ids`", "400"),
+        "messages.params.MAX_BIASES": ("entries of `logit_bias`", "400"),
+        "messages.params.MAX_BAD_WORDS": ("entries of `bad_words`", "400"),
+        "messages.params.MAX_BAD_WORD_LEN": ("characters of one of them", "400"),
+        "messages.params.MAX_BEAM_STOPS": ("entries of `stop_token_ids` with `use_beam_search`", "400"),
+        "messages.params.MAX_PATTERN_SIZE": ("tokens of a pattern of `repetition_detection`", "400"),
+        "messages.params.MAX_PATTERN_COUNT": ("`repetition_detection.min_count`", "400"),
+        "messages.params.MAX_LENGTH_PENALTY": ("`length_penalty`, either way", "400"),
+    },
+    "Prompts": {
+        "server.dialects.openai_completions.request.MAX_PROMPTS": ("prompts of a completion", "400"),
+        "server.endpoints.embeddings.MAX_INPUTS": ("inputs of an embedding request", "400"),
+        "server.endpoints.tokenize.MAX_DETOKENIZED": ("ids to detokenize, or as many as the context holds", "400"),
+        "server.generate.requests.MAX_REPEATED_BYTES": ("bytes of sampling parameters, times the prompts", "400"),
+        "text.tokenize.windows.MAX_WORD": ("characters of a long text without a boundary between words", "400"),
+        "server.schema.fields.MAX_TEMPLATE_VARIABLES": ("entries of `chat_template_kwargs`", "400"),
+        "text.chat.template.MAX_REQUEST_SOURCE": ("characters of a request's own `chat_template`", "400"),
+        "text.chat.template_limits.MAX_SECONDS": ("seconds of CPU time to render a template", "400"),
+        "text.chat.template_limits.MAX_MADE": ("characters and list entries that a rendering makes", "400"),
+    },
+    "Structured output": {
+        "text.grammar.build.MAX_CHOICES": ("entries of `choice`", "400"),
+        "text.grammar.json_schema.MAX_DEPTH": ("nested schemas", "400"),
+        "text.grammar.json_schema.MAX_NODES": ("schemas within a schema", "400"),
+        "text.grammar.structural_tag.MAX_TAGS": ("structural tags", "400"),
+    },
+    "The Responses API, stored objects": {
+        "server.dialects.openai_responses.conversation.MAX_REFERENCES": ("item references in `input`", "400"),
+        "server.dialects.openai_responses.items.MAX_CALL_ID_LEN": ("characters of a `call_id`", "400"),
+        "server.dialects.openai_responses.request.MAX_INCLUDED": ("entries of `include`", "400"),
+        "server.dialects.openai_responses.request.MAX_LABEL_LEN": (
+            "characters of `user` and `prompt_cache_key`",
+            "400",
+        ),
+        "server.dialects.openai_responses.request.MAX_SAFETY_IDENTIFIER": ("characters of `safety_identifier`", "400"),
+        "server.schema.fields.MAX_METADATA": ("entries of `metadata`, where it is stored", "400"),
+        "server.schema.fields.MAX_METADATA_KEY": ("characters of a name in it", "400"),
+        "server.schema.fields.MAX_METADATA_VALUE": ("characters of a value in it", "400"),
+        "server.state.resume.MAX_STREAM_BYTES": ("bytes of a resumable stream that are kept; then it pauses", ""),
+    },
+    "Answers": {
+        "server.http.errors.MAX_MESSAGE_LEN": ("characters of an error's `message`", ""),
+        "server.http.errors.MAX_PARAM_LEN": ("characters of its `param`", ""),
+        "server.schema.unknown.MAX_FOUND": ("fields of a kind that `ignored_fields` names; the others are counted", ""),
+        "server.schema.unknown.MAX_NAME_LEN": ("characters of such a name", ""),
+        "server.schema.fields.MAX_REFUSED": ("fields that one error names", ""),
+    },
+}
+# Constants of the same rooms that limit no size of a request.
+NOT_SIZES = {
+    "server.dialects.openai_responses.request.MAX_TEMPERATURE",
+    "server.dialects.openai_responses.request.MAX_NUMBER",
+    "server.dialects.openai_responses.store.MAX_ID_LEN",
+    "server.generate.requests.MAX_COMPLETION_TOKENS",
+    "server.schema.fields.MAX_MILLISECONDS",
+    "server.schema.fields.MAX_LOGGED",
+    "server.schema.fields.MAX_SPELLED",
+    "text.tokenize.detokenizer.MAX_UNFINISHED",
+}
+LIMITED_ROOMS = ("server/schema", "server/generate", "server/dialects", "messages", "text/tokenize")
+"""Rooms in which every constant MAX_… must be in one of the two."""
+
+
+def budgets_page() -> Iterator[str]:
+    import dataclasses
+    import importlib
+
+    from octavo.config import BudgetConfig
+
+    described = {place for rows in FIXED.values() for place in rows}
+    found = set().union(*(_limits(path) for room in LIMITED_ROOMS for path in (ROOT / "octavo" / room).rglob("*.py")))
+    if missing := sorted(found - described - NOT_SIZES):
+        raise Undescribed(f"limits without a row in FIXED (or a flag in BudgetConfig): {', '.join(missing)}")
+    yield "# Budgets"
+    yield ""
+    yield "What one request may take. A limit is checked before the work is done, and its error names the field, the number that was"
+    yield "sent and the limit. Bodies are counted in their bytes before they are decoded, lists before their entries are read, text before it"
+    yield "is rendered or tokenized; what is left to do for a large request is done in threads, beside the event loop."
+    yield ""
+    yield "## By flag"
+    yield ""
+    rows = []
+    for option in dataclasses.fields(BudgetConfig):
+        flag = "--" + (option.metadata["flag"].split(",")[0] or option.name.replace("_", "-"))
+        default = _amount(option.default, option.metadata["kind"])
+        rows.append(
+            (
+                f"[`{flag}`](cli.md#flag-{flag.strip('-')})",
+                default,
+                cell(option.metadata["help"]),
+                str(option.metadata["status"]),
+            )
+        )
+    yield from table(("flag", "default", "limits", "beyond it"), rows)
+    yield "Statuses are those of [Errors](errors.md). [Limits and the queue](../operate/limits-and-queue.md) has how much may wait, and"
+    yield "[Files and batches](cli.md#files-and-batches) what may be stored."
+    yield ""
+    yield "## Fixed"
+    yield ""
+    rows = []
+    for title, limits in FIXED.items():
+        for place, (words, status) in limits.items():
+            module, _, name = place.rpartition(".")
+            try:
+                value = getattr(importlib.import_module(f"octavo.{module}"), name)
+            except (ImportError, AttributeError) as error:
+                raise Undescribed(f"FIXED has {place}, which is not there: {error}") from error
+            rows.append((title, f"{value:,}", words, status or "cut"))
+            title = ""
+    yield from table(("", "most", "", "beyond it"), rows)
+
+
+def _amount(value: object, kind: str) -> str:
+    if kind == "bytes" and isinstance(value, int):
+        return code(f"{value // 2**20}M" if value % 2**20 == 0 else f"{value // 2**10}K")
+    return code(f"{value:,}" if isinstance(value, int) else value)
+
+
+def _limits(path: Path) -> set[str]:
+    """Constants MAX_… of a module, with the module's name."""
+    module = ".".join(path.relative_to(ROOT / "octavo").with_suffix("").parts)
+    targets = [
+        target
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    ]
+    names = [name for target in targets for name in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return {f"{module}.{name.id}" for name in names if isinstance(name, ast.Name) and name.id.startswith("MAX_")}
+
+
 # ── rooms ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def other_flags_page() -> Iterator[str]:
+    from octavo.cli.foreign_flags import FOREIGN, VALUES, ForeignFlag
+
+    def becomes(flag: ForeignFlag) -> str:
+        if flag.ours:
+            return f"`{flag.ours}`"
+        if flag.harmless_values:
+            values = ", ".join(map(code, sorted(flag.harmless_values)))
+            return f"{values}: no effect, {cell(flag.note)}. Other values are refused: {cell(flag.why)}"
+        return f"no effect: {cell(flag.note)}" if flag.note else f"refused: {cell(flag.why)}"
+
+    yield "# Flags of other servers"
+    yield ""
+    yield "Flags that mean the same as in vLLM have the same name ([Command line](cli.md)). This page has all others: the remaining"
+    yield "flags of `vllm serve` 0.32, and the common ones of SGLang and llama.cpp. A flag without effect prints a line that says why."
+    yield "A flag that is not offered ends the start with one line that names the alternative."
+    for source in ("vLLM", "SGLang", "llama.cpp"):
+        yield ""
+        yield f"## {source}"
+        yield ""
+        rows = sorted((name, flag) for name, flag in FOREIGN.items() if flag.source == source)
+        yield from table(("flag", "what becomes of it"), ((code(name), becomes(flag)) for name, flag in rows))
+    yield ""
+    yield "## Values"
+    yield ""
+    pairs = [(name, value, ours) for name, values in VALUES.items() for value, (ours, _) in values.items()]
+    yield from table(
+        ("given", "means"), ((code(f"{name} {value}"), code(f"{name} {ours}")) for name, value, ours in pairs)
+    )
 
 
 def tiers_page() -> Iterator[str]:
@@ -706,6 +904,7 @@ def tiers_page() -> Iterator[str]:
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "reference/other-flags.md": other_flags_page,
     "reference/cli.md": cli_page,
     "reference/http.md": http_page,
     "reference/fields.md": fields_page,
@@ -713,6 +912,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "reference/metrics.md": metrics_page,
     "reference/errors.md": errors_page,
     "reference/environment.md": environment_page,
+    "reference/budgets.md": budgets_page,
     "internals/tiers.md": tiers_page,
 }
 

@@ -1,12 +1,15 @@
 """Setup for every test: the CPU, threads that spin briefly, and no settings from the user's own environment."""
 
 import gc
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from octavo.observe.step_observer import DROPPED
 
 # As in the engine (octavo/engine/build.py); read when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
@@ -43,6 +46,23 @@ def pytest_collection_finish():
     """Freeze the imported objects, so that the garbage collector does not scan them again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_dropped_observers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which an observer raised: the engine goes on without it, so that nothing else would show the fault."""
+    dropped: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        if record.msg == DROPPED:
+            dropped.append(record.getMessage())
+        return True
+
+    log = logging.getLogger("octavo.engine")
+    log.addFilter(note)
+    yield
+    log.removeFilter(note)
+    assert not dropped or request.node.get_closest_marker("drops_observers"), dropped
 
 
 @pytest.fixture

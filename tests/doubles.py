@@ -218,7 +218,10 @@ class AsgiCall:
             "path": path,
             "raw_path": path.encode(),
             "query_string": query.encode(),
-            "headers": [(key.lower().encode(), value.encode()) for key, value in (headers or {}).items()],
+            "headers": [
+                (key.lower().encode(), value.encode())
+                for key, value in {"host": "localhost", **(headers or {})}.items()
+            ],
         }
         self.task = asyncio.create_task(app(scope, self._incoming.get, self._take))
 

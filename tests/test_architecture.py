@@ -19,7 +19,7 @@ PACKAGE = ROOT / "octavo"
 TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("0", ("errors", "config", "limits", "spec", "gguf", "messages")),
     ("1a", ("ipc", "schedule", "cache", "text", "executor.base")),
-    ("1b", ("observe",)),
+    ("1b", ("observe", "sandbox")),
     ("2", ("device", "parallel", "batch", "kernels", "quants")),
     ("3a", ("attention", "sampling", "weights.methods")),
     ("3b", ("layers",)),
@@ -31,6 +31,7 @@ TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("6b", ("client",)),
     ("6c", ("engine",)),
     ("6d", ("supervisor", "offline", "replay")),
+    ("7", ("server.threads",)),
     ("7a", ("server.state", "server.schema")),
     ("7b", ("server.http", "server.generate")),
     ("7c", ("server.dialects", "server.batch")),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import Config, replace, sections
+from octavo.config import Config, replace, sections, without_keys
 from octavo.errors import ConfigError
 from octavo.limits import Limits, resolve
 
@@ -81,3 +81,10 @@ def test_no_option_of_python_takes_a_word_that_is_not_offered() -> None:
     with pytest.raises(ConfigError) as caught:
         replace(Config(), quantization="q4")
     assert caught.value.message == "--quantization must be one of auto, none, fp8, int8, int4, got 'q4'"
+
+
+def test_keys_are_in_no_repr_and_not_given_to_those_who_need_none() -> None:
+    config = replace(Config(), api_key="sesame", admin_key="sesame-too")
+    assert "sesame" not in repr(config)
+    assert config.server.api_keys == ["sesame", "sesame-too"]
+    assert not without_keys(config).server.api_keys and without_keys(config).server.port == config.server.port

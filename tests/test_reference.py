@@ -75,3 +75,17 @@ def test_comments_of_fields_are_found_beside_and_above():
 
 def test_pipes_and_stars_stay_inside_their_cell():
     assert reference.cell("a | b\n*c*") == r"a \| b \*c\*"
+
+
+def test_every_budget_is_in_the_table(monkeypatch):
+    page = "\n".join(reference.budgets_page())
+    assert "`--max-json-items`" in page and "entries of `logit_bias`" in page
+    others = {title: dict(rows) for title, rows in reference.FIXED.items()}
+    del others["Sampling"]["messages.params.MAX_BIASES"]
+    monkeypatch.setattr(reference, "FIXED", others)
+    with pytest.raises(reference.Undescribed, match=r"messages\.params\.MAX_BIASES"):
+        list(reference.budgets_page())
+    others["Sampling"]["messages.params.MAX_BIASES"] = ("x", "400")
+    others["Sampling"]["messages.params.MAX_GONE"] = ("x", "400")
+    with pytest.raises(reference.Undescribed, match=r"MAX_GONE, which is not there"):
+        list(reference.budgets_page())

@@ -62,11 +62,11 @@ def started(server: Server) -> Iterator[Running]:
             start_new_session=True,
         )
         try:
-            while (answered := first_token(url, server.fields) if _is_listening(port) else None) is None:
+            while (responded := first_token(url, server.fields) if _is_listening(port) else None) is None:
                 if process.poll() is not None or time.perf_counter() - began > server.start_limit_s:
                     raise DidNotStart(_why(process, log, server.start_limit_s))
                 time.sleep(_POLL_S)
-            yield Running(url, process.pid, answered - began)
+            yield Running(url, process.pid, responded - began)
         finally:
             _stop(process)
 

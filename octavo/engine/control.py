@@ -15,7 +15,6 @@ from octavo.errors import Overloaded
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.ipc.memory_trim import trim_heap
 from octavo.messages import (
-    Answered,
     Control,
     GenerateRequest,
     Ping,
@@ -26,9 +25,10 @@ from octavo.messages import (
     ReadPlace,
     ReadProgress,
     ResetPrefixCache,
+    Responded,
 )
 from octavo.observe.journeys.journal import EngineJournal
-from octavo.observe.journeys.journey import JourneyRing, tell_journeys
+from octavo.observe.journeys.journey import JourneyRing, journeys_json
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.gauges import EngineState
 from octavo.schedule import Scheduler
@@ -73,13 +73,13 @@ class EngineControl:
         self._loop, self._scheduler, self._clock = loop, loop.scheduler, clock
         self._num_trimmed = 0  # steps before memory was given back last
 
-    def answer(self, control: Control) -> str:
+    def reply(self, control: Control) -> str:
         match control:
             case ReadMetrics():
                 self._audit()
                 return self.metrics.text(self.state())
             case ReadProgress():
-                progress = progress_of(self._scheduler, self.metrics, self._clock())
+                progress = progress_of(self._scheduler, self.metrics, self._clock(), control.owner)
                 progress = msgspec.structs.replace(progress, page_problems=self.audits.problems)
                 return msgspec.json.encode(progress).decode()
             case ReadPlace():
@@ -87,22 +87,23 @@ class EngineControl:
             case Ping():
                 return "pong"
             case ReadJourneys():
-                live = self.journal.live(self._scheduler.requests(), self._clock(), control.request_id)
-                return tell_journeys(live, self.ring, control)
+                now, requests = self._clock(), self._scheduler.requests()
+                open_parts = self.journal.open_parts(requests, now, control.request_id, control.owner)
+                return journeys_json(open_parts, self.ring, control)
             case ReadLive():
                 return msgspec.json.encode(self.live_view.look(control.since, self._clock())).decode()
             case ReadPage():
-                return msgspec.json.encode(self.live_view.page_owners(control.page)).decode()
+                return msgspec.json.encode(self.live_view.page_owners(control.page, control.owner)).decode()
             case ResetPrefixCache():
                 return str(self._loop.reset_prefixes())
 
-    def answered(self, answered: Answered) -> None:
+    def responded(self, responded: Responded) -> None:
         """An API process is done with an HTTP request. What became of it is kept here, where every API process can ask for it."""
-        if not answered.is_old:
-            self.metrics.answered(answered)
-        self.live_view.answered(answered)
-        if answered.journey:
-            self.ring.keep(answered.ids, answered.journey, answered.at, answered.is_old)
+        if not responded.is_old:
+            self.metrics.responded(responded)
+        self.live_view.responded(responded)
+        if responded.journey:
+            self.ring.keep(responded.ids, responded.journey, responded.at, responded.is_old, responded.owner)
 
     def check(self, request: GenerateRequest) -> None:
         """Raises Overloaded where the queue takes no more, or the request wanted to wait no longer than until now."""
@@ -128,11 +129,13 @@ class EngineControl:
     def state(self) -> EngineState:
         scheduler, pool = self._scheduler, self._scheduler.cache.pool
         waiting = len(scheduler.waiting)
-        reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order", "step"), 0)
+        reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order", "turn", "step"), 0)
         reasons["grammar"] = len(scheduler.awaiting_grammar)
-        if waiting:
+        if (head := scheduler.waiting.head()) is not None:
+            num_leads = scheduler.waiting.leads.num_requests
             reasons[scheduler.head_waits_for or "step"] += 1
-            reasons["order"] += waiting - 1
+            reasons["order"] += num_leads - (head.turn == 0)
+            reasons["turn"] += waiting - num_leads - (head.turn > 0)
         return EngineState(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -145,6 +148,7 @@ class EngineControl:
             num_host_pages_used=scheduler.cache.num_host_used,
             audits=self.audits.counts,
             restarts=self.heartbeat.restarts(),
+            refusals=self.heartbeat.refusals(),
             rejections=self.queue_limit.rejections,
             blocked_seconds=self.journal.waits(self._clock()),
         )

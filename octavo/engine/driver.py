@@ -13,7 +13,6 @@ from octavo.engine.recovery import Recovery
 from octavo.errors import EngineUnavailable, Overloaded
 from octavo.messages import (
     Abort,
-    Answered,
     Dying,
     Finish,
     FromEngine,
@@ -29,6 +28,7 @@ from octavo.messages import (
     ReadProgress,
     Reply,
     ResetPrefixCache,
+    Responded,
     ServerGone,
     StepDeltas,
     ToEngine,
@@ -131,8 +131,8 @@ class Driver:
             case ServerGone():
                 if self._listening.get(message.origin) == message.reply_to:  # else its successor is here already
                     self._lose(message.origin)
-            case Answered():
-                self._control.answered(message)
+            case Responded():
+                self._control.responded(message)
             case (
                 ReadMetrics()
                 | ReadProgress()
@@ -143,7 +143,7 @@ class Driver:
                 | ReadLive()
                 | ReadPage()
             ):
-                self._outbox.send(message.origin, Reply(message.call, self._control.answer(message)))
+                self._outbox.send(message.origin, Reply(message.call, self._control.reply(message)))
 
     def _lose(self, origin: int) -> None:
         """An API process has ended: abort its requests."""
@@ -167,6 +167,7 @@ class Driver:
         """A request that cannot be taken in fails alone, whatever is wrong with it."""
         self._origins[request.id] = request.origin
         self._control.heartbeat.take(request.origin, request.submitted)
+        self._control.heartbeat.prepare(0, request.id)
         try:
             self._control.check(request)
             self._check_room(request)
@@ -177,6 +178,7 @@ class Driver:
             log.exception("request %s could not be queued", request.id)
             message = f"the engine could not queue this request: {type(error).__name__}: {error}"
             self._refuse(request.id, range(request.params.n), Finish("error", message=message))
+        self._control.heartbeat.prepare(0, "")
 
     def _refuse(self, request_id: str, choices: Iterable[int], finish: Finish) -> None:
         deltas = [TokenDelta(request_id, index, [], finish) for index in choices]

@@ -4,11 +4,11 @@ from bisect import insort
 from itertools import islice
 
 from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
-from octavo.messages import Answered, StepPlan
+from octavo.messages import Responded, StepPlan
 from octavo.observe.advice import LATELY_SECONDS, Standing, advice
 from octavo.observe.history import History
 from octavo.observe.journeys.stages import WaitReason
-from octavo.observe.live_state import LiveEnd, LiveLane, LiveRow, LiveState, LiveWait
+from octavo.observe.live_state import LiveEnd, LiveLane, LiveLook, LiveRow, LiveState, LiveWait
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.step_observer import StepEnd, StepObserver
 from octavo.schedule import Scheduler
@@ -26,28 +26,29 @@ class Endings:
 
     def __init__(self) -> None:
         self.number = 0
-        self._kept: list[LiveEnd] = []  # oldest first
+        self._kept: list[tuple[LiveEnd, bytes]] = []  # with its owner, oldest first
 
-    def answered(self, answered: Answered) -> None:
-        if not answered.stages:
+    def responded(self, responded: Responded) -> None:
+        if not responded.stages:
             return
         self.number += 1
         end = LiveEnd(
             self.number,
-            answered.ids[0],
-            answered.status,
-            answered.seconds,
-            answered.stages,
-            answered.prompt_tokens,
-            answered.output_tokens,
-            answered.preemptions,
-            answered.at,
+            responded.ids[0],
+            responded.status,
+            responded.seconds,
+            responded.stages,
+            responded.prompt_tokens,
+            responded.output_tokens,
+            responded.preemptions,
+            responded.at,
         )
-        insort(self._kept, end, key=lambda kept: kept.at)  # each API process tells a new engine what was before it
+        # Not always the latest: API processes send a new engine what they had sent its predecessor.
+        insort(self._kept, (end, responded.owner), key=lambda kept: kept[0].at)
         del self._kept[:-MAX_ENDED]
 
-    def since(self, number: int) -> list[LiveEnd]:
-        return [end for end in self._kept if end.number > number]
+    def since(self, number: int) -> list[tuple[LiveEnd, bytes]]:
+        return [kept for kept in self._kept if kept[0].number > number]
 
 
 class LiveView(StepObserver):
@@ -64,10 +65,10 @@ class LiveView(StepObserver):
             used, waiting = self._scheduler.cache.pool.num_used, self._scheduler.num_waiting
             self._history.note(end.now, self._metrics.totals(), used, waiting)
 
-    def answered(self, answered: Answered) -> None:
-        self._endings.answered(answered)
+    def responded(self, responded: Responded) -> None:
+        self._endings.responded(responded)
 
-    def look(self, since: int, now: float) -> LiveState:
+    def look(self, since: int, now: float) -> LiveLook:
         """With the requests that ended after number `since`. Negative: this is the first look, which shows the past too."""
         scheduler, metrics, history = self._scheduler, self._metrics, self._history
         cache, report = scheduler.cache, metrics.report
@@ -76,13 +77,15 @@ class LiveView(StepObserver):
         totals = metrics.totals()
         num_cached, num_free = codes.count(CACHED), codes.count(FREE)
         num_preempted = history.preemptions_since(now - LATELY_SECONDS, totals.preemptions)
-        return LiveState(
+        waiting = _first_waiting(scheduler)
+        ended = self._endings.since(since)
+        state = LiveState(
             time=now,
             step=scheduler.num_steps,
             totals=totals,
             num_waiting=scheduler.num_waiting,
             rows=_rows(scheduler, metrics, self._plan),
-            waiting=_waiting(scheduler, metrics, reason, now),
+            waiting=_waiting(scheduler, metrics, waiting, reason, now),
             lanes=_lanes(scheduler, metrics, now),
             blocked_by=reason,
             advice=advice(_standing(scheduler, metrics, num_cached + num_free, num_preempted)),
@@ -95,16 +98,25 @@ class LiveView(StepObserver):
             num_shared_pages=codes.count(SHARED),
             num_cached_pages=num_cached,
             num_free_pages=num_free,
-            ended=self._endings.since(since),
+            ended=[end for end, _ in ended],
             past=history.all() if since < 0 else [],
             pages=codes.tobytes(),
         )
+        return LiveLook(
+            state,
+            [metrics.owner_of(request.id) for request in scheduler.running],
+            [metrics.owner_of(request.id) for request in waiting],
+            [owner for _, owner in ended],
+        )
 
-    def page_owners(self, page: int) -> list[str]:
-        """Names of the requests that hold a page."""
-        sequences = set(owners_of(self._scheduler.cache, page))
-        requests = self._scheduler.requests()
-        return [self._metrics.name_of(request.id) for request in requests if request.sequence in sequences]
+    def page_owners(self, page: int, owner: bytes | None = None) -> list[str]:
+        """Names of the requests that hold a page. `owner`: only of this API key's; None: of all."""
+        sequences, metrics = set(owners_of(self._scheduler.cache, page)), self._metrics
+        return [
+            metrics.name_of(request.id)
+            for request in self._scheduler.requests()
+            if request.sequence in sequences and owner in (None, metrics.owner_of(request.id))
+        ]
 
 
 def _reason(scheduler: Scheduler) -> WaitReason | None:
@@ -131,19 +143,27 @@ def _rows(scheduler: Scheduler, metrics: EngineMetrics, plan: StepPlan | None) -
     ]
 
 
-def _waiting(scheduler: Scheduler, metrics: EngineMetrics, reason: str | None, now: float) -> list[LiveWait]:
+def _first_waiting(scheduler: Scheduler) -> list[Request]:
+    """The requests of the queue that are shown."""
+    awaiting_grammar = islice(scheduler.awaiting_grammar.values(), MAX_WAITING)
+    return [*scheduler.waiting.first(MAX_WAITING), *awaiting_grammar]
+
+
+def _waiting(
+    scheduler: Scheduler, metrics: EngineMetrics, waiting: list[Request], reason: str | None, now: float
+) -> list[LiveWait]:
     head = scheduler.waiting.head()
-    awaiting_grammar = list(islice(scheduler.awaiting_grammar.values(), MAX_WAITING))
-    waiting: list[Request] = [*scheduler.waiting.first(MAX_WAITING), *awaiting_grammar]
     hosts = scheduler.cache.host_tables
     return [
         LiveWait(
             metrics.name_of(request.id),
             "grammar"
             if request.sequence in scheduler.awaiting_grammar
-            else "order"
-            if request is not head
-            else reason or "step",
+            else reason or "step"
+            if request is head
+            else "turn"
+            if request.turn
+            else "order",
             now - metrics.arrival_of(request.id, now),
             request.prompt_len,
             request.num_preemptions > 0,
@@ -158,7 +178,7 @@ def _lanes(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> list[Liv
     found: dict[tuple[int, str], tuple[int, float]] = {}  # (order, name) → how many, when the oldest came
     by_priority = scheduler.has_priorities
     for request in islice(scheduler.waiting, MAX_COUNTED):
-        rank = request.rank if by_priority else 0
+        rank = request.rank
         name = "preempted" if request.num_preemptions else f"priority {rank}" if by_priority else "new"
         key = (rank, name) if request.num_preemptions == 0 else (-(2**63), name)
         count, oldest = found.get(key, (0, now))

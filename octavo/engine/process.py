@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import msgspec
@@ -37,6 +36,8 @@ from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
 from octavo.recording.ring import RecordingRing
 from octavo.weights.sources.source import ModelSource
+
+log = logging.getLogger("octavo.engine")
 
 RECORDED = ("model", "cache", "scheduler", "parallel")
 """Sections of the configuration that a recording contains: never the server's, which has the API keys."""
@@ -85,6 +86,7 @@ def main() -> int:
     tempfile.tempdir = str(_folder(launch.address))
     report_pipe = _claim_stdout()
     logs.install(logging.WARNING, launch.config.server.log_format)
+    sys.stdout = sys.stderr
     limits = launch.config.scheduler
     queue_limit = QueueLimit(limits.max_waiting_requests, limits.max_waiting_tokens)
     heartbeat = Heartbeat(launch.heartbeat_fd)
@@ -98,7 +100,7 @@ def main() -> int:
         with lazy_torch() if can_be_lazy(launch.config) else contextlib.nullcontext():
             engine = start_engine(launch.config, source, launch.served_name, heartbeat, queue_limit)
     except ConfigError as error:
-        print(f"octavo: error: {error.message}", file=sys.stderr)
+        log.error("%s", error.message)
         return 2
     if launch.record_to:
         engine.loop.record(start_recorder(launch, engine))
@@ -162,7 +164,8 @@ def _receive(address: str, inbox: Inbox) -> None:
         except Exception:
             # An API process sent a message that we cannot decode. An engine that no longer receives is worse than one that
             # ends: the supervisor restarts the latter.
-            traceback.print_exc()
+            log.critical("a message of an API process cannot be decoded", exc_info=True)
+            logging.shutdown()
             os._exit(1)
 
 
@@ -180,7 +183,7 @@ if __name__ == "__main__":
     try:
         code = main()
     except BaseException:
-        traceback.print_exc()
+        log.critical("the engine ends", exc_info=True)
         code = 1
     logging.shutdown()
     with contextlib.suppress(OSError, AttributeError):  # a full disk, or no standard error at all

@@ -6,6 +6,7 @@ import msgspec
 
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
+from octavo.schedule.request import Request
 
 QUIET_SECONDS = 5.0
 """A request that has had no token for this long is named."""
@@ -37,16 +38,19 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     page_problems: list[str] = []  # what the last audit of the pages found
 
 
-def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Progress:
-    """What is known in the engine, between two steps; the API process adds the rest."""
+def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float, owner: bytes | None = None) -> Progress:
+    """What is known in the engine, between two steps; the API process adds the rest. Names the requests of one owner (None: of
+    all)."""
     waiting, quiet = [], []
     for request in scheduler.requests():
+        if owner not in (None, metrics.owner_of(request.id)):
+            continue
         arrived, last = metrics.times(request.id, request.index)
         since = now - (last or arrived or now)
         if request.sequence in scheduler.awaiting_grammar:
             entry = Quiet(request.id, round(since, 3), "its grammar is being compiled")
         elif request.row < 0 and request in scheduler.waiting:
-            entry = Quiet(request.id, round(since, 3), _why_waiting(scheduler, request.num_preemptions))
+            entry = Quiet(request.id, round(since, 3), _why_waiting(scheduler, request))
             waiting.append((request.sequence, entry))
         else:
             left = request.length - request.computed
@@ -68,6 +72,8 @@ def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Pro
     )
 
 
-def _why_waiting(scheduler: Scheduler, num_preemptions: int) -> str:
+def _why_waiting(scheduler: Scheduler, request: Request) -> str:
     reason = f"in the queue, whose first request waits for {scheduler.head_waits_for or 'order'}"
-    return f"preempted, {reason}" if num_preemptions else reason
+    if request.turn:
+        reason = f"{reason}; not the first sequence of its response: it takes turns with other requests"
+    return f"preempted, {reason}" if request.num_preemptions else reason

@@ -3,13 +3,16 @@
 from collections import deque
 
 from octavo.admission.queue_limit import QueueLimit
-from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.heartbeat import NUM_PREPARED, Heartbeat
+from octavo.messages import Abort, GenerateRequest
 from octavo.observe.step_observer import StepEnd, StepObserver
 from octavo.schedule import Scheduler
-from octavo.schedule.results import Planned
+from octavo.schedule.results import GrammarsReady, Planned, Removed
 
 
 class StepHeartbeat(StepObserver):
+    is_essential = True  # without beats the watchdog would kill the engine as one that hangs
+
     def __init__(self, heartbeat: Heartbeat, scheduler: Scheduler, queue_limit: QueueLimit) -> None:
         """`queue_limit`: how fast the queue moves. It must hear of a plan before this does."""
         self._heartbeat, self._scheduler, self._rows, self._queue_limit = (
@@ -19,12 +22,37 @@ class StepHeartbeat(StepObserver):
             queue_limit,
         )
         self._sizes: deque[int] = deque()  # tokens of the steps in flight
+        self._preparing: dict[str, int] = {}  # request that waits for its grammar → its place in the heartbeat
+        self._places = list(range(1, NUM_PREPARED))  # free ones; 0 is the driver's
+
+    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
+        """Compiling a grammar may end the engine before the request has a row."""
+        if awaits_grammar and self._places:
+            place = self._preparing[request.id] = self._places.pop()
+            self._heartbeat.prepare(place, request.id)
+
+    def removed(self, abort: Abort, removed: Removed, now: float) -> None:
+        self._drop_prepared()
+
+    def grammars_ready(self, ready: GrammarsReady, now: float) -> None:
+        self._drop_prepared()
+
+    def _drop_prepared(self) -> None:
+        if not self._preparing:
+            return
+        waiting = {request.id for request in self._rows.awaiting_grammar.values()}
+        for request_id in [each for each in self._preparing if each not in waiting]:
+            place = self._preparing.pop(request_id)
+            self._heartbeat.prepare(place, "")
+            self._places.append(place)
 
     def began(self) -> None:
         self._heartbeat.begin()
 
     def rows_changed(self, planned: Planned, now: float) -> None:
         self._heartbeat.seat(planned.plan.leaves, ((request.row, request.id) for request in planned.admitted))
+        if self._preparing:
+            self._drop_prepared()
         if planned.admitted:
             self._heartbeat.move(self._queue_limit.seconds_for(1, now))
 

@@ -11,7 +11,7 @@ from octavo.weights.sources.source import ModelSource
 from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import settle
 from octavo.worker.runner import Runner
-from octavo.worker.step import Step
+from octavo.worker.step import LaunchedStep
 
 # A CPU step with fewer rows is too short to gain from a thread and from planning in parallel.
 _MANY_ROWS = 6
@@ -25,7 +25,7 @@ class LocalExecutor:
         self.overlap = self._loader.device.is_cuda
         # Native code computes a step without the GIL: this thread makes the next plan and sends tokens meanwhile.
         self._thread = None if self._loader.device.is_cuda else ThreadPoolExecutor(1, "octavo-step")
-        self._steps: deque[Step | Future[StepResult]] = deque()
+        self._steps: deque[LaunchedStep | Future[StepResult]] = deque()
 
     def start(self) -> EngineReport:
         report = settle(self._config.cache, [self._loader.load()])
@@ -53,6 +53,8 @@ class LocalExecutor:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
+        if self._runner is not None:
+            self._runner.rows.sampling.grammars.close()
         self._runner = None
 
 

@@ -7,7 +7,7 @@ import msgspec
 from octavo.observe.journeys.stages import WaitReason
 
 LATELY_SECONDS = 10.0
-"""How far back "lately" reaches."""
+"""Preemptions within this time count as recent."""
 SCARCE = 0.1
 """With a smaller share of the pages free, more rows would only run out of pages."""
 
@@ -31,11 +31,11 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
 
 
 def advice(standing: Standing) -> str:
-    """Empty: no request waits, and none was preempted lately."""
+    """Empty: no request waits, and none was preempted recently."""
     parts = []
     if standing.num_waiting:
-        tell = _TOLD.get(standing.reason or "")
-        parts.append(tell(standing) if tell else f"{_many(standing)} for the current step to end.")
+        describe = _SENTENCES.get(standing.reason or "")
+        parts.append(describe(standing) if describe else f"{_many(standing)} for the current step to end.")
     if standing.num_preempted:
         parts.append(_preempted(standing))
     return " ".join(parts)
@@ -77,19 +77,24 @@ def _budget(standing: Standing) -> str:
 
 def _preempted(standing: Standing) -> str:
     times = "1 preemption" if standing.num_preempted == 1 else f"{standing.num_preempted:,} preemptions"
-    told = f"{times} in the last {LATELY_SECONDS:.0f} s, because KV pages ran out"
-    told += (
+    sentence = f"{times} in the last {LATELY_SECONDS:.0f} s, because KV pages ran out"
+    sentence += (
         "; preempted requests wait in host memory or are recomputed."
         if standing.has_swap
         else "; preempted requests are recomputed (--swap-space would keep them in host memory)."
     )
     if standing.reason == "pages":
-        return told  # what would help has been said
-    return f"{told} {_memory(standing)}, or run fewer rows at once (--max-num-seqs, now {standing.max_rows:,})."
+        return sentence  # what would help has been said
+    return f"{sentence} {_memory(standing)}, or run fewer rows at once (--max-num-seqs, now {standing.max_rows:,})."
 
 
 def _grammar(standing: Standing) -> str:
     return f"{_many(standing)} for new grammars, which are compiled in the background."
 
 
-_TOLD: dict[str, Callable[[Standing], str]] = {"rows": _rows, "pages": _pages, "budget": _budget, "grammar": _grammar}
+_SENTENCES: dict[str, Callable[[Standing], str]] = {
+    "rows": _rows,
+    "pages": _pages,
+    "budget": _budget,
+    "grammar": _grammar,
+}

@@ -110,6 +110,27 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     pages: bytes  # a 16-bit code for each page, little endian (cache/page_map.py): 0 free, 1 cached, 2 shared, else an owner's
 
 
+class LiveLook(msgspec.Struct, frozen=True, gc=False):
+    """What the engine sends its API processes: the state, and the owner of each request in its lists."""
+
+    state: LiveState
+    rows: list[bytes]
+    waiting: list[bytes]
+    ended: list[bytes]
+
+    def seen_by(self, owner: bytes | None) -> LiveState:
+        """The state without the single requests of other owners. Counts, totals and the page map stay. None: all of it."""
+        if owner is None:
+            return self.state
+        state = self.state
+        return msgspec.structs.replace(
+            state,
+            rows=[row for row, whose in zip(state.rows, self.rows, strict=True) if whose == owner],
+            waiting=[wait for wait, whose in zip(state.waiting, self.waiting, strict=True) if whose == owner],
+            ended=[end for end, whose in zip(state.ended, self.ended, strict=True) if whose == owner],
+        )
+
+
 def changes(before: bytes, after: bytes) -> list[tuple[int, list[int]]]:
     """Where two page maps of one size differ: (first page, codes from there on). Equal parts are skipped quickly."""
     assert len(before) == len(after)

@@ -28,12 +28,13 @@ from octavo.offline.outputs import (
 )
 from octavo.text import Text, TextDelta, load_text
 from octavo.text.grammar.build import grammar_of
+from octavo.text.grammar.limits import STACK_BYTES, on_stack
 from octavo.text.pooling_config import PoolingConfig, read_pooling_config
 from octavo.weights.sources.source import resolve
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-_OF_SERVERS = ("server", "batches", "recorder")  # sections of the configuration that only a server has
+_OF_SERVERS = ("server", "budget", "batches", "recorder")  # sections of the configuration that only a server has
 
 
 class LLM:
@@ -215,7 +216,9 @@ class LLM:
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_word_ids=self.text.bad_word_ids(params.bad_words))
         if params.structured_outputs:
-            grammar = grammar_of(params.structured_outputs, self.text.vocabulary)
+            # Compiled here and not in a sandbox: who calls this trusts the grammar, which runs with the caller's own rights.
+            wish, vocabulary = params.structured_outputs, self.text.vocabulary
+            grammar = on_stack(STACK_BYTES, lambda: grammar_of(wish, vocabulary))
             params = msgspec.structs.replace(params, grammar=grammar)
         has_text = self._text is not None or not params.ignore_eos or bool(params.stop or params.grammar)
         eos_ids = self.text.eos_ids if has_text else ()
@@ -254,8 +257,9 @@ class LLM:
         num_open = len(requests)
         with tqdm(total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True) as bar:
             try:
-                for request in requests:
-                    self._submit(request, box)
+                # One response: choices follow their prompt at once, while its pages are at hand, before later prompts.
+                for part, request in enumerate(requests):
+                    self._submit(msgspec.structs.replace(request, response_id=requests[0].id, part=part), box)
                 while num_open:
                     for delta in self._next(box):
                         answer = answers[delta.request_id]
@@ -313,7 +317,7 @@ class LLM:
     def _step(self) -> None:
         if self._failure is not None:
             raise self._failure
-        with _whole_steps():
+        with _uninterrupted_steps():
             try:
                 for delta in self._loop.step():
                     self._boxes[delta.request_id].append(delta)
@@ -332,7 +336,7 @@ class LLM:
 
 
 @contextmanager
-def _whole_steps() -> Iterator[None]:
+def _uninterrupted_steps() -> Iterator[None]:
     """Delay Ctrl-C to the end of the step: an exception in the middle of one would leave the engine in an inconsistent state."""
     if threading.current_thread() is not threading.main_thread():
         yield

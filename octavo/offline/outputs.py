@@ -114,7 +114,7 @@ class Answer:
                 choice.logprobs = []
 
     def take(self, delta: TokenDelta) -> bool:
-        """Add a delta. True: a stop string ended the choice, so the engine must be told to stop it."""
+        """Add a delta. True: a stop string ended the choice, so the engine must stop it."""
         if delta.finish is not None and delta.finish.reason == "error":
             raise failure_of(delta.finish)
         choice, stream = self.output.outputs[delta.index], self._streams[delta.index]
@@ -122,8 +122,7 @@ class Answer:
             return False
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs
-        if delta.prompt_logprobs and not self.output.prompt_logprobs:
-            self.output.prompt_logprobs = [*delta.prompt_logprobs]
+        delta.add_scores_to(self.output.prompt_logprobs)
         if delta.finish is not None:
             self.output.num_cached_tokens = delta.finish.num_cached_tokens
             choice.cumulative_logprob = delta.finish.cumulative_logprob

@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 from octavo.config import RecorderConfig
 from octavo.errors import ConfigError
 from octavo.ipc.stderr import say
-from octavo.recording.format import SEGMENT, Chunk, chunks_in, stream_chunk
+from octavo.recording.format import SEGMENT, FileChunk, chunks_in, stream_chunk
 from octavo.recording.recorder import SEGMENTS
 from octavo.recording.ring import SIZE, RecordingRing, shared_ring
 from octavo.weights.sources.source import cache_folder
@@ -46,7 +46,7 @@ class CrashFiles:
         self._lock: int | None = None
         self._sealing = threading.Lock()  # one engine's files at a time
         self._sealers: list[threading.Thread] = []
-        self.live: Path | None = None  # None: nothing is recorded
+        self.live_folder: Path | None = None  # None: nothing is recorded
         self._what = "with token ids" if config.record_tokens else "without any text"
         if not (num_bytes := int(config.record_bytes)):
             return
@@ -70,9 +70,9 @@ class CrashFiles:
     @property
     def status_line(self) -> str:
         """The line that the server logs at start."""
-        if self.live is None:
+        if self.live_folder is None:
             return "recorder: off"
-        return f"recorder: the scheduler's inputs, {self._what}, in {self.live} (--record-bytes)"
+        return f"recorder: the scheduler's inputs, {self._what}, in {self.live_folder} (--record-bytes)"
 
     @property
     def ring_fds(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class CrashFiles:
     def seal_in_background(self, engine: int) -> None:
         """Make one file of a crashed engine's recording and log its name, on a thread: clients wait for the next engine and must
         not wait for a disk. The next engine may start at once: the ring, which it overwrites, is copied before this returns."""
-        if self.live is not None:
+        if self.live_folder is not None:
             sealer = threading.Thread(target=self._seal_crash, args=(engine, self._read_ring()), name="octavo-seal")
             try:
                 sealer.start()
@@ -97,10 +97,10 @@ class CrashFiles:
 
     def _seal_own(self, why: str, engine: int, contents: _RingContents | None) -> Path | None:
         """Make one file of an engine's segments. None: there are none, or the file could not be written."""
-        assert self.live is not None
+        assert self.live_folder is not None
         try:
             with self._sealing:
-                return self._seal(self.live, f"{engine:03d}", why, contents)
+                return self._seal(self.live_folder, f"{engine:03d}", why, contents)
         except OSError as error:
             say(f"the engine's recording could not be kept: {error.strerror}")
             return None
@@ -120,25 +120,25 @@ class CrashFiles:
         """Remove the live folder. If --record-folder was given, keep the recording as a file first."""
         for sealer in self._sealers:
             sealer.join()
-        if self.live is not None:
+        if self.live_folder is not None:
             if self._is_named and (path := self._seal_own("stopped", engine, self._read_ring())) is not None:
                 say(f"the recording up to the stop is kept: octavo replay {path}")
-            shutil.rmtree(self.live, ignore_errors=True)
+            shutil.rmtree(self.live_folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
         if self._ring_fd >= 0:
             os.close(self._ring_fd)
-        self.live, self._lock, self._ring_fd = None, None, -1
+        self.live_folder, self._lock, self._ring_fd = None, None, -1
 
     def _begin(self) -> None:
         fresh = Path(tempfile.mkdtemp(prefix="new-", dir=self._folder))
-        live = self._folder / fresh.name.replace("new-", f"{_LIVE}{os.getpid()}-", 1)
+        live_folder = self._folder / fresh.name.replace("new-", f"{_LIVE}{os.getpid()}-", 1)
         # Locked before it gets its name, so a lock file that is not locked always belongs to an abandoned folder.
         self._lock = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        fresh.rename(live)
+        fresh.rename(live_folder)
         self._ring_fd = shared_ring()
-        self.live = live
+        self.live_folder = live_folder
 
     def _seal_abandoned(self) -> None:
         """Make files of the recordings of servers all of whose processes were killed at once."""
@@ -155,13 +155,13 @@ class CrashFiles:
                 finally:
                     os.close(fd)
 
-    def _seal(self, live: Path, engine: str, why: str, contents: _RingContents | None) -> Path | None:
+    def _seal(self, live_folder: Path, engine: str, why: str, contents: _RingContents | None) -> Path | None:
         """Join an engine's segments and the ring's contents in one file, remove the segments, and remove the oldest files."""
-        segments = sorted(live.glob(f"{engine}-*{SEGMENT}"))
+        segments = sorted(live_folder.glob(f"{engine}-*{SEGMENT}"))
         if not segments:
             return None
         when = time.strftime("%Y%m%d-%H%M%S", time.localtime(segments[-1].stat().st_mtime))
-        target = self._folder / f"{why}-{when}-server-{live.name.split('-')[1]}-engine-{int(engine)}{SUFFIX}"
+        target = self._folder / f"{why}-{when}-server-{live_folder.name.split('-')[1]}-engine-{int(engine)}{SUFFIX}"
         part = target.with_suffix(".part")
         part.unlink(missing_ok=True)
         try:
@@ -188,7 +188,7 @@ def _append_ring(file: BinaryIO, last: Path, contents: _RingContents) -> None:
     """Append the ring's records that are not in the last segment: the engine may have ended between writing a chunk and moving
     `tail`. If records are missing in between, append nothing: a reader keeps only what follows the last gap, and would lose the
     segments."""
-    ends = [chunk.end for chunk in chunks_in(last.read_bytes()) if isinstance(chunk, Chunk)]
+    ends = [chunk.end for chunk in chunks_in(last.read_bytes()) if isinstance(chunk, FileChunk)]
     if ends and contents.position > ends[-1]:
         return
     start = max(ends[-1] if ends else 0, contents.position)

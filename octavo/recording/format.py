@@ -65,6 +65,7 @@ class Arrived(msgspec.Struct, array_like=True, tag=1, gc=False):
     wants_progress: bool
     priority: int
     received: int  # microseconds, when the server received it; 0: not known
+    response_id: str = ""  # as in GenerateRequest; recordings of before there were turns do not have it
 
 
 class Aborted(msgspec.Struct, array_like=True, tag=2, gc=False):
@@ -97,9 +98,10 @@ class Outcome(msgspec.Struct, array_like=True, gc=False):
     last: list[int]
     failures: list[int]
     candidates: list[Candidates]
+    late: list[int] = []  # of the sampled tokens: those that do not count, because a mask was late
 
 
-class Turned(msgspec.Struct, array_like=True, tag=4, gc=False):
+class Stepped(msgspec.Struct, array_like=True, tag=4, gc=False):
     """One iteration of the loop: a plan was made, then the results of earlier steps were committed."""
 
     micros: int
@@ -117,11 +119,11 @@ class Ticked(msgspec.Struct, array_like=True, tag=7, gc=False):
     num_tokens: list[int]
     keys: bytes  # of all of these iterations
 
-    def turns(self) -> "Iterator[Turned]":
+    def steps(self) -> "Iterator[Stepped]":
         columns = (self.micros, self.digests, self.step_micros, self.num_tokens)
         keys = self.keys
         for micros, digest_of_plan, step_micros, num_tokens in zip(*columns, strict=True):
-            yield Turned(micros, digest_of_plan, [Outcome(step_micros, num_tokens, [], [], [], [], [])], keys)
+            yield Stepped(micros, digest_of_plan, [Outcome(step_micros, num_tokens, [], [], [], [], [])], keys)
             keys = b""  # keys are consumed in order, so it does not matter which iteration carries them
 
 
@@ -137,7 +139,7 @@ class Lost(msgspec.Struct, array_like=True, tag=6, gc=False):
     micros: int
 
 
-Record = Arrived | Aborted | Forgotten | Prepared | Turned | Ticked | Marked | Lost
+Record = Arrived | Aborted | Forgotten | Prepared | Stepped | Ticked | Marked | Lost
 KEY_BYTES = 16
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -157,10 +159,10 @@ def digest(plan: StepPlan, num_rows_before: int) -> int:
     if is_steady and not (plan.enters or plan.leaves or plan.moves or plan.forced):
         return (num_rows + 8191 * sum(plan.page_ids)) & 0xFFFFFFFF
     enters = [(enter.row, len(enter.token_ids), enter.prompt_len, enter.pages) for enter in plan.enters]
-    turns = [(turn.row, turn.position) for turn in plan.forced]
+    forced = [(token.row, token.position) for token in plan.forced]
     pages = (plan.page_rows, plan.page_slots, plan.page_ids, plan.page_groups)
     columns = (plan.rows, plan.starts, plan.counts, plan.samples)
-    return zlib.crc32(_encode((plan.step, plan.leaves, enters, plan.moves, columns, pages, turns)))
+    return zlib.crc32(_encode((plan.step, plan.leaves, enters, plan.moves, columns, pages, forced)))
 
 
 # ── what is left out ────────────────────────────────────────────────────────────────────────────────
@@ -210,7 +212,7 @@ def params_of(wishes: Wishes) -> SamplingParams:
     return msgspec.convert(wishes, SamplingParams)
 
 
-def untold(candidates: Candidates, stop_ids: Container[int]) -> Candidates:
+def without_tokens(candidates: Candidates, stop_ids: Container[int]) -> Candidates:
     """Replace a beam's candidate tokens by -1, except the stop tokens. The logprobs stay."""
     return Candidates([token if token in stop_ids else -1 for token in candidates.token_ids], candidates.logprobs)
 
@@ -236,7 +238,7 @@ def stream_chunk(records: bytes, position: int) -> bytes:
     return _CHUNK.pack(_MAGIC, _STREAM, position, len(records), zlib.crc32(records)) + records
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class FileChunk(msgspec.Struct, frozen=True):
     kind: int
     position: int
     content: bytes
@@ -250,7 +252,7 @@ class Chunk(msgspec.Struct, frozen=True):
         return self.position + len(self.content) if self.kind == _STREAM else self.position
 
 
-def chunks_in(data: bytes) -> Iterator[Chunk | int]:
+def chunks_in(data: bytes) -> Iterator[FileChunk | int]:
     """Yield every complete chunk, and for bytes that are no complete chunk their number."""
     at = 0
     while at < len(data):
@@ -258,7 +260,7 @@ def chunks_in(data: bytes) -> Iterator[Chunk | int]:
             magic, kind, position, length, checksum = _CHUNK.unpack_from(data, at)
             content = data[at + _CHUNK.size : at + _CHUNK.size + length]
             if magic == _MAGIC and kind <= _GAP and len(content) == length and zlib.crc32(content) == checksum:
-                yield Chunk(kind, position, content)
+                yield FileChunk(kind, position, content)
                 at += _CHUNK.size + length
                 continue
         found = data.find(_MAGIC, at + 1)
@@ -302,10 +304,10 @@ def read(path: Path) -> Recording:
 SEGMENT = ".segment"
 
 
-def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
+def _follow(path: Path, chunks: list[FileChunk | int]) -> Recording:
     """Decode the last stretch without a gap: it ends with the event that the reader wants to explain."""
     notes = [f"{chunk} bytes were not written completely and are skipped" for chunk in chunks if isinstance(chunk, int)]
-    states: list[Chunk] = []  # of the current stretch
+    states: list[FileChunk] = []  # of the current stretch
     stream, end, num_gaps = bytearray(), -1, 0
     why = ""  # why the stream ends here, from a gap chunk
     for chunk in chunks:
@@ -339,7 +341,7 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
                 break
             records = []
         elif isinstance(record, Ticked):
-            records.extend(record.turns())
+            records.extend(record.steps())
         else:
             records.append(record)
     if why:
@@ -349,7 +351,7 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
     return Recording(_state_of(start, path), records, notes)
 
 
-def _state_of(chunk: Chunk, path: Path) -> State:
+def _state_of(chunk: FileChunk, path: Path) -> State:
     try:
         state = _decode_state.decode(chunk.content)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:

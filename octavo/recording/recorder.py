@@ -29,16 +29,16 @@ from octavo.recording.format import (
     Prepared,
     Record,
     State,
+    Stepped,
     Ticked,
-    Turned,
     digest,
     framed,
     gap_chunk,
     grammar_names,
     state_chunk,
     stream_chunk,
-    untold,
     wishes_of,
+    without_tokens,
 )
 from octavo.recording.ring import SIZE, RecordingRing
 from octavo.schedule import Scheduler
@@ -50,7 +50,7 @@ log = logging.getLogger("octavo.engine")
 FLUSH_SECONDS = 0.2
 RETRY_SECONDS = 10.0
 MOST_RETRY_SECONDS = 640.0  # after states that were too large: taking one delays a step
-PLAIN_STEPS = 16  # steps without an event that are written as one record
+TICKS_PER_RECORD = 16  # steps without an event that are written as one record
 SEGMENTS = 4  # files that share the limit
 _RESERVE = 64  # bytes of the ring that are kept for the record that says that it is full
 
@@ -70,14 +70,14 @@ class Recorder(StepObserver):
         self._manner = Manner(
             lambda params: wishes_of(params, with_tokens, self._name),
             (lambda tokens: tokens) if with_tokens else (lambda tokens: []),
-            (lambda candidates, stop_ids: candidates) if with_tokens else untold,
+            (lambda candidates, stop_ids: candidates) if with_tokens else without_tokens,
             self._name,
         )
         self._encode = msgspec.msgpack.Encoder().encode
         self._is_lost = True  # until the first state
         self._is_rolling = False  # a state was taken, and its file does not exist yet
         self._num_rows = -1  # of the previous plan; −1: none
-        self._plain: list[tuple[float, int, float, int]] = []  # steps that are not written yet: a Ticked's columns
+        self._ticks: list[tuple[float, int, float, int]] = []  # steps that are not written yet: a Ticked's columns
         self._states: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._is_closing = False
@@ -108,6 +108,7 @@ class Recorder(StepObserver):
                 request.wants_progress,
                 request.priority,
                 int(request.arrived * 1e6),
+                request.response_id,
             )
         )
 
@@ -128,7 +129,7 @@ class Recorder(StepObserver):
         self._done.append((committed, times))
 
     def stepped(self, end: StepEnd) -> None:
-        """Record a step, whether or not its plan was empty. Most are plain: they are written several at a time, and nothing of them is
+        """Record a step, whether or not its plan was empty. Most are uneventful (Ticked): they are written several at a time, and nothing of them is
         kept but four numbers, so that their memory can be reused at once."""
         plan, now, is_drained = end.planned.plan, end.now, not end.num_in_flight
         done, self._done = self._done, []
@@ -137,26 +138,26 @@ class Recorder(StepObserver):
         if len(done) == 1 and not (self._with_tokens or plan.enters or plan.leaves):
             committed, times = done[0]
             result = committed.result
-            if not (committed.ended or result.last or result.failures or result.candidates):
-                self._plain.append((now, checksum, times.compute_seconds, committed.num_tokens))
-                if len(self._plain) == PLAIN_STEPS:
-                    self._write_plain()
+            if not (committed.ended or result.last or result.failures or result.candidates or result.late):
+                self._ticks.append((now, checksum, times.compute_seconds, committed.num_tokens))
+                if len(self._ticks) == TICKS_PER_RECORD:
+                    self._write_ticks()
                 if self.is_due and is_drained:
                     self.take(self._scheduler)
                 return
         outcomes = [self._outcome(committed, times.compute_seconds) for committed, times in done]
-        self._write_plain()
-        self._put(Turned(int(now * 1e6), checksum, outcomes, self._keys()))
+        self._write_ticks()
+        self._put(Stepped(int(now * 1e6), checksum, outcomes, self._keys()))
         # While the engine is idle, taking the state delays no request.
         is_time = self._scheduler.is_idle and self._segments.is_half_full and not self._is_rolling
         if is_drained and (self.is_due or is_time):
             self.take(self._scheduler)
 
-    def _write_plain(self) -> None:
-        if not self._plain:
+    def _write_ticks(self) -> None:
+        if not self._ticks:
             return
-        times, digests, seconds, num_tokens = zip(*self._plain, strict=True)
-        self._plain = []
+        times, digests, seconds, num_tokens = zip(*self._ticks, strict=True)
+        self._ticks = []
         micros, step_micros = [int(now * 1e6) for now in times], [int(each * 1e6) for each in seconds]
         if not self._is_lost:
             self._write_down(
@@ -181,7 +182,7 @@ class Recorder(StepObserver):
             stop_ids = {
                 stop for each in (*self._scheduler.requests(), *ended) if each.special for stop in each.stop_ids
             }
-            candidates = [untold(each, stop_ids) for each in candidates]
+            candidates = [without_tokens(each, stop_ids) for each in candidates]
         tokens = result.tokens if self._with_tokens else []
         return Outcome(
             int(seconds * 1e6),
@@ -191,12 +192,13 @@ class Recorder(StepObserver):
             result.last,
             list(result.failures),
             candidates,
+            result.late,
         )
 
     def take(self, scheduler: Scheduler) -> None:
         """Take the scheduler's state and begin a new file with it. Nothing may be in flight."""
         self.is_due, self._is_rolling = False, True
-        self._write_plain()
+        self._write_ticks()
         self._scheduler = scheduler
         if not self._with_tokens:
             scheduler.cache.keys_made = []
@@ -210,7 +212,7 @@ class Recorder(StepObserver):
         self._wake.set()
 
     def _put(self, record: Record) -> None:
-        self._write_plain()
+        self._write_ticks()
         if not self._is_lost:
             self._write_down(framed(self._encode(record)))
 
@@ -256,9 +258,18 @@ class Recorder(StepObserver):
     def closed(self) -> None:
         self.close()
 
+    def dropped(self) -> None:
+        """End the recording here: what follows a gap could not be replayed. The thread writes what there is, and ends."""
+        self._scheduler.cache.keys_made = None
+        self._ticks, self._done = [], []
+        self._put(Lost(int(self._clock() * 1e6)))
+        self._is_lost = True
+        self._is_closing = True
+        self._wake.set()
+
     def close(self) -> None:
         """Write everything that was recorded. Called by the stepping thread, or when there is none."""
-        self._write_plain()
+        self._write_ticks()
         self._is_closing = True
         self._wake.set()
         self._thread.join(5)

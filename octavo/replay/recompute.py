@@ -16,7 +16,7 @@ from octavo.engine.build import load_executor
 from octavo.errors import ConfigError
 from octavo.messages import EngineReport, Entering, StepPlan, StepResult
 from octavo.recording.format import Header, Recording
-from octavo.replay.replay import Committed, Planned, Replay
+from octavo.replay.replay import Replay, ReplayedCommit, ReplayedPlan
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
 from octavo.weights.sources.source import ModelSource, resolve
@@ -74,12 +74,12 @@ class Recomputation:
         header = recording.header
         if not header.with_tokens:
             raise ConfigError(
-                "the recording tells no token ids, so nothing can be computed from it: record with --record-tokens"
+                "the recording has no token ids, so nothing can be computed from it: record with --record-tokens"
             )
         state = recording.state.scheduler
         if any(header.report.windows) and (state.cache.tables or state.cache.keys):
             raise ConfigError(
-                "the recording begins amid a run, and what layers with a window had let go by then cannot be computed again: "
+                "the recording begins in the middle of a run, and pages that layers with a window had freed cannot be computed again: "
                 "give one that begins with its engine (a larger --record-bytes)"
             )
         if state.cache.host_tables:
@@ -100,9 +100,9 @@ class Recomputation:
             self._warm_up()
             for happening in self.replay.follow():
                 match happening:
-                    case Planned() if not happening.plan.is_empty and happening.is_same:
+                    case ReplayedPlan() if not happening.plan.is_empty and happening.is_same:
                         self._compute(happening)
-                    case Committed():
+                    case ReplayedCommit():
                         self._compare(happening, self._results.popleft())
         finally:
             self._executor.close()
@@ -125,7 +125,7 @@ class Recomputation:
                     f"{name} is {getattr(report, name)} here and was {getattr(then, name)}: the steps cannot be carried out"
                 )
 
-    def _compute(self, happening: Planned) -> None:
+    def _compute(self, happening: ReplayedPlan) -> None:
         """Compute the plan, after the cached pages that it relies on."""
         plan, page_size = happening.plan, self.replay.cache.page_size
         self._known.update(move.target for move in plan.moves if move.kind != "out")
@@ -136,7 +136,7 @@ class Recomputation:
             if any(page not in self._known for page in enter.pages[0][:num_cached]):
                 self._fill(plan.leaves, enter, num_cached * page_size)
                 plan = msgspec.structs.replace(plan, leaves=[*plan.leaves, enter.row])
-        self._results.append(self._carry_out(plan))
+        self._results.append(self._in_time(plan, happening.requests, self._carry_out(plan)))
         for request in happening.requests:
             self._note_pages(request)
 
@@ -145,7 +145,7 @@ class Recomputation:
             tables = self.replay.cache.tables.get(request.sequence)
             if tables is None:  # it waits to fork from the choice that computes its prompt
                 continue
-            enter = self.replay.scheduler._entering(request, [table.whole() for table in tables])
+            enter = self.replay.scheduler._entering(request, [table.padded() for table in tables])
             self._fill([], enter, request.computed)
             self._note_pages(request)
 
@@ -163,11 +163,30 @@ class Recomputation:
         self._executor.submit(plan)
         return self._executor.collect()
 
+    def _in_time(self, plan: StepPlan, requests: list[Request], result: StepResult) -> StepResult:
+        """Compute the last token of rows whose mask is late again, until it is there: which masks were late is up to the recording."""
+        rows = [
+            (row, start + count - 1)
+            for request, row, start, count, samples in zip(
+                requests, plan.rows, plan.starts, plan.counts, plan.samples, strict=True
+            )
+            if samples and request.pooling is None
+        ]
+        late, tokens = result.late, list(result.tokens)
+        while late:
+            again = [rows[at] for at in late]
+            columns = ([row for row, _ in again], [last for _, last in again], [1] * len(again), [True] * len(again))
+            found = self._carry_out(StepPlan(plan.step, [], [], [], *columns, [], [], []))
+            for at, token in zip(late, found.tokens, strict=True):
+                tokens[at] = token
+            late = [late[at] for at in found.late]
+        return msgspec.structs.replace(result, tokens=tokens, late=[])
+
     def _note_pages(self, request: Request) -> None:
         for table in self.replay.cache.tables.get(request.sequence, ()):
             self._known.update(table.pages)
 
-    def _compare(self, happening: Committed, result: StepResult) -> None:
+    def _compare(self, happening: ReplayedCommit, result: StepResult) -> None:
         findings, outcome = self.findings, happening.outcome
         findings.num_steps += 1
         sampling = [
@@ -175,9 +194,10 @@ class Recomputation:
             for request, samples in zip(happening.requests, happening.plan.samples, strict=True)
             if samples and request.pooling is None
         ]
-        for request, recorded, computed in zip(sampling, outcome.tokens, result.tokens, strict=True):
-            if request.params.use_beam_search:
-                continue  # the search chooses the token
+        sampled = zip(sampling, outcome.tokens, result.tokens, strict=True)
+        for at, (request, recorded, computed) in enumerate(sampled):
+            if request.params.use_beam_search or at in outcome.late:
+                continue  # the search chooses the token, or none was sampled
             findings.num_tokens += 1
             findings.num_same += recorded == computed
             if recorded != computed and findings.first is None:

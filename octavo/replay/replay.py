@@ -22,7 +22,7 @@ from octavo.recording.format import (
     Outcome,
     Prepared,
     Recording,
-    Turned,
+    Stepped,
     digest,
     params_of,
 )
@@ -31,14 +31,13 @@ from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
-from octavo.schedule.results import Planned as PlannedStep
-from octavo.schedule.results import Returned
-from octavo.schedule.snapshot import RequestState, ToldLoops, restore
+from octavo.schedule.results import Planned, Returned
+from octavo.schedule.snapshot import RecordedLoops, RequestState, restore
 
 _NO_SCORES = Logprobs(0, [], [])
 
 
-class Planned(NamedTuple):
+class ReplayedPlan(NamedTuple):
     """A plan was made again."""
 
     micros: int
@@ -49,7 +48,7 @@ class Planned(NamedTuple):
     returned: list[Returned]
 
 
-class Committed(NamedTuple):
+class ReplayedCommit(NamedTuple):
     """A step's outcome was taken in."""
 
     micros: int
@@ -60,7 +59,7 @@ class Committed(NamedTuple):
     candidates: dict[tuple[str, int, int], Candidates]  # of beams: request, place in its group, tokens so far
 
 
-Happening = Arrived | Aborted | Forgotten | Prepared | Marked | Planned | Committed
+Happening = Arrived | Aborted | Forgotten | Prepared | Marked | ReplayedPlan | ReplayedCommit
 
 
 def prompt_token(first_sequence: int) -> int:
@@ -72,7 +71,7 @@ def output_token(sequence: int) -> int:
     return -2 * sequence - 3
 
 
-class ToldCache(KVCache):
+class RecordedKeysCache(KVCache):
     """A cache that takes page keys from the recording where there are no tokens to make them from."""
 
     def __init__(self, header: Header) -> None:
@@ -87,19 +86,19 @@ class ToldCache(KVCache):
             report.max_num_batched_tokens,
             header.root,
         )
-        self._is_told = not header.with_tokens
-        self.told: deque[bytes] = deque()
+        self._has_recorded_keys = not header.with_tokens
+        self.recorded_keys: deque[bytes] = deque()
         self.known: dict[tuple[int, int], bytes] = {}  # (last token of a page, its place) → its key
-        self.num_untold = 0  # keys that the recording does not have: the plans differ
+        self.num_missing_keys = 0  # keys that the recording does not have: the plans differ
 
     def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
-        if not self._is_told:
+        if not self._has_recorded_keys:
             return super()._key(parent, tokens, i)
         name = (tokens[(i + 1) * self.page_size - 1], i)
-        if self.told:
-            self.known[name] = self.told.popleft()
+        if self.recorded_keys:
+            self.known[name] = self.recorded_keys.popleft()
             return self.known[name]
-        self.num_untold += 1
+        self.num_missing_keys += 1
         return self.known.get(name, b"%d %d" % name)
 
 
@@ -124,7 +123,7 @@ class Replay:
 
     def _begin(self, recording: Recording) -> None:
         self.header = header = recording.header
-        self.cache = ToldCache(header)
+        self.cache = RecordedKeysCache(header)
         report = header.report
         self.scheduler = Scheduler(
             self.cache,
@@ -136,15 +135,15 @@ class Replay:
         self._records = recording.records
         self.sources: dict[str, GenerateRequest] = {}  # the request of the Arrived that was yielded last
         self._first: dict[str, int] = {}  # request → its first choice's sequence
-        for told in recording.state.scheduler.requests:
-            sequence, name, index = told.kept[:3]
+        for state in recording.state.scheduler.requests:
+            sequence, name, index = state.kept[:3]
             self._first[name] = min(self._first.get(name, sequence), sequence - index)
         restore(self.scheduler, recording.state.scheduler, params_of, self._tokens_of)
         for request in self.scheduler.requests():
             self._settle(request)
         self._learn_keys()
         self._num_rows = -1  # of the previous plan; −1: none
-        self._flight: deque[PlannedStep] = deque()
+        self._flight: deque[Planned] = deque()
         self.num_steps = 0  # plans with something in them
         self.num_same = 0
         self.most_in_flight = 0
@@ -180,7 +179,7 @@ class Replay:
                 case Marked():
                     self._num_rows, self.cache._head = -1, (-1, 0, [])
                     yield record
-                case Turned():
+                case Stepped():
                     yield from self._step(record)
                     if self.num_same < self.num_steps:
                         return
@@ -189,13 +188,13 @@ class Replay:
         """The plan after the last recorded one: an engine that was killed was about to carry it out, or did. None: it is empty, or the
         recording does not hold enough to make it."""
         planned = self.scheduler.plan()
-        if planned.plan.is_empty or self.cache.num_untold:
+        if planned.plan.is_empty or self.cache.num_missing_keys:
             return None
         return planned.plan, planned.requests
 
-    def _step(self, record: Turned) -> Iterator[Happening]:
+    def _step(self, record: Stepped) -> Iterator[Happening]:
         keys = record.keys
-        self.cache.told.extend(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        self.cache.recorded_keys.extend(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
         planned = self.scheduler.plan()
         plan = planned.plan
         is_same = digest(plan, self._num_rows) == record.digest
@@ -205,7 +204,7 @@ class Replay:
             self.num_same += is_same
         if not plan.is_empty:
             self._flight.append(planned)
-        yield Planned(record.micros, plan, is_same, planned.requests, planned.admitted, planned.returned)
+        yield ReplayedPlan(record.micros, plan, is_same, planned.requests, planned.admitted, planned.returned)
         if not is_same:
             return
         for outcome in record.outcomes:
@@ -215,7 +214,7 @@ class Replay:
             candidates = _by_beam(done, outcome) if outcome.candidates else {}
             committed = self.scheduler.commit(done.plan, self._result(done, outcome))
             self._start_all(committed.jobs)
-            yield Committed(record.micros, done.plan, done.requests, outcome, committed.deltas, candidates)
+            yield ReplayedCommit(record.micros, done.plan, done.requests, outcome, committed.deltas, candidates)
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
 
     def _start_all(self, jobs: list[GrammarJob]) -> None:
@@ -243,19 +242,20 @@ class Replay:
             wants_progress=record.wants_progress,
             begun=begun,
             priority=record.priority,
+            response_id=record.response_id,
         )
 
-    def _tokens_of(self, told: RequestState) -> list[int]:
+    def _tokens_of(self, state: RequestState) -> list[int]:
         if self.header.with_tokens:
-            return list(told.tokens)
-        sequence, name, prompt_len = told.kept[0], told.kept[1], told.kept[7]
-        output = [output_token(sequence)] * (told.num_tokens - prompt_len)
+            return list(state.tokens)
+        sequence, name, prompt_len = state.kept[0], state.kept[1], state.kept[7]
+        output = [output_token(sequence)] * (state.num_tokens - prompt_len)
         return [prompt_token(self._first[name])] * prompt_len + output
 
     def _settle(self, request: Request) -> None:
         if isinstance(request.special, Loops) and not self.header.with_tokens:
             assert request.params.repetition_detection is not None
-            request.special = ToldLoops(request.params.repetition_detection)
+            request.special = RecordedLoops(request.params.repetition_detection)
 
     def _learn_keys(self) -> None:
         """Learn the keys of pages that requests hold when the recording begins."""
@@ -267,7 +267,7 @@ class Replay:
                     if key is not None and end <= len(request.tokens):
                         self.cache.known[request.tokens[end - 1], i] = key
 
-    def _result(self, planned: PlannedStep, outcome: Outcome) -> StepResult:
+    def _result(self, planned: Planned, outcome: Outcome) -> StepResult:
         plan = planned.plan
         tokens, vectors, logprobs, prompt_logprobs = outcome.tokens, [], [], []
         ends = {(name, index): reason for name, index, reason in outcome.ended}
@@ -288,16 +288,25 @@ class Replay:
             tokens = made_up
         failures = dict.fromkeys(outcome.failures, "")
         return StepResult(
-            plan.step, tokens, vectors, logprobs, prompt_logprobs, failures, 0.0, outcome.last, outcome.candidates
+            plan.step,
+            tokens,
+            vectors,
+            logprobs,
+            prompt_logprobs,
+            failures,
+            0.0,
+            outcome.last,
+            outcome.candidates,
+            outcome.late,
         )
 
     def _token(self, request: Request, end: str | None) -> int:
         if end == "stop" and request.stop_ids:
             return request.stop_ids[0]
-        return ToldLoops.LOOP if end == "repetition" else output_token(request.sequence)
+        return RecordedLoops.LOOP if end == "repetition" else output_token(request.sequence)
 
 
-def _by_beam(planned: PlannedStep, outcome: Outcome) -> dict[tuple[str, int, int], Candidates]:
+def _by_beam(planned: Planned, outcome: Outcome) -> dict[tuple[str, int, int], Candidates]:
     """The candidates in an outcome, by beam; without those of requests that left their row since."""
     found, candidates = {}, iter(outcome.candidates)
     for request, epoch, samples in zip(planned.requests, planned.epochs, planned.plan.samples, strict=True):

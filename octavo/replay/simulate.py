@@ -6,14 +6,14 @@ from octavo.cache import KVCache
 from octavo.cache.span import pages_of, pages_of_beams
 from octavo.messages import Candidates, GenerateRequest, Logprobs, StepPlan, StepResult
 from octavo.replay.stats import RunStats
-from octavo.replay.what_if import Learned, Pace, Settings
+from octavo.replay.what_if import Learned, ScheduleSettings, StepCost
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
 from octavo.schedule.results import Planned
-from octavo.schedule.snapshot import ToldLoops
+from octavo.schedule.snapshot import RecordedLoops
 
 _NO_SCORES = Logprobs(0, [], [])
 _AGAIN = "later"  # the end of a choice that was open when the recording ended
@@ -24,33 +24,33 @@ class _Cache(KVCache):
     matches."""
 
     known: dict[tuple[int, int], bytes]
-    is_told: bool
+    has_recorded_keys: bool
 
     def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
-        if not self.is_told:
+        if not self.has_recorded_keys:
             return super()._key(parent, tokens, i)
         name = (tokens[(i + 1) * self.page_size - 1], i)
         return self.known.get(name) or b"%d %d" % name
 
 
 class SimulatedRun:
-    def __init__(self, learned: Learned, settings: Settings, pace: Pace) -> None:
+    def __init__(self, learned: Learned, settings: ScheduleSettings, pace: StepCost) -> None:
         self._learned, self._pace = learned, pace
         header = learned.replay.header
         report = header.report
-        self._told = {told.source.id: told for told in learned.requests}
+        self._recorded = {recorded.source.id: recorded for recorded in learned.requests}
         self._cache = _Cache(
             settings.num_pages, report.page_size, settings.num_host_pages, settings.enable_prefix_caching,
             report.num_warm_pages, report.windows, settings.max_num_batched_tokens,
         )  # fmt: skip
-        self._cache.known, self._cache.is_told = learned.keys, not header.with_tokens
+        self._cache.known, self._cache.has_recorded_keys = learned.keys, not header.with_tokens
         self._scheduler = Scheduler(
             self._cache, settings.max_num_seqs, settings.max_num_batched_tokens, report.page_size,
             POLICIES[settings.scheduling_policy],
         )  # fmt: skip
         self._now = learned.start
-        self._arrivals = deque(sorted(learned.requests, key=lambda told: told.seconds))
-        leaving = [(told.left, told.source.id) for told in learned.requests if told.left is not None]
+        self._arrivals = deque(sorted(learned.requests, key=lambda recorded: recorded.seconds))
+        leaving = [(recorded.left, recorded.source.id) for recorded in learned.requests if recorded.left is not None]
         self._leaving = deque(sorted(leaving))
         self._jobs: list[GrammarJob] = []  # grammars to be compiled
         self.tally = RunStats()
@@ -77,23 +77,23 @@ class SimulatedRun:
 
     def _let_in(self) -> None:
         while self._arrivals and self._arrivals[0].seconds <= self._now:
-            told = self._arrivals.popleft()
-            if not self._fits(told.source):
+            recorded = self._arrivals.popleft()
+            if not self._fits(recorded.source):
                 self.tally.num_refused += 1
                 continue
-            self.tally.arrived(told.source.id, told.seconds)
-            if any(told.source.begun):
-                self.tally.left(told.source.id)
-            self._jobs += self._scheduler.add(told.source).jobs
-            for request in self._scheduler.choices(told.source.id):
-                if isinstance(request.special, Loops) and self._cache.is_told:
+            self.tally.arrived(recorded.source.id, recorded.seconds)
+            if any(recorded.source.begun):
+                self.tally.left(recorded.source.id)
+            self._jobs += self._scheduler.add(recorded.source).jobs
+            for request in self._scheduler.choices(recorded.source.id):
+                if isinstance(request.special, Loops) and self._cache.has_recorded_keys:
                     assert request.params.repetition_detection is not None
-                    request.special = ToldLoops(request.params.repetition_detection)
+                    request.special = RecordedLoops(request.params.repetition_detection)
         self._prepare()
         while self._leaving and self._leaving[0][0] <= self._now:
             name = self._leaving.popleft()[1]
             choices = self._scheduler.choices(name)
-            if not self._told[name].was_waiting or all(choice.is_untouched for choice in choices):
+            if not self._recorded[name].was_waiting or all(choice.is_untouched for choice in choices):
                 self._abort(name)
                 self.tally.left(name)
 
@@ -110,7 +110,7 @@ class SimulatedRun:
         """Whether the request would have been admitted with these settings."""
         scheduler, cache, params = self._scheduler, self._cache, source.params
         budget, prompt_len = scheduler.max_step_tokens, len(source.prompt_ids)
-        if params.num_sequences > scheduler.max_rows or params.n > scheduler.max_rows:
+        if params.use_beam_search and params.num_sequences > scheduler.max_rows:
             return False
         if source.needs_one_step and prompt_len > budget:
             return False
@@ -166,10 +166,10 @@ class SimulatedRun:
         return result, leaving
 
     def _add_token(self, request: Request, result: StepResult, leaving: list[tuple[str, int]]) -> None:
-        told = self._told[request.id]
-        outputs = told.outputs.get(request.index, [])
+        recorded = self._recorded[request.id]
+        outputs = recorded.outputs.get(request.index, [])
         at = len(request.tokens) - request.prompt_len
-        end = told.ends.get(request.index, _AGAIN)
+        end = recorded.ends.get(request.index, _AGAIN)
         is_last = at + 1 >= len(outputs)
         result.tokens.append(outputs[at] if at < len(outputs) else -1)
         if not is_last or request.is_finished:
@@ -183,7 +183,7 @@ class SimulatedRun:
 
     def _add_beam(self, request: Request, group: BeamGroup, result: StepResult) -> None:
         place = request.sequence - group.leader.sequence
-        found = self._told[request.id].beams.get((place, group.search._length()))
+        found = self._recorded[request.id].beams.get((place, group.search._length()))
         result.tokens.append(-1)
         if found is None and request.is_finished:
             found = Candidates([], [])

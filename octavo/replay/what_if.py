@@ -1,4 +1,4 @@
-"""What-if: what a recording tells of each request, and a clock fitted to its steps, to run the requests again with other settings
+"""What-if: what a recording says about each request, and a clock fitted to its steps, to run the requests again with other settings
 (simulate.py).
 
 Plans are exact for the settings; times are an estimate, and requests arrive at their recorded times on that estimated clock. A
@@ -13,12 +13,12 @@ import msgspec
 from octavo.errors import ConfigError
 from octavo.messages import Candidates, FinishReason, GenerateRequest
 from octavo.recording.format import Aborted, Arrived, Recording
-from octavo.replay.replay import Committed, Planned, Replay
+from octavo.replay.replay import Replay, ReplayedCommit, ReplayedPlan
 from octavo.replay.stats import RunStats
 from octavo.schedule import POLICIES
 
 
-class Settings(msgspec.Struct, frozen=True):
+class ScheduleSettings(msgspec.Struct, frozen=True):
     """The settings that a plan depends on."""
 
     max_num_seqs: int
@@ -29,7 +29,7 @@ class Settings(msgspec.Struct, frozen=True):
     scheduling_policy: str
 
     @classmethod
-    def of(cls, recording: Recording) -> "Settings":
+    def of(cls, recording: Recording) -> "ScheduleSettings":
         report = recording.header.report
         return cls(
             report.max_num_seqs,
@@ -40,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True):
             report.scheduling_policy,
         )
 
-    def changed(self, texts: list[str]) -> "Settings":
+    def changed(self, texts: list[str]) -> "ScheduleSettings":
         """With changes as NAME=VALUE, where NAME is a flag's. Raises ConfigError."""
         values = {}
         for text in texts:
@@ -75,7 +75,7 @@ def _value_of(name: str, value: str, text: str) -> int | str | bool:
 
 
 @dataclasses.dataclass
-class Told:
+class RecordedRequest:
     """A recorded request: when it came, what it produced, how it ended."""
 
     source: GenerateRequest
@@ -88,7 +88,7 @@ class Told:
 
 
 class Learned(NamedTuple):
-    requests: list[Told]  # in the order of their arrival
+    requests: list[RecordedRequest]  # in the order of their arrival
     keys: dict[tuple[int, int], bytes]
     tally: RunStats  # of the recorded run
     samples: list[tuple[int, int, float]]  # of each step: rows, tokens, seconds
@@ -101,8 +101,8 @@ def learn(recording: Recording, watch: Callable[[object], None] = lambda happeni
     """Replay the recording and collect what a simulation needs. Stops at the first plan that differs."""
     replay, tally = Replay(recording), RunStats()
     start = recording.header.clock
-    told = {name: _alive(replay, name, start) for name in replay.scheduler.request_ids()}
-    for name, one in told.items():
+    requests = {name: _open_at_start(replay, name, start) for name in replay.scheduler.request_ids()}
+    for name, one in requests.items():
         tally.arrived(name, start)
         if any(one.source.begun):
             tally.left(name)  # it has its first token already
@@ -112,16 +112,16 @@ def learn(recording: Recording, watch: Callable[[object], None] = lambda happeni
     for happening in replay.follow():
         match happening:
             case Arrived():
-                told[happening.id] = Told(replay.sources.pop(happening.id), happening.micros / 1e6)
+                requests[happening.id] = RecordedRequest(replay.sources.pop(happening.id), happening.micros / 1e6)
                 tally.arrived(happening.id, happening.micros / 1e6)
             case Aborted():
-                _note_abort(told[happening.id], happening)
+                _note_abort(requests[happening.id], happening)
                 if happening.index < 0:
                     tally.left(happening.id)
-            case Planned():
+            case ReplayedPlan():
                 tally.planned(replay.scheduler, happening.plan)
-            case Committed():
-                _note_outcome(told, happening)
+            case ReplayedCommit():
+                _note_outcome(requests, happening)
                 seconds = happening.outcome.micros / 1e6
                 tally.gave(happening.deltas, happening.micros / 1e6)
                 tally.seconds += seconds
@@ -131,11 +131,11 @@ def learn(recording: Recording, watch: Callable[[object], None] = lambda happeni
     tally.queried_tokens = replay.cache.queried_tokens - queried
     tally.hit_tokens = replay.cache.hit_tokens - hit
     return Learned(
-        list(told.values()), replay.cache.known, tally, samples, min(replay.most_in_flight, 1), start, replay
+        list(requests.values()), replay.cache.known, tally, samples, min(replay.most_in_flight, 1), start, replay
     )
 
 
-def _alive(replay: Replay, name: str, start: float) -> Told:
+def _open_at_start(replay: Replay, name: str, start: float) -> RecordedRequest:
     """A request that was open when the recording began."""
     choices = replay.scheduler.choices(name)
     one = choices[0]
@@ -146,35 +146,36 @@ def _alive(replay: Replay, name: str, start: float) -> Told:
         begun = []
     source = GenerateRequest(
         name, one.tokens[: one.prompt_len], one.params, one.stop_ids, pooling=one.pooling, needs_one_step=one.needs_one_step,
-        begun=begun, priority=one.rank if replay.header.report.scheduling_policy == "priority" else 0,
+        begun=begun, priority=one.rank,
+        response_id=one.response_id,
     )  # fmt: skip
-    told = Told(source, start)
-    told.outputs = {choice.index: choice.tokens[choice.prompt_len :] for choice in choices}
-    return told
+    recorded = RecordedRequest(source, start)
+    recorded.outputs = {choice.index: choice.tokens[choice.prompt_len :] for choice in choices}
+    return recorded
 
 
-def _note_abort(told: Told, record: Aborted) -> None:
+def _note_abort(recorded: RecordedRequest, record: Aborted) -> None:
     """A client that left leaves at its recorded time. A choice that a stop string ended, or that was aborted alone, ends with as many
     tokens as it had."""
     if record.index < 0 and record.reason != "stop":
-        told.left, told.was_waiting = record.micros / 1e6, record.reason == "error"
+        recorded.left, recorded.was_waiting = record.micros / 1e6, record.reason == "error"
 
 
-def _note_outcome(told: dict[str, Told], happening: Committed) -> None:
+def _note_outcome(requests: dict[str, RecordedRequest], happening: ReplayedCommit) -> None:
     for delta in happening.deltas:
-        one = told[delta.request_id]
+        one = requests[delta.request_id]
         if not one.source.params.use_beam_search:
             one.outputs.setdefault(delta.index, []).extend(delta.token_ids)
         if delta.finish is not None:
             one.ends[delta.index] = delta.finish.reason
     for (name, place, length), candidates in happening.candidates.items():
-        told[name].beams[place, length] = candidates
+        requests[name].beams[place, length] = candidates
 
 
 # ── the clock ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class Pace(NamedTuple):
+class StepCost(NamedTuple):
     """Seconds of a step: a constant, plus so much for each row, plus so much for each token beyond one a row."""
 
     step: float
@@ -185,7 +186,7 @@ class Pace(NamedTuple):
         return self.step + self.row * num_rows + self.token * (num_tokens - num_rows)
 
 
-def fit(samples: list[tuple[int, int, float]]) -> Pace:
+def fit(samples: list[tuple[int, int, float]]) -> StepCost:
     """Least squares with coefficients of at least 0."""
     points = [((1.0, float(rows), float(tokens - rows)), seconds) for rows, tokens, seconds in samples]
     used = [0, 1, 2]
@@ -196,10 +197,10 @@ def fit(samples: list[tuple[int, int, float]]) -> Pace:
         )
         if found is not None and min(found) >= 0:
             parts = dict(zip(used, found, strict=True))
-            return Pace(*(parts.get(i, 0.0) for i in range(3)))
+            return StepCost(*(parts.get(i, 0.0) for i in range(3)))
         # Drop a coefficient that cannot be separated from the others, or that is negative.
         used.remove(used[-1] if found is None else used[found.index(min(found))])
-    return Pace(0.0, 0.0, 0.0)
+    return StepCost(0.0, 0.0, 0.0)
 
 
 def _solve(matrix: list[list[float]], values: list[float]) -> list[float] | None:

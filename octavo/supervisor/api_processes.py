@@ -20,6 +20,7 @@ from octavo.messages import EngineStarted, FromSupervisor, ServerGone
 from octavo.supervisor.acceptor import Acceptor
 from octavo.supervisor.watchdog import Restarts, ServerWatch
 
+API_MODULE = "octavo.server.process"  # tests replace it by the same process with a planted fault
 _LINGER_MS = 1000
 
 
@@ -30,7 +31,7 @@ class ApiProcess:
         self.origin, self.restarts, self.watch = origin, restarts, watch
         self.kill_reason = ""  # why we killed it; empty: we did not
         self.process: subprocess.Popen[bytes] | None = None
-        self.orders: zmq.Socket[bytes] | None = None
+        self.notices: zmq.Socket[bytes] | None = None
         self.number = 0  # processes started in this slot
         self.started = 0.0
         self.is_ready = False
@@ -89,14 +90,14 @@ class ApiProcesses:
             origin=slot.origin,
             engine_address=engine_address,
             reply_address=self._reply_address(slot, num_engines),
-            orders_address=f"ipc://{self._folder}/orders-{slot.origin}-{slot.number}",
+            supervisor_address=f"ipc://{self._folder}/notices-{slot.origin}-{slot.number}",
         )
-        if slot.orders is not None:
-            slot.orders.close(linger=0)
-        slot.orders = self._context.socket(zmq.PUSH)
-        slot.orders.set_hwm(0)
-        slot.orders.connect(launch.orders_address)
-        slot.process = spawn("octavo.server.process", launch, pass_fds=(channel.fileno(), launch.heartbeat_fd))
+        if slot.notices is not None:
+            slot.notices.close(linger=0)
+        slot.notices = self._context.socket(zmq.PUSH)
+        slot.notices.set_hwm(0)
+        slot.notices.connect(launch.supervisor_address)
+        slot.process = spawn(API_MODULE, launch, pass_fds=(channel.fileno(), launch.heartbeat_fd))
         channel.close()
         return slot.process
 
@@ -129,9 +130,9 @@ class ApiProcesses:
         """Return the slots whose restart is due."""
         return [slot for slot in self.slots if slot.restart_at is not None and now >= slot.restart_at]
 
-    def send_all(self, order: FromSupervisor) -> None:
+    def send_all(self, notice: FromSupervisor) -> None:
         for slot in self.slots:
-            self._send(slot, order)
+            self._send(slot, notice)
 
     def announce_engine(self, engine_address: str, num_engines: int) -> None:
         for slot in self.slots:
@@ -153,10 +154,10 @@ class ApiProcesses:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
-    def _send(self, slot: ApiProcess, order: FromSupervisor) -> None:
-        assert slot.orders is not None
+    def _send(self, slot: ApiProcess, notice: FromSupervisor) -> None:
+        assert slot.notices is not None
         if not slot.has_ended:  # its successor gets the current addresses in its launch
-            slot.orders.send(msgspec.msgpack.encode(order))
+            slot.notices.send(msgspec.msgpack.encode(notice))
 
     def _reply_address(self, slot: ApiProcess, num_engines: int) -> str:
         return f"ipc://{self._folder}/api-{slot.origin}-{slot.number}-{num_engines}"

@@ -61,6 +61,14 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host")
 
 
+def access_note(server: ServerConfig) -> str:
+    """A warning for the log if other machines can use this server without a key. Empty: they cannot."""
+    if server.api_keys or server.host in ("127.0.0.1", "::1", "localhost"):
+        return ""
+    note = f"no API key (--api-key-file, OCTAVO_API_KEY): everyone who can reach {server.host} may use this server"
+    return note if server.allowed_hosts else f"{note}, by its IP address; other names need --allowed-hosts"
+
+
 def url_of(listener: socket.socket, server: ServerConfig) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "https" if server.ssl_certfile else "http"

@@ -1,6 +1,7 @@
 """The supervisor of `octavo serve`: starts the API processes and the engine, restarts them when they end, stops them in order."""
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -14,21 +15,25 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from octavo.config import AUTO, Config, ServerConfig
+from octavo.config import AUTO, Config, ServerConfig, without_keys
+from octavo.ipc.cores import usable_cores
 from octavo.ipc.heartbeat import Heartbeat, shared_memory
 from octavo.ipc.launch import ApiLaunch, EngineLaunch
 from octavo.ipc.memory_trim import drop_library_pages
-from octavo.ipc.stderr import hold_standard_streams, say, settle_standard_error
+from octavo.ipc.stderr import hold_standard_streams, settle_standard_error
 from octavo.ipc.subprocesses import describe_exit, spawn
 from octavo.messages import EngineGone, EngineLost, EngineReport
+from octavo.observe import logs
 from octavo.recording.crash_files import CrashFiles
 from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit
 from octavo.supervisor.api_processes import ApiProcess, ApiProcesses
-from octavo.supervisor.listen import cannot_listen, check_certificates, listen, url_of
+from octavo.supervisor.listen import access_note, cannot_listen, check_certificates, listen, url_of
 from octavo.supervisor.memory_report import budget_lines
 from octavo.supervisor.runtime_dir import RuntimeDir, files_folder, remove_abandoned
-from octavo.supervisor.watchdog import LOOK_SECONDS, Restarts, Watch
+from octavo.supervisor.watchdog import LOOK_SECONDS, Restarts, Watch, for_clients
 from octavo.weights.sources.source import ModelSource, resolve
+
+log = logging.getLogger("octavo.supervisor")
 
 BACKLOG = 2048
 ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front replaces it by the same process without a model
@@ -59,6 +64,8 @@ def serve(config: Config) -> int:
     restarted, 2 a start-up error, 3 stopped in order but some requests were cut off, 130 stopped at once."""
     started = time.monotonic()
     hold_standard_streams()
+    logs.install(logging.WARNING, config.server.log_format)
+    log.setLevel(logging.INFO)
     raise_descriptor_limit()
     check_certificates(config.server)
     _check_parsers(config.server)
@@ -92,7 +99,7 @@ class _Supervisor:
         self._config, self._source, self._folder = config, source, folder
         self._listener, self._acceptor = listener, acceptor
         self._served_name = config.model.served_model_name or source.name
-        self._num_servers = config.server.num_api_processes(_num_cores())
+        self._num_servers = config.server.num_api_processes(usable_cores())
         self._engine: subprocess.Popen[bytes] | None = None
         self._num_engines = 0
         self._engine_started = 0.0
@@ -168,7 +175,7 @@ class _Supervisor:
         self._is_engine_ready = False
         self._engine_started = time.monotonic()
         launch = EngineLaunch(
-            self._config,
+            without_keys(self._config),
             str(self._source.path),
             self._source.kind,
             self._source.name,
@@ -177,7 +184,7 @@ class _Supervisor:
             self._num_servers,
             self._heartbeat_fd,
             self._num_engines,
-            str(self._crash_files.live or ""),
+            str(self._crash_files.live_folder or ""),
             *self._crash_files.ring_fds,
         )
         self._engine = spawn(ENGINE_MODULE, launch, pass_fds=(self._heartbeat_fd, *self._crash_files.ring_fds))
@@ -187,9 +194,9 @@ class _Supervisor:
         server = self._api_processes.start(slot, self._engine_address(), self._num_engines)
         self._listen_to(server, partial(self._on_server_output, slot))
 
-    def _listen_to(self, process: subprocess.Popen[bytes], answer: Callable[[], None]) -> None:
+    def _listen_to(self, process: subprocess.Popen[bytes], on_output: Callable[[], None]) -> None:
         assert process.stdout is not None
-        self._selector.register(process.stdout, selectors.EVENT_READ, answer)
+        self._selector.register(process.stdout, selectors.EVENT_READ, on_output)
 
     # ── what happens ──
 
@@ -216,6 +223,8 @@ class _Supervisor:
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
         self._say(self._crash_files.status_line)
+        if note := access_note(self._config.server):
+            log.warning("%s", note)
         self._say_if_ready()
 
     def _on_server_output(self, slot: ApiProcess) -> None:
@@ -223,13 +232,13 @@ class _Supervisor:
         if slot.process.stdout.readline():
             self._api_processes.mark_ready(slot)
             if self._has_served:
-                say(f"API process {slot.origin} is back after {time.monotonic() - slot.started:.1f} s")
+                self._say(f"API process {slot.origin} is back after {time.monotonic() - slot.started:.1f} s")
             return self._say_if_ready()
         self._selector.unregister(slot.process.stdout)
         code = slot.process.wait()
         if self._exit_code is None:
             self._server_ended(slot, code)
-        elif self._exit_code == 0 and code:
+        elif self._exit_code == 0 and code and slot.is_ready:  # one that was still starting had no requests
             self._exit_code = 3
         if self._exit_code is not None and self._api_processes.has_ended:
             self._close_engine()
@@ -277,11 +286,12 @@ class _Supervisor:
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
             why = f"; it is not restarted: {self._restarts.why_not}" if self._was_engine_ready else ""
-            self._api_processes.send_all(EngineGone(message + why))
+            self._api_processes.send_all(EngineGone(for_clients(message) + why))
             return self._drain(1)
         self._heartbeat.count_restart("engine", cause)
         # A start that failed computed nothing, so no request can be its cause.
-        self._api_processes.send_all(EngineLost(message, self._heartbeat.seated() if self._is_engine_ready else []))
+        seated = self._heartbeat.seated() if self._is_engine_ready else []
+        self._api_processes.send_all(EngineLost(for_clients(message), seated))
         self._is_engine_ready = False
         self._restart_at = time.monotonic() + delay
         self._say("starting another engine; requests wait for it")
@@ -317,7 +327,7 @@ class _Supervisor:
 
     def _on_signals(self, num_signals: int) -> None:
         if self._exit_code is not None or num_signals > 1:
-            say("stopped at once; running requests were cut off")
+            self._say("stopped at once; running requests were cut off")
             self._exit_code, self._is_over = 130, True
             return
         if self._has_served:
@@ -353,10 +363,10 @@ class _Supervisor:
             )
 
     def _say(self, line: str) -> None:
-        say(line)
+        log.info("%s", line)
 
     def _say_error(self, message: str) -> None:
-        say(f"error: {message}")
+        log.error("%s", message)
 
     def _engine_address(self) -> str:
         return f"ipc://{self._folder}/engine-{self._num_engines}"
@@ -372,11 +382,6 @@ def _check_parsers(server: ServerConfig) -> None:
         from octavo.text.formats import check_parsers  # not at start: it imports the template engine
 
         check_parsers(*names)
-
-
-def _num_cores() -> int:
-    """Count the cores that this process may use, where the system reports it: a container's share, not the machine's cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _leave_to_wakeup(number: int, frame: object) -> None:

@@ -14,6 +14,7 @@ MAX_FAILED_STARTS = 3
 _STALLED_SHARE = 10
 """A process that uses no CPU time is given a tenth of --step-timeout."""
 _NAMES = 8  # requests named in one message
+_REQUESTS = "; requests in it: "
 
 
 class Restarts:
@@ -109,7 +110,7 @@ class Watch:
         if silence.stalled != before:
             self._heartbeat.stalled(silence.stalled)
         problem = silence.problem(self._what(), self._timeout)
-        return None if problem is None else f"{problem}; {self._requests()}"
+        return None if problem is None else f"{problem}{_REQUESTS}{self._requests()}"
 
     def _what(self) -> str:
         if self._heartbeat.is_stepping:
@@ -119,7 +120,12 @@ class Watch:
     def _requests(self) -> str:
         names = self._heartbeat.seated() if self._heartbeat.is_stepping else []
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        return f"requests in it: {', '.join(names[:_NAMES]) or 'none'}{more}"
+        return f"{', '.join(names[:_NAMES]) or 'none'}{more}"
+
+
+def for_clients(problem: str) -> str:
+    """The problem without the requests: clients with one API key must not learn the ids of another's."""
+    return problem.partition(_REQUESTS)[0]
 
 
 _STOPPED = -2
@@ -142,8 +148,8 @@ def _computed(pid: int) -> int | None:
 
 def _process_tree(pid: int) -> list[int]:
     found = [pid]
-    for slot in found:
-        for children in Path(f"/proc/{slot}/task").glob("*/children"):
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(FileNotFoundError):  # a thread that has ended
                 found += map(int, children.read_text().split())
     return found

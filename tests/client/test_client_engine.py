@@ -162,7 +162,8 @@ def test_validation_names_the_field_and_the_limit():
     with pytest.raises(ContextTooLong, match="max_tokens can be at most 54, got 60"):
         knock([1] * 10, max_tokens=60)
     with pytest.raises(InvalidRequest, match="n must be at most 4"):
-        knock([1], n=5)
+        knock([1], n=5, use_beam_search=True)
+    assert knock([1], n=5).params.n == 5, "choices that find no row wait"
     with pytest.raises(InvalidRequest, match=r"stop_token_ids\[0\] is 100"):
         knock([1], stop_token_ids=[100])
     accepted = knock([1] * 10, max_tokens=None, stop_token_ids=[9, 7])

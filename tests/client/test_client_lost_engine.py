@@ -4,6 +4,7 @@ supervisor."""
 import asyncio
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,12 +23,14 @@ from octavo.engine.recovery import Recovery
 from octavo.errors import EngineDead, EngineUnavailable, Overloaded
 from octavo.ipc.heartbeat import Heartbeat, shared_memory
 from octavo.messages import (
-    Answered,
+    Abort,
     EngineGone,
     EngineLost,
     EngineStarted,
+    GenerateRequest,
     Hello,
     Ping,
+    Responded,
     ServerGone,
     StepDeltas,
     StepPlan,
@@ -37,16 +40,26 @@ from octavo.messages import (
 from tests.client.test_client_engine import CountingExecutor, make_engine, request
 
 
+class Killed(BaseException):
+    """The engine ends at this place, as by a signal: no code of its own may act on it."""
+
+
 class Mortal(CountingExecutor):
-    """Fails at a step or at a prompt. Tokens depend on the position alone, so a missing or repeated one is noticed."""
+    """Fails at a step, at a prompt or at a grammar. Tokens depend on the position alone, so a missing or repeated one is noticed."""
 
     poison = 99
+    deadly_grammar = "deadly"
     gate: threading.Event  # no step ends while this is clear
 
     def submit(self, plan: StepPlan) -> None:
         if any(self.poison in entering.token_ids for entering in plan.enters):
             raise EngineDead("poisoned")
         super().submit(plan)
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        if grammar == self.deadly_grammar:
+            raise Killed
+        super().prepare(grammar, forgets, done)
 
     def collect(self) -> StepResult:
         self.gate.wait()
@@ -71,13 +84,13 @@ class House:
         self.inbox: Inbox = queue.SimpleQueue()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.clients = []
-        self.orders = []
+        self.notices = []
         for origin in range(2):
-            address = f"ipc://{folder}/orders-{origin}"
+            address = f"ipc://{folder}/notices-{origin}"
             inflight_limit = InflightLimit(self.heartbeat, origin, 0, 0, 2)
             self.clients.append(ZmqClient(*self.addresses(origin, 1), origin, address, self.heartbeat, inflight_limit))
-            self.orders.append(self.context.socket(zmq.PUSH))
-            self.orders[-1].connect(address)
+            self.notices.append(self.context.socket(zmq.PUSH))
+            self.notices[-1].connect(address)
 
     def bound(self, max_requests: int) -> None:
         """Limit the waiting requests of the clients and of engines started from now on."""
@@ -115,22 +128,22 @@ class House:
         outbox = ZmqOutbox()
         try:
             Driver(engine, inbox, outbox, num_origins=2).run()
-        except EngineDead:
+        except (EngineDead, Killed):
             ended.set()
         finally:
             outbox.close()
 
-    def tell(self, order) -> None:
-        for orders in self.orders:
-            orders.send(msgspec.msgpack.encode(order))
+    def tell(self, notice) -> None:
+        for notices in self.notices:
+            notices.send(msgspec.msgpack.encode(notice))
 
     async def replace_engine(self, **options) -> None:
         """Wait until the engine has ended, and start another."""
         await asyncio.to_thread(self.ended.wait)
         self.tell(EngineLost("it ended", self.heartbeat.seated()))
         self.start_engine(**options)
-        for origin, orders in enumerate(self.orders):
-            orders.send(msgspec.msgpack.encode(EngineStarted(*self.addresses(origin, self.num_engines))))
+        for origin, notices in enumerate(self.notices):
+            notices.send(msgspec.msgpack.encode(EngineStarted(*self.addresses(origin, self.num_engines))))
 
     def close(self) -> None:
         self.inbox.put(None)
@@ -194,8 +207,8 @@ async def test_between_two_engines_requests_are_taken_and_calls_refused(house):
     with pytest.raises(EngineUnavailable, match="being restarted"):
         await second.control(Ping(0))
     house.start_engine()
-    for origin, orders in enumerate(house.orders):
-        orders.send(msgspec.msgpack.encode(EngineStarted(*house.addresses(origin, 2))))
+    for origin, notices in enumerate(house.notices):
+        notices.send(msgspec.msgpack.encode(EngineStarted(*house.addresses(origin, 2))))
     answers = await asyncio.wait_for(asyncio.gather(collect(first, "a"), collect(second, "b")), 20)
     assert answers == [{0: list(range(3, 33))}, {0: list(range(3, 8))}]
     assert await second.control(Ping(0)) == "pong" and not second.is_recovering
@@ -250,14 +263,20 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
         isinstance(answer, AssertionError) and "6 requests are already waiting" in str(answer)
         for answer in answers[10:]
     )
-    assert await submit(second, "c") == {0: list(range(3, 10))} and not second._inflight_limit._num_sent_tokens
+    assert await submit(second, "c") == {0: list(range(3, 10))} and not second._inflight_limit._sent_all.num_tokens
 
 
-async def test_what_ends_engines_is_failed_alone(house):
+@pytest.mark.parametrize("cause", ["prompt", "grammar"])
+async def test_what_ends_engines_is_failed_alone(house, cause):
     house.start_engine()
     await asyncio.gather(*(client.ready() for client in house.clients))
     good = [request(f"r{i}", 25) for i in range(3)]
-    bad = msgspec.structs.replace(request("bad", 25), prompt_ids=[1, Mortal.poison, 2])
+    bad = request("bad", 25)
+    if cause == "prompt":
+        bad = msgspec.structs.replace(bad, prompt_ids=[1, Mortal.poison, 2])
+    else:  # it ends engines while its grammar is compiled, before it has a row
+        params = msgspec.structs.replace(bad.params, grammar=Mortal.deadly_grammar)
+        bad = msgspec.structs.replace(bad, params=params)
     reading = []
     for number, each in enumerate([*good[:2], bad, *good[2:]]):
         client = house.clients[number % 2]
@@ -275,7 +294,7 @@ async def test_what_ends_engines_is_failed_alone(house):
     assert [answers[i] for i in (0, 1, 3)] == [{0: list(range(3, 28))}] * 3
 
 
-async def test_when_there_will_be_no_other_everybody_is_told(house):
+async def test_when_there_will_be_no_other_every_request_fails(house):
     house.start_engine(fail_at=3)
     await asyncio.gather(*(client.ready() for client in house.clients))
     house.clients[0].submit(request("a", 30))
@@ -336,6 +355,43 @@ def test_an_engine_rests_when_nothing_has_come_for_a_while_and_not_after_every_m
     while loop.has_work:
         loop.step()
     monkeypatch.setattr("octavo.engine.driver._REST_SECONDS", 0.01)
-    inbox.put(Answered(["a"], "POST", "/v1/completions", 200, 0.1))
+    inbox.put(Responded(["a"], "POST", "/v1/completions", 200, 0.1))
     assert driver._take_in() and engine.control.audits.counts["right"] == 0
     assert driver._take_in() and engine.control.audits.counts["right"] == 1
+
+
+def test_a_request_is_named_while_its_grammar_is_compiled():
+    """Also while others are computed: what compiles it in a thread may end the engine."""
+
+    class Compiles(CountingExecutor):
+        def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+            compiled.append(done)
+
+    compiled: list[Callable[[], None]] = []
+    heartbeat = Heartbeat()
+    engine = make_engine(executor=Compiles(False), heartbeat=heartbeat)
+    loop = engine.loop
+
+    def with_grammar(name: str) -> GenerateRequest:
+        each = request(name, 5)
+        return msgspec.structs.replace(each, params=msgspec.structs.replace(each.params, grammar=name))
+
+    loop.add(request("plain", 5))
+    for name in ("a", "b"):
+        loop.add(with_grammar(name))
+    loop.step()
+    assert sorted(heartbeat.seated()) == ["a", "b", "plain"]
+    loop.abort(Abort("b"))
+    assert sorted(heartbeat.seated()) == ["a", "plain"]
+    compiled[0]()
+    loop.step()
+    assert sorted(heartbeat.seated()) == ["a", "plain"]
+    loop.abort(Abort("a"))
+    loop.step()
+    assert heartbeat.seated() == ["plain"], "it was in its row alone"
+    for number in range(100):  # more than there are places
+        loop.add(with_grammar(f"more {number}"))
+    assert 60 < len(heartbeat.seated()) < 80
+    for number in range(100):
+        loop.abort(Abort(f"more {number}"))
+    assert heartbeat.seated() == ["plain"]

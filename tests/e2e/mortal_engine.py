@@ -1,10 +1,11 @@
-"""A server whose engine ends, as by a fault of its own, when a prompt holds the word DEADLY, and takes SLOW_SECONDS for a step with the
+"""A server whose engine ends, as by a fault of its own, when a prompt or a grammar holds the word DEADLY, and takes SLOW_SECONDS for a step with the
 word SLOW, or until there is the file that OCTAVO_TEST_ENOUGH names: all else is the real thing.
 `python -m tests.e2e.mortal_engine serve …` serves; without arguments this is the engine process."""
 
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from octavo.cli import main
 from octavo.config import Config
@@ -32,6 +33,11 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
                 while time.monotonic() < until and not os.path.exists(enough):  # as a kernel that goes round in circles
                     pass
             super().submit(plan)
+
+        def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+            if DEADLY.strip() in grammar:
+                os.abort()
+            super().prepare(grammar, forgets, done)
 
     def holds(ids: list[int], word: list[int]) -> bool:
         return any(ids[at : at + len(word)] == word for at in range(len(ids)))

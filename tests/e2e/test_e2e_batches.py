@@ -12,6 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.e2e.mortal_api import DEADLY
 from tests.e2e.servers import Server
 from tests.processes import children_of, is_alive
 
@@ -127,3 +128,29 @@ def test_batches_by_the_openai_client(tmp_path):
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(file.id)
         assert server.wait_until_idle() == (0, 0, 0)
+
+
+def test_a_line_that_ends_api_processes_is_failed_alone(tmp_path):
+    """After one end with its neighbour in flight, where there was one, and two alone."""
+    lines = [line for line in requests(18, 6) if line["url"] == "/v1/completions"]
+    lines[2]["body"]["prompt"] = f"The {DEADLY} is"
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    flags = (*SMALL, "--files-folder", str(tmp_path / "files"), "--api-processes", "2", "--batch-concurrency", "2")
+    with Server(*flags, module="tests.e2e.mortal_api") as server, openai_client(server) as client:
+        file = client.files.create(file=("in.jsonl", io.BytesIO(content)), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        deadline = time.monotonic() + 120
+        while True:
+            assert time.monotonic() < deadline, server.lines
+            try:
+                if (now := client.batches.retrieve(batch.id)).status == "completed":
+                    break
+            except openai.APIConnectionError:
+                pass  # the process that had this connection has ended
+            time.sleep(0.1)
+        assert (now.request_counts.total, now.request_counts.completed, now.request_counts.failed) == (6, 5, 1)
+        (failed,) = (json.loads(text) for text in client.files.content(now.error_file_id).text.splitlines())
+        assert failed["custom_id"] == lines[2]["custom_id"] and failed["response"] is None
+        assert failed["error"]["code"] == "request_ended_server" and "twice" in failed["error"]["message"]
+        assert json.loads(server.get("/health/progress")[1])["api_restarts"] in (2, 3), server.lines
+        assert server.terminate() == 0, server.lines

@@ -55,9 +55,11 @@ class TestResponses:
             final = stream.get_final_response()
         assert "".join(deltas) == final.output_text == whole.output_text
         with client.responses.create(**asked, stream=True) as events:
-            told = [*events]
-        assert told[0].type == "response.created" and told[-1].type == "response.completed"
-        assert "".join(event.delta for event in told if event.type == "response.output_text.delta") == "".join(deltas)
+            streamed = [*events]
+        assert streamed[0].type == "response.created" and streamed[-1].type == "response.completed"
+        assert "".join(event.delta for event in streamed if event.type == "response.output_text.delta") == "".join(
+            deltas
+        )
 
     def test_any_process_continues_what_any_other_kept(self, server: Server, name: str) -> None:
         """Every client opens a connection of its own, and the two API processes take them in turn."""

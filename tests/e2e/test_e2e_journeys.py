@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -38,9 +39,8 @@ def answers(small: Server) -> list[tuple[dict[str, Any], float]]:
         assert status == 200, text
         return json.loads(text), time.monotonic() - started
 
-    for _ in range(
-        4
-    ):  # each API process twice: its first request meets code that has not run yet, before any journey begins
+    # Each API process twice: its first request meets code that has not run yet, before any journey begins.
+    for _ in range(4):
         assert small.post("/v1/completions", {"prompt": "A", "max_tokens": 1})[0] == 200
     with concurrent.futures.ThreadPoolExecutor(NUM_REQUESTS) as pool:
         return list(pool.map(ask, range(NUM_REQUESTS)))
@@ -57,11 +57,16 @@ def journey_of(server: Server, request_id: str) -> dict[str, Any]:
 
 
 def test_stage_times_sum_to_what_the_client_waited(small: Server, answers: list[tuple[dict[str, Any], float]]) -> None:
+    gaps = []
     for number, (_, seconds) in enumerate(answers):
         journey = journey_of(small, f"story-{number}")
         total = sum(stage["end"] - stage["start"] for stage in journey["stages"])
         assert total == pytest.approx(journey["seconds"], abs=1e-4)
-        assert total == pytest.approx(seconds, rel=0.02, abs=0.02)
+        # The last stage ends when the server has noted that the last byte left; the client may already have it by then.
+        assert total <= seconds + 0.05
+        gaps.append((seconds - total) / seconds)
+    # Time that no stage names would be missing from all; a client's thread that the system runs late is one of many.
+    assert statistics.median(gaps) < 0.02, gaps
 
 
 def test_preempted_requests_tell_their_story(small: Server, answers: list[tuple[dict[str, Any], float]]) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_without_restarts_a_killed_engine_ends_streams_with_an_error_and_the_ser
     assert any("killed by SIGKILL" in line for line in server.lines)
 
 
-def test_what_does_not_finish_in_time_is_told_so_and_the_exit_code_tells():
+def test_what_does_not_finish_in_time_gets_an_error_and_the_exit_code_shows_it():
     answers: list[str] = []
     with Server("--kv-cache-memory-bytes", "256M", "--shutdown-timeout", "0.2") as server:
         thread = threading.Thread(target=stream_story, args=(server, 4000, answers))
@@ -84,7 +85,7 @@ def test_what_does_not_finish_in_time_is_told_so_and_the_exit_code_tells():
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
-def test_told_twice_it_stops_now_even_if_its_engine_cannot(short_path, is_stopped):
+def test_a_second_signal_stops_it_now_even_if_its_engine_cannot(short_path, is_stopped):
     with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(short_path)}) as server:
         assert list(short_path.glob("octavo-*"))
         children = server.children()
@@ -130,6 +131,10 @@ def test_the_api_key_covers_every_route_but_health_and_a_long_path_for_temporary
             status, text = server.get(path)
             assert status == 401 and "API key" in json.loads(text)["error"]["message"], path
         assert server.get("/v1/models", Authorization="Bearer sesame")[0] == 200
+        assert len(server.children()) >= 2
+        for pid, command in server.children().items():
+            assert "sesame" not in command and b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert not any("sesame" in line for line in server.lines)
 
 
 def tell_stories(server: Server, count: int, fault: Callable[[], None] | None = None) -> list[str]:
@@ -149,9 +154,9 @@ def tell_stories(server: Server, count: int, fault: Callable[[], None] | None = 
         if fault is not None:
             server.wait_until_running(count)
             fault()
-        told = [answer.result() for answer in answers]
-    assert all(status == 200 for status, _ in told), told
-    return [json.loads(text)["choices"][0]["text"] for _, text in told]
+        results = [answer.result() for answer in answers]
+    assert all(status == 200 for status, _ in results), results
+    return [json.loads(text)["choices"][0]["text"] for _, text in results]
 
 
 def test_what_three_ranks_say_is_the_same_when_one_is_killed():

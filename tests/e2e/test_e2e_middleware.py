@@ -1,6 +1,8 @@
 """TLS and keys with `octavo serve` as people start it."""
 
+import http.client
 import json
+import socket
 import ssl
 import subprocess
 import sys
@@ -97,3 +99,78 @@ def test_certificates_that_do_not_work_are_one_line_before_anything_is_loaded(
     assert "holds no certificates" in complaint(
         "--ssl-certfile", server, "--ssl-keyfile", key, "--ssl-ca-certs", str(rubbish)
     )
+
+
+def status_of(server: Server, method: str, path: str, body: bytes | None = None, **headers: str) -> int:
+    address = server.base.removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=120)
+    try:
+        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_web_pages_of_others_get_nothing_from_a_server_without_a_key(server: Server) -> None:
+    body, port = b'{"prompt": "a", "max_tokens": 1}', server.base.rpartition(":")[2]
+    json_type, own = "application/json", f"http://127.0.0.1:{port}"
+    before = server.metric("octavo:forbidden_requests_total")
+    for status, headers in (
+        (200, {}),
+        (200, {"Content_Type": "application/x-www-form-urlencoded"}),  # curl -d
+        (200, {"Host": f"localhost:{port}"}),  # through a tunnel
+        (200, {"Origin": own, "Content_Type": json_type}),
+        (200, {"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}", "Content_Type": json_type}),
+        (200, {"Sec_Fetch_Site": "same-origin", "Origin": own, "Content_Type": json_type}),
+        (403, {"Host": "rebind.evil.example"}),
+        (403, {"Host": "rebind.evil.example", "Origin": "http://rebind.evil.example", "Content_Type": json_type}),
+        (403, {"Origin": "http://evil.example", "Content_Type": "text/plain"}),
+        (403, {"Origin": "http://evil.example", "Content_Type": json_type}),
+        (403, {"Origin": own, "Content_Type": "text/plain"}),
+        (403, {"Sec_Fetch_Site": "cross-site", "Content_Type": "multipart/form-data; boundary=a"}),
+    ):
+        assert status_of(server, "POST", "/v1/completions", body, **headers) == status, headers
+    assert status_of(server, "GET", "/play", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate") == 200
+    assert status_of(server, "GET", "http://rebind.evil.example/v1/models") == 403
+    assert server.metric("octavo:forbidden_requests_total") - before == 7
+    malformed = server.metric("octavo:malformed_requests_total")
+    for sent in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000):
+        with socket.create_connection(("127.0.0.1", int(port)), 120) as connection:
+            connection.sendall(sent)
+            assert connection.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 431")
+    with socket.create_connection(("127.0.0.1", int(port)), 120) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 400"
+    assert server.metric("octavo:malformed_requests_total") - malformed == 2
+
+
+def test_every_line_of_a_json_log_is_json() -> None:
+    with Server(
+        "--log-format", "json", "--enable-log-requests", "--kv-cache-memory-bytes", "64M", "--max-model-len", "256",
+        "--host", "0.0.0.0",
+    ) as server:  # fmt: skip
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+        assert server.get("/%0a{}%1b")[0] == 404
+        with socket.create_connection(("127.0.0.1", int(server.base.rpartition(":")[2])), 120) as connection:
+            connection.sendall(b"nonsense\r\n\r\n")
+            connection.recv(12)
+        assert server.terminate() == 0
+    lines = [json.loads(line) for line in server.lines]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    messages = [line["message"] for line in lines]
+    for words in (
+        "ready after",
+        "a request was refused: not valid HTTP",
+        "no API key",
+        "stopped",
+        "POST /v1/completions 200",
+    ):
+        assert any(words in message for message in messages), (words, messages)
+    assert {line.get("path") for line in lines} >= {"/\n{}\x1b", "/v1/completions"}
+
+
+def test_a_mistake_at_the_start_is_json_too() -> None:
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", "--log-format", "json", "--port", "0", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert done.returncode == 2 and line["level"] == "error" and "/nowhere" in line["message"]

@@ -128,9 +128,11 @@ def test_logprobs(client, model):
     assert both.logprobs.tokens == scored.logprobs.tokens + alone.logprobs.tokens
     assert both.logprobs.token_logprobs[-3:] == alone.logprobs.token_logprobs
     extras = {"return_token_ids": True, "prompt_logprobs": 0}
-    told = client.completions.create(model=model, prompt="The sky is blue", max_tokens=1, extra_body=extras).choices[0]
-    of_prompt = [next(iter(entry.values()))["logprob"] for entry in told.prompt_logprobs[1:]]
-    assert of_prompt == scored.logprobs.token_logprobs[1:] and len(told.prompt_token_ids) == len(of_prompt) + 1
+    choice = client.completions.create(model=model, prompt="The sky is blue", max_tokens=1, extra_body=extras).choices[
+        0
+    ]
+    of_prompt = [next(iter(entry.values()))["logprob"] for entry in choice.prompt_logprobs[1:]]
+    assert of_prompt == scored.logprobs.token_logprobs[1:] and len(choice.prompt_token_ids) == len(of_prompt) + 1
 
 
 def test_biased_and_banned(client, model):

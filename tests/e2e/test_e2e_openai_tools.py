@@ -46,12 +46,12 @@ def test_a_call_that_must_come(ask, choice):
         assert call.id and call.type == "function"
     with client.chat.completions.stream(**wish) as stream:
         final = stream.get_final_completion().choices[0]
-    told = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
-    assert [(call.function.name, call.function.arguments) for call in final.message.tool_calls] == told
+    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert [(call.function.name, call.function.arguments) for call in final.message.tool_calls] == calls
     assert final.finish_reason == "tool_calls"
     with client.chat.completions.create(**wish, stream=True) as chunks:
         deltas = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
-    for at, (name, arguments) in enumerate(told):  # a name and an id once, then arguments alone
+    for at, (name, arguments) in enumerate(calls):  # a name and an id once, then arguments alone
         own = [delta for delta in deltas if delta.index == at]
         assert [delta.id for delta in own if delta.id] == [own[0].id]
         assert [delta.function.name for delta in own if delta.function.name] == [name]

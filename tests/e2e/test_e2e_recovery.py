@@ -84,21 +84,21 @@ async def stories(
 
 def watch_health(server: Server) -> list[tuple[int, str]]:
     """What /health says, until it has said that something is wrong, and then that all is well."""
-    told = []
-    while not any(status == 503 for status, _ in told) or told[-1][0] != 200:
+    seen = []
+    while not any(status == 503 for status, _ in seen) or seen[-1][0] != 200:
         assert server.get("/health/live")[0] == 200
-        told.append(server.get("/health"))
+        seen.append(server.get("/health"))
         time.sleep(0.1)
-    return told
+    return seen
 
 
 def journeys(server: Server) -> list[dict]:
     return json.loads(server.get("/v1/requests?state=finished&limit=1000")[1])["data"]
 
 
-def check_interrupted(told: list[dict]) -> None:
+def check_interrupted(journeys: list[dict]) -> None:
     """They say that an engine ended, what came of it, and how long there was none; and their times sum to the whole."""
-    interrupted = [journey for journey in told if any(stage["name"] == "restart" for stage in journey["stages"])]
+    interrupted = [journey for journey in journeys if any(stage["name"] == "restart" for stage in journey["stages"])]
     assert interrupted  # how many were done by then is the machine's affair
     for journey in interrupted:
         stages = journey["stages"]
@@ -122,7 +122,7 @@ def test_streams_of_a_killed_engine_go_on(server, untroubled):
     assert asyncio.run(stories(server, lambda: os.kill(old, signal.SIGKILL), NUM_STREAMS * 4)) == untroubled
     assert server.engine() != old
     after = {journey["id"]: journey for journey in journeys(server)}
-    assert len(before) == NUM_STREAMS and before <= set(after), "what the dead engine kept is told again"
+    assert len(before) == NUM_STREAMS and before <= set(after), "what the dead engine kept is sent again"
     check_interrupted([journey for id, journey in after.items() if id not in before])
     assert server.wait_until_idle() == (0, 0, 0)
     assert server.get("/health")[0] == 200
@@ -143,16 +143,16 @@ def test_streams_of_a_killed_engine_go_on(server, untroubled):
 
 def test_streams_of_a_stopped_engine_go_on(server, untroubled):
     old = server.engine()
-    told: list[tuple[int, str]] = []
+    seen: list[tuple[int, str]] = []
 
     def stop() -> None:
         os.kill(old, signal.SIGSTOP)
-        threading.Thread(target=lambda: told.extend(watch_health(server))).start()
+        threading.Thread(target=lambda: seen.extend(watch_health(server))).start()
 
     assert asyncio.run(stories(server, stop, NUM_STREAMS * 4)) == untroubled
     assert not is_alive(old)
-    statuses = {status for status, _ in told}
-    assert statuses == {200, 503} and told[-1][0] == 200, told
+    statuses = {status for status, _ in seen}
+    assert statuses == {200, 503} and seen[-1][0] == 200, seen
     assert server.get("/health/ready")[0] == server.get("/health/progress")[0] == 200
     assert json.loads(server.get("/health/progress")[1])["restarts"] >= 1
     (line,) = (line for line in server.lines if "hangs and is killed" in line)
@@ -165,10 +165,10 @@ def test_an_api_process_that_is_killed_takes_its_clients_along_and_is_replaced(s
         return [pid for pid, command in server.children().items() if command.rstrip().endswith("server.process")]
 
     doomed, other = processes()
-    told = asyncio.run(stories(server, lambda: os.kill(doomed, signal.SIGKILL), 40, 8, keeps_errors=True))
-    whole = [ours for ours, theirs in zip(told, untroubled, strict=False) if ours == theirs]
-    closed = [error for error in told if isinstance(error, openai.APIError | httpx.HTTPError)]
-    assert len(whole) == len(closed) == 4, told
+    outcomes = asyncio.run(stories(server, lambda: os.kill(doomed, signal.SIGKILL), 40, 8, keeps_errors=True))
+    whole = [ours for ours, theirs in zip(outcomes, untroubled, strict=False) if ours == theirs]
+    closed = [error for error in outcomes if isinstance(error, openai.APIError | httpx.HTTPError)]
+    assert len(whole) == len(closed) == 4, outcomes
     assert server.wait_until_idle() == (0, 0, 0)
     while not any("is back after" in line and "API process" in line for line in server.lines):
         time.sleep(0.05)
@@ -178,11 +178,16 @@ def test_an_api_process_that_is_killed_takes_its_clients_along_and_is_replaced(s
     assert json.loads(server.get("/health/progress")[1])["api_restarts"] == 1
 
 
-def test_what_ends_engines_fails_alone(server, untroubled):
+@pytest.mark.parametrize("cause", ["prompt", "grammar"])
+def test_what_ends_engines_fails_alone(server, untroubled, cause):
     refused: list[tuple[int, str]] = []
 
     async def both() -> list[tuple]:
-        body = {"prompt": f"The river is called{DEADLY} and", "max_tokens": 20, "temperature": 0}
+        body = {"prompt": "The river is called", "max_tokens": 20, "temperature": 0}
+        if cause == "prompt":
+            body["prompt"] += f"{DEADLY} and"
+        else:
+            body["structured_outputs"] = {"regex": f"( [a-z]+){{3}}{DEADLY}"}
         poison = asyncio.to_thread(lambda: refused.append(server.post("/v1/completions", body)))
         (answers, _) = await asyncio.gather(stories(server, num_streams=6), poison)
         return answers
@@ -194,7 +199,7 @@ def test_what_ends_engines_fails_alone(server, untroubled):
     assert server.wait_until_idle() == (0, 0, 0)
 
 
-def test_a_step_that_takes_far_longer_than_usual_is_told_and_goes_on(server):
+def test_a_step_that_takes_far_longer_than_usual_is_reported_and_goes_on(server):
     def ask(river: str) -> tuple[int, str]:
         prompt = f"In a land far away{river} was the name of a river that had more bends than anybody could count"
         return server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4, "temperature": 0})
@@ -204,15 +209,15 @@ def test_a_step_that_takes_far_longer_than_usual_is_told_and_goes_on(server):
     engine, answers = server.engine(), []
     asking = threading.Thread(target=lambda: answers.append(ask(SLOW)))
     asking.start()
-    told: dict[str, tuple[int, str]] = {}
-    while not answers and set(told) != {"/health", "/health/ready", "/health/progress"}:
+    seen: dict[str, tuple[int, str]] = {}
+    while not answers and set(seen) != {"/health", "/health/ready", "/health/progress"}:
         for path in ("/health", "/health/ready", "/health/progress"):
             status, text = server.get(path)
             if status == 503:
-                told[path] = (status, text)
+                seen[path] = (status, text)
         time.sleep(0.05)
-    assert set(told) == {"/health", "/health/ready", "/health/progress"}, told
-    assert all("has been running for" in text and "usually" in text for _, text in told.values())
+    assert set(seen) == {"/health", "/health/ready", "/health/progress"}, seen
+    assert all("has been running for" in text and "usually" in text for _, text in seen.values())
     Path(os.environ["OCTAVO_TEST_ENOUGH"]).touch()
     asking.join()
     assert answers[0][0] == 200 and server.engine() == engine and server.get("/health")[0] == 200

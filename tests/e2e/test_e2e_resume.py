@@ -100,14 +100,14 @@ def test_progress_of_a_prompt_in_chunks_and_from_the_cache(server: Server) -> No
         fields = {"prompt": [1000 + at for at in range(num_tokens)], "stream_options": {"include_progress": True}}
         response = connect(server, "POST", "/v1/completions", body(2, **fields))
         chunks = [json.loads(data[6:]) for data in response.read().decode().split("\n\n")[:-2]]
-        told = [tuple(chunk["prompt_progress"].values()) for chunk in chunks if "prompt_progress" in chunk]
-        assert all("prompt_progress" in chunk for chunk in chunks[: len(told)]), "before the first token"
-        return told
+        reported = [tuple(chunk["prompt_progress"].values()) for chunk in chunks if "prompt_progress" in chunk]
+        assert all("prompt_progress" in chunk for chunk in chunks[: len(reported)]), "before the first token"
+        return reported
 
     for steps in (
         [(200, 64, 0), (200, 128, 0), (200, 192, 0), (200, 200, 0)],
         [(300, 256, 192), (300, 300, 192)],
     ):
-        told = progress(steps[-1][0])
+        reported = progress(steps[-1][0])
         # A server that has no time for each step tells the newest.
-        assert told == [step for step in steps if step in told] and told[-1] == steps[-1]
+        assert reported == [step for step in steps if step in reported] and reported[-1] == steps[-1]

@@ -1,7 +1,10 @@
 """Structured output with the official openai client: `.parse()`, streams, choices, and a neighbour that does not notice."""
 
+import itertools
 import json
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -83,3 +86,54 @@ def test_what_cannot_be_kept_to_is_refused(client, model):
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):
         schema = {"type": "array", "uniqueItems": True}
         client.completions.create(model=model, prompt="a", extra_body={"guided_json": schema})
+
+
+def test_a_grammar_that_takes_too_long_fails_alone(server, client, model):
+    """Each letter that it lets follow makes the next mask slower, up to minutes. A neighbour's stream goes on meanwhile, and
+    the server answers. (The check of the request tries the "!", which ends it.)"""
+    rules = range(1500)
+    grammar = 'start: "!" | slow\nslow: "a" slow | ' + " | ".join(f"r{n}" for n in rules) + '\nas: "a" as | "a" "c"\n'
+    grammar += "".join(f'r{n}: as "b{n}"\n' for n in rules)
+    letter = json.loads(server.post("/tokenize", {"prompt": "a", "add_special_tokens": False})[1])["tokens"][0]
+    is_over, arrivals, health = threading.Event(), [], []
+
+    def neighbour() -> None:
+        stream = client.completions.create(
+            model=model,
+            prompt="The sea is",
+            max_tokens=4000,
+            temperature=1,
+            seed=7,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        with stream:
+            for _ in stream:
+                arrivals.append(time.monotonic())
+                if is_over.is_set():
+                    return
+
+    def watch() -> None:
+        while not is_over.is_set():
+            health.append(server.get("/health")[0])
+            time.sleep(0.1)
+
+    with ThreadPoolExecutor(2) as pool:
+        threads = [pool.submit(neighbour), pool.submit(watch)]
+        try:
+            while len(arrivals) < 20:
+                time.sleep(0.01)
+            started = time.monotonic()
+            with pytest.raises(openai.BadRequestError, match="--grammar-step-seconds"):
+                client.completions.create(
+                    model=model, prompt="a", max_tokens=200, temperature=0, logit_bias={str(letter): 100},
+                    extra_body={"structured_outputs": {"grammar": grammar}},
+                )  # fmt: skip
+            ended = time.monotonic()
+        finally:
+            is_over.set()
+        for thread in threads:
+            thread.result()
+    during = [started, *(moment for moment in arrivals if started <= moment <= ended), ended]
+    assert len(during) > 20 and {*health} == {200}
+    assert max(after - before for before, after in itertools.pairwise(during)) < 3, "a step waits 0.1 s at most"

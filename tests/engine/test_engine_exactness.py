@@ -2,12 +2,14 @@
 
 import random
 
+import msgspec
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from octavo import LLM, SamplingParams
-from tests.engine.exactness import check, greedy_references
+from octavo.messages import TokenDelta
+from tests.engine.exactness import Reference, assert_same, check, greedy_references
 
 VOCABULARY = 97
 
@@ -85,6 +87,29 @@ def test_preempted(model, swap_space):
         assert llm.engine_stats()["preemptions"] > 5
 
 
+@pytest.mark.parametrize("swap_space", [0.0, 0.01], ids=["recompute", "swap"])
+@pytest.mark.parametrize("kib", [192, 1024], ids=["few pages", "few rows"])
+def test_what_gave_way_to_others_goes_on_as_if_it_had_not(model, swap_space, kib):
+    """Prompts of one response in all rows; one request after the other takes rows and pages from them."""
+    folder, references = model
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    limits = {"max_num_seqs": 6, "max_model_len": 128, "kv_cache_memory_bytes": kib * 2**10, "swap_space": swap_space}
+    with engine(folder, **limits) as llm:
+        box: list[TokenDelta] = []
+        large = [llm._request(reference.prompt, params) for reference in references[:12]]
+        for part, request in enumerate(large):
+            llm._submit(msgspec.structs.replace(request, response_id="large", part=part), box)
+        for prompt, tokens, margins in ((each.prompt, each.tokens, each.margins) for each in references[12:24]):
+            llm._step()
+            check(llm, [Reference(prompt, tokens[:2], margins[:2])], "in the place of another")
+        assert llm.engine_stats()["preemptions"] > 5
+        while any(llm._loop.scheduler.has(request.id) for request in large):
+            llm._step()
+        for request, reference in zip(large, references, strict=False):
+            tokens = [token for delta in box if delta.request_id == request.id for token in delta.token_ids]
+            assert_same(tokens, reference, "gave way")
+
+
 def test_choices_of_one_prompt_share_it_and_equal_single_requests(model):
     folder, references = model
     with engine(folder) as llm:
@@ -100,6 +125,20 @@ def test_choices_of_one_prompt_share_it_and_equal_single_requests(model):
         greedy = SamplingParams(temperature=0, n=3, max_tokens=24, ignore_eos=True)
         (output,) = llm.generate([references[1].prompt], greedy, use_tqdm=False)
         assert all(choice.token_ids == references[1].tokens for choice in output.outputs)
+
+
+@pytest.mark.parametrize(("rows", "caches"), [(1, True), (3, True), (3, False)])
+def test_more_choices_than_rows_are_the_choices_that_many_rows_give(model, rows, caches):
+    folder, references = model
+    params = SamplingParams(temperature=1.0, seed=3, n=8, max_tokens=16, ignore_eos=True, prompt_logprobs=1)
+    found = []
+    for max_num_seqs in (8, rows):
+        with engine(folder, max_num_seqs=max_num_seqs, enable_prefix_caching=caches) as llm:
+            output, other = llm.generate([references[0].prompt, references[1].prompt], params, use_tqdm=False)
+            tokens = [choice.token_ids for choice in (*output.outputs, *other.outputs)]
+            scores = [entry.token_ids for entry in output.prompt_logprobs]
+            found.append((tokens, scores, output.num_cached_tokens))
+    assert found[0] == found[1] and len(found[0][0]) == 16
 
 
 def test_a_seeded_request_gives_the_same_tokens_whatever_runs_beside_it(model):

@@ -15,8 +15,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.errors import Field, InvalidRequest, Unsupported
-from octavo.messages import TokenDelta
+from octavo.messages import Finish, GenerateRequest, TokenDelta
 from octavo.observe.journeys.journal import EngineJournal
+from octavo.observe.step_observer import StepObserver, StepTimes
+from octavo.sampling.grammar import masks
+from octavo.sampling.grammar.masks import GrammarLimits
+from octavo.schedule.results import Committed
 from octavo.text.grammar.build import schema_grammar
 from tests.doubles import write_byte_tokenizer
 from tests.schemas import PEOPLES, peoples, suite
@@ -121,8 +125,8 @@ def test_many_required_fields_are_all_there_in_the_end(llm):
         answer = one(llm, asks(seed, 240, json=LONG))
         validator(LONG).validate(json.loads(answer.text))
         assert answer.finish_reason == "length"
-    compiled = llm._loop.executor._runner.rows.sampling.grammars._compiled
-    assert max(each.shortest.looks_from for each in compiled.values() if each.shortest) > 192
+    processes = llm._loop.executor._runner.rows.sampling.grammars._processes
+    assert max(process.looks_from for process in processes.values()) > 192
 
 
 def one(llm: LLM, params: SamplingParams, prompt: list[int] | None = None) -> Any:
@@ -164,7 +168,7 @@ def test_nobody_waits_while_a_grammar_is_compiled(llm):
     grammars = llm._loop.executor._runner.rows.sampling.grammars
     requests = [llm._request([at + 1], asks(at, 60)) for at in range(2)]
     needs = llm._request([9], asks(2, 60, regex="[ab]{7}(compiled|late)"))
-    held = grammars._pool.submit(is_compiled.wait, 10)
+    held, _ = [grammars._pool.submit(is_compiled.wait, 10) for _ in range(2)]  # all of its threads
     loop.add(requests[0])
     loop.step()
     loop.add(needs)
@@ -174,7 +178,7 @@ def test_nobody_waits_while_a_grammar_is_compiled(llm):
     assert {delta.request_id for delta in deltas} == {request.id for request in requests}
     assert len(loop.scheduler.awaiting_grammar) == 1 and loop.scheduler.num_waiting == 1
     (journal,) = [observer for observer in loop.observers if isinstance(observer, EngineJournal)]
-    (journey,) = journal.live(loop.scheduler.requests(), time.monotonic(), needs.id)
+    (journey,) = journal.open_parts(loop.scheduler.requests(), time.monotonic(), needs.id)
     assert [wait.reason for wait in journey.tracks[0].stages[0].waits] == ["grammar"]
     is_compiled.set()
     tokens: list[int] = []
@@ -290,9 +294,7 @@ def test_words_that_no_token_can_say_fail_alone(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with LLM(str(tmp_path), **OPTIONS) as llm:
         wishes = [asks(choice=["az"], max_tokens=8), asks(choice=["ab"], max_tokens=8), asks(max_tokens=8)]
-        from octavo.errors import RequestFailed
-
-        with pytest.raises(RequestFailed, match="grammar"):
+        with pytest.raises(InvalidRequest, match="grammar"):
             llm.generate([[1]], wishes[0], use_tqdm=False)
         good = llm.generate([[1], [2]], wishes[1:], use_tqdm=False)
         assert good[0].outputs[0].text == "ab" and len(good[1].outputs[0].token_ids) <= 8
@@ -328,3 +330,104 @@ def test_an_engine_that_takes_a_request_over_goes_on_where_it_was(llm, schema, m
         while not deltas or deltas[-1].finish is None:
             deltas += llm._loop.step()
         assert whole[:cut] + [token for delta in deltas for token in delta.token_ids] == whole
+
+
+HEAD = '%llguidance {"no_forcing": true}\n'
+SLOW = HEAD + "start: /[a-z]/ rest\nrest: " + " | ".join(['"q"'] * 12_000)  # its second mask takes tenths of a second
+
+
+def with_grammar(llm: LLM, prompt: list[int], params: SamplingParams, grammar: str) -> GenerateRequest:
+    """A request with a grammar that no API process has checked."""
+    request = llm._request(prompt, params)
+    return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, grammar=grammar))
+
+
+def run_to_end(llm: LLM, requests: list[GenerateRequest]) -> dict[str, tuple[list[int], Finish]]:
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+    ends: dict[str, Finish] = {}
+    for request in requests:
+        llm._loop.add(request)
+    while len(ends) < len(requests):
+        for delta in llm._loop.step():
+            tokens[delta.request_id] += delta.token_ids
+            if delta.finish is not None:
+                ends[delta.request_id] = delta.finish
+    return {name: (tokens[name], ends[name]) for name in tokens}
+
+
+class LateSteps(StepObserver):
+    """Counts the tokens that did not count."""
+
+    def __init__(self) -> None:
+        self.num_late = 0
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        self.num_late += len(committed.result.late)
+
+
+def test_answers_do_not_depend_on_which_masks_are_late(folder, llm, monkeypatch):
+    """No step waits for a mask, so that most are late, beside steps that are planned ahead and preemptions: the same tokens."""
+    params = [asks(seed, 40, json=PEOPLES["many of a kind" if seed % 2 else "person"]) for seed in range(9)]
+    params += [asks(9, 40), asks(3, 40, json=PEOPLES["shapes"], logprobs=2, n=2), asks(5, 30, regex="[a-z ]{60}")]
+    prompts = [[seed + 1, 2, 3, 4, 5] for seed in range(len(params))]
+    calm = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(masks, "_LEAST_WAIT", 0.0)
+    monkeypatch.setattr(masks, "_WAIT_ALONE", 0.0)
+    for num_pages in (400, 60):
+        options = {**OPTIONS, "kv_cache_memory_bytes": num_pages * llm.report.page_bytes}
+        with LLM(str(folder), max_model_len=128, **options) as hasty:
+            grammars = hasty._loop.executor._runner.rows.sampling.grammars
+            grammars._limits = GrammarLimits(most_wait=0.0)
+            grammars._credit = 0.0
+            hasty._loop.observers.add(late_steps := LateSteps())
+            hurried = hasty.generate(prompts, params, use_tqdm=False)
+            assert late_steps.num_late > 100 and (num_pages > 100 or hasty.engine_stats()["preemptions"] > 0)
+        for one_output, other in zip(calm, hurried, strict=True):
+            for mine, theirs in zip(one_output.outputs, other.outputs, strict=True):
+                assert (mine.token_ids, mine.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+                assert mine.logprobs == theirs.logprobs
+
+
+def test_a_slow_grammar_holds_up_only_itself(llm):
+    """Its second mask takes longer than a step may wait. Its neighbours' tokens are what they would have been, and go on coming."""
+    plain = [llm._request([at + 1], asks(at, 100)) for at in range(3)]
+    alone = run_to_end(llm, plain)
+    again = [llm._request([at + 1], asks(at, 100)) for at in range(3)]
+    slow = with_grammar(llm, [9], asks(1, 60), SLOW)
+    llm._loop.observers.add(late_steps := LateSteps())
+    beside = run_to_end(llm, [slow, *again])
+    llm._loop.observers.remove(late_steps)
+    assert late_steps.num_late > 0
+    assert [beside[request.id][0] for request in again] == [alone[request.id][0] for request in plain]
+    tokens, finish = beside[slow.id]
+    # What follows is more than a row of the parser may hold.
+    assert finish.reason == "error" and "items" in finish.message and len(tokens) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks want two GPUs, or none"))])  # fmt: skip
+def test_a_grammar_that_takes_too_long_fails_alone(folder, llm, num_ranks):
+    forever = HEAD + 'start: "a" start | ' + " | ".join(f"r{n}" for n in range(1500)) + "\n"
+    forever += "".join(f'r{n}: as "b{n}"\n' for n in range(1500)) + 'as: "a" as | "a" "c"\n'
+    options = {**OPTIONS, "grammar_step_seconds": 0.2, "tensor_parallel_size": num_ranks}
+    with LLM(str(folder), **options) as small:
+        # Greedy, and fond of the letter: each token adds as many items as there are rules.
+        letter = small.text.encode("a", add_special_tokens=False)[0]
+        wish = asks(temperature=0.0, max_tokens=200, logit_bias={letter: 100.0})
+        bad, good = with_grammar(small, [9], wish, forever), small._request([3], asks(3, 60, json=PEOPLES["person"]))
+        found = run_to_end(small, [bad, good])
+        assert found[bad.id][1].reason == "error" and "--grammar-step-seconds" in found[bad.id][1].message
+        assert found[good.id][0] == one(llm, asks(3, 60, json=PEOPLES["person"]), [3]).token_ids
+
+
+def test_an_object_with_many_optional_properties(llm):
+    """More items in a row of the parser than its default limit."""
+    names = [f"p{n}" for n in range(510)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "integer"} for name in names},
+        "additionalProperties": False,
+    }
+    request = with_grammar(llm, [4], asks(2, 60), HEAD + "start: %json " + json.dumps(schema))
+    tokens, finish = run_to_end(llm, [request])[request.id]
+    assert finish.reason in ("stop", "length")
+    validator(schema).validate(json.loads(llm.text.decode(tokens)))

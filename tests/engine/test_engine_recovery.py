@@ -164,7 +164,7 @@ def test_deaths_from_outside_blame_nobody():
     assert names(streams.survivors()) == ["b", "c"]
 
 
-async def test_who_is_given_up_is_told_by_name():
+async def test_a_request_that_is_given_up_is_named():
     streams = Streams()
     streams.open(request("a", n=2))
     streams.strike(["a"])

@@ -68,8 +68,8 @@ class Engine:
             scheduler, Tokens(overlap, pooled), EngineMetrics("m", report), self.tick
         )
         self.journal = self.control.journal
-        self.told: dict[str, EngineJourney] = {}
-        self.journal.on_end = lambda journey: self.told.update({journey.id: journey})
+        self.ended: dict[str, EngineJourney] = {}
+        self.journal.on_end = lambda journey: self.ended.update({journey.id: journey})
 
     def tick(self) -> float:
         self.now += 1.0
@@ -103,7 +103,7 @@ def adds_up(track: Track, prompt_len: int) -> None:
         if stage.name in ("queue", "preempted"):
             assert sum(wait.seconds for wait in stage.waits) == pytest.approx(stage.seconds)
             for wait in stage.waits:
-                assert wait.reason != "order" or sum(wait.behind.values()) == pytest.approx(wait.seconds)
+                assert wait.reason not in ("order", "turn") or sum(wait.behind.values()) == pytest.approx(wait.seconds)
         if stage.name == "decode":
             assert sum(stage.ms.values()) == sum(stage.rows.values()) == stage.steps >= stage.output_tokens
         if stage.name in ("prefill", "recompute"):
@@ -124,22 +124,46 @@ def test_a_grammar_that_is_not_ready_is_what_is_waited_for() -> None:
     engine.add("b", [4], max_tokens=3)
     for _ in range(4):
         engine.loop.step()
-    assert "b" in engine.told and engine.control.state().waiting_by_reason["grammar"] == 1
+    assert "b" in engine.ended and engine.control.state().waiting_by_reason["grammar"] == 1
     engine.loop.executor.prepared()  # type: ignore[attr-defined]
     engine.run()
-    for track in engine.told["a"].tracks:
+    for track in engine.ended["a"].tracks:
         adds_up(track, 3)
         assert track.stages[0].waits[0].reason == "grammar" and track.stages[0].waits[0].seconds > 12
-    # Of two rows, one was busy's.
-    assert [wait.reason for wait in engine.told["a"].tracks[0].stages[0].waits] == ["grammar", "rows", "step"]
+    # Of two rows, one was busy's: the second choice waited for the other.
+    first, second = engine.ended["a"].tracks
+    assert [wait.reason for wait in first.stages[0].waits] == ["grammar", "step"]
+    assert names(second) == ["queue", "prefill", "queue", "prefill", "decode"]
+    assert [wait.reason for wait in second.stages[2].waits] == ["rows", "step"]
+
+
+def test_further_sequences_of_a_request_wait_for_their_turn() -> None:
+    """Three prompts of one request in two rows: the third waits, and the second gives its row to another request."""
+    engine = Engine(num_pages=64, rows=2)
+    for part in range(3):
+        params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+        engine.loop.add(GenerateRequest(f"a-{part}", [part], params, [], response_id="a", part=part))
+    engine.loop.step()
+    engine.add("b", [9], max_tokens=2)
+    engine.loop.step()
+    assert engine.control.state().waiting_by_reason == {
+        "rows": 1, "pages": 0, "budget": 0, "order": 0, "turn": 1, "step": 0, "grammar": 0,
+    }  # fmt: skip
+    engine.run()
+    for journey in engine.ended.values():
+        adds_up(journey.tracks[0], 1)
+    assert names(engine.ended["b"].tracks[0]) == ["queue", "prefill", "decode"]
+    assert names(engine.ended["a-1"].tracks[0]) == ["queue", "prefill", "decode", "preempted", "recompute", "decode"]
+    waits = {wait.reason: wait for wait in engine.ended["a-2"].tracks[0].stages[0].waits}
+    assert waits.keys() == {"rows", "turn", "step"} and waits["turn"].behind == {"rows": waits["turn"].seconds}
 
 
 def test_one_request_alone() -> None:
     engine = Engine(num_pages=32, budget=8)
     engine.add("a", list(range(20)), max_tokens=5)
     engine.run()
-    (track,) = engine.told["a"].tracks
-    assert engine.told["a"].http_id == "http-a" and engine.told["a"].prompt_tokens == 20
+    (track,) = engine.ended["a"].tracks
+    assert engine.ended["a"].http_id == "http-a" and engine.ended["a"].prompt_tokens == 20
     assert names(track) == ["queue", "prefill", "decode"] and track.finish_reason == "length"
     queue, prefill, decode = track.stages
     assert [wait.reason for wait in queue.waits] == ["step"]
@@ -158,7 +182,7 @@ def test_a_found_prefix_and_steps_shared_with_a_prompt() -> None:
     engine.loop.step()  # its first token is out
     engine.add("b", prompt, max_tokens=2)
     engine.run()
-    (first,), (second,) = engine.told["a"].tracks, engine.told["b"].tracks
+    (first,), (second,) = engine.ended["a"].tracks, engine.ended["b"].tracks
     prefill = second.stages[1]
     assert prefill.cached_tokens == 8 and [(c.start, c.tokens) for c in prefill.chunks] == [(8, 4)]
     assert first.stages[2].mixed_steps == 1 and set(first.stages[2].rows) == {"1", "2"}
@@ -171,14 +195,14 @@ def test_waits_name_rows_budget_and_order() -> None:
     for name in "abc":
         engine.add(name, list(range(8)), max_tokens=3)
     engine.run()
-    waits = {name: {wait.reason: wait for wait in engine.told[name].tracks[0].stages[0].waits} for name in "abc"}
+    waits = {name: {wait.reason: wait for wait in engine.ended[name].tracks[0].stages[0].waits} for name in "abc"}
     assert set(waits["a"]) == {"step"}
     assert set(waits["b"]) == {"step", "budget", "rows"} and waits["b"]["rows"].steps == 2
     assert set(waits["c"]) == {"step", "rows", "order"}
     # While it stood behind b it waited for whatever b lacked.
     assert set(waits["c"]["order"].behind) == {"budget", "rows"}
     for name in "abc":
-        adds_up(engine.told[name].tracks[0], 8)
+        adds_up(engine.ended[name].tracks[0], 8)
 
 
 @pytest.mark.parametrize("host", [0, 16])
@@ -189,7 +213,7 @@ def test_a_preempted_request_tells_the_whole_story(overlap: bool, host: int) -> 
     engine.add("old", list(range(8)), max_tokens=9)
     engine.add("young", list(range(50, 57)), max_tokens=9)
     engine.run()
-    (old,), (young,) = engine.told["old"].tracks, engine.told["young"].tracks
+    (old,), (young,) = engine.ended["old"].tracks, engine.ended["young"].tracks
     assert names(old) == ["queue", "prefill", "decode"] and old.preemptions == 0
     assert young.preemptions == 1 and young.output_tokens == 9 and young.finish_reason == "length"
     left = young.stages[3]
@@ -214,7 +238,7 @@ def test_choices_share_a_prompt_and_end_apart() -> None:
     engine.loop.step()
     engine.loop.abort(Abort("a", 1, "stop"))
     engine.run()
-    tracks = engine.told["a"].tracks
+    tracks = engine.ended["a"].tracks
     assert [track.finish_reason for track in tracks] == ["length", "stop", "length"]
     assert [track.stages[1].cached_tokens for track in tracks] == [0, 8, 8]
     assert tracks[1].output_tokens < tracks[2].output_tokens == 4
@@ -228,7 +252,7 @@ def test_a_leader_that_leaves_sends_its_choices_back_to_the_queue() -> None:
     engine.loop.step()  # a part of the prompt
     engine.loop.abort(Abort("a", 0, "abort"))
     engine.run()
-    tracks = engine.told["a"].tracks
+    tracks = engine.ended["a"].tracks
     assert tracks[0].finish_reason == "abort" and tracks[0].output_tokens == 0
     assert names(tracks[1])[:4] == ["queue", "prefill", "queue", "prefill"] and tracks[1].preemptions == 0
     for track in tracks[1:]:
@@ -239,7 +263,7 @@ def test_an_embedding_ends_with_its_prompt() -> None:
     engine = Engine(num_pages=32, pooled=True)
     engine.add("a", list(range(9)), max_tokens=1, pooling=PoolingParams("last"))
     engine.run()
-    (track,) = engine.told["a"].tracks
+    (track,) = engine.ended["a"].tracks
     assert names(track) == ["queue", "prefill"] and track.output_tokens == 0 and track.finish_reason == "stop"
     assert track.stages[1].computed_tokens == 9
 
@@ -252,7 +276,7 @@ def test_grammars_take_time_of_those_who_have_one() -> None:
     engine.loop.add(GenerateRequest("plain", [1, 2, 3], params, []))
     engine.loop.add(GenerateRequest("keeps", [4, 5, 6], msgspec.structs.replace(params, grammar="g"), []))
     engine.run()
-    (plain,), (keeps,) = engine.told["plain"].tracks, engine.told["keeps"].tracks
+    (plain,), (keeps,) = engine.ended["plain"].tracks, engine.ended["keeps"].tracks
     assert [stage.grammar_seconds for stage in keeps.stages] == [0, 0.25, 0.75]
     assert not any(stage.grammar_seconds for stage in plain.stages)
 
@@ -261,33 +285,35 @@ def test_a_request_that_outlived_an_engine_goes_on() -> None:
     engine = Engine(num_pages=32)
     params = SamplingParams(max_tokens=6, seed=1, n=3, ignore_eos=True)
     engine.loop.add(GenerateRequest("a", list(range(9)), params, [], begun=[[7, 7], None, [7]]))
-    (live,) = engine.journal.live(engine.loop.scheduler.requests(), engine.now)
-    assert [track.index for track in live.tracks] == [0, 2]
+    (open_parts,) = engine.journal.open_parts(engine.loop.scheduler.requests(), engine.now)
+    assert [track.index for track in open_parts.tracks] == [0, 2]
     engine.run()
-    tracks = engine.told["a"].tracks
+    tracks = engine.ended["a"].tracks
     assert [(track.index, track.output_tokens) for track in tracks] == [(0, 6), (2, 6)]
     for track, had in zip(tracks, (2, 1), strict=True):
         assert names(track) == ["queue", "recompute", "decode"]
         assert sum(stage.output_tokens for stage in track.stages) == 6 - had
 
 
-def test_what_is_on_its_way_is_told_as_it_stands() -> None:
+def test_open_requests_are_shown_as_they_stand() -> None:
     engine = Engine(num_pages=64, rows=1)
     engine.add("a", list(range(8)), max_tokens=9)
     engine.add("b", list(range(8)), max_tokens=9)
     for _ in range(4):
         engine.loop.step()
     journal, requests = engine.journal, engine.loop.scheduler.requests()
-    live = {journey.id: journey.tracks[0] for journey in journal.live(requests, engine.now)}
-    assert names(live["a"]) == ["queue", "prefill", "decode"] and live["a"].output_tokens == 4
-    assert names(live["b"]) == ["queue"] and {"rows", "budget"} & {wait.reason for wait in live["b"].stages[0].waits}
-    for track in live.values():
+    open_parts = {journey.id: journey.tracks[0] for journey in journal.open_parts(requests, engine.now)}
+    assert names(open_parts["a"]) == ["queue", "prefill", "decode"] and open_parts["a"].output_tokens == 4
+    assert names(open_parts["b"]) == ["queue"] and {"rows", "budget"} & {
+        wait.reason for wait in open_parts["b"].stages[0].waits
+    }
+    for track in open_parts.values():
         adds_up(track, 8)
-    assert [journey.id for journey in journal.live(requests, engine.now, "http-b")] == ["b"]
-    assert [journey.id for journey in journal.live(requests, engine.now, "b")] == ["b"]
-    assert journal.live(requests, engine.now, "c") == []
+    assert [journey.id for journey in journal.open_parts(requests, engine.now, "http-b")] == ["b"]
+    assert [journey.id for journey in journal.open_parts(requests, engine.now, "b")] == ["b"]
+    assert journal.open_parts(requests, engine.now, "c") == []
     engine.run()
-    assert journal.live([], engine.now) == []
+    assert journal.open_parts([], engine.now) == []
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -308,14 +334,14 @@ def test_whatever_happens_it_adds_up(seed: int) -> None:
             victim = rng.choice(list(prompts))
             engine.loop.abort(Abort(victim, rng.choice([-1, 0, 1]), "stop"))
     engine.run()
-    assert set(engine.told) == set(prompts), "every request is told of, once it is over"
-    for name, journey in engine.told.items():
+    assert set(engine.ended) == set(prompts), "every request is reported, once it is over"
+    for name, journey in engine.ended.items():
         for track in journey.tracks:
             assert track.finish_reason in ("length", "stop")
             adds_up(track, prompts[name])
-    total = sum(track.preemptions for journey in engine.told.values() for track in journey.tracks)
+    total = sum(track.preemptions for journey in engine.ended.values() for track in journey.tracks)
     assert total == engine.loop.scheduler.num_preemptions
-    assert engine.journal.live([], engine.now) == [] and not engine.journal._prompting
+    assert engine.journal.open_parts([], engine.now) == [] and not engine.journal._prompting
 
 
 def test_a_journal_that_nobody_reads_keeps_nothing() -> None:
@@ -323,7 +349,7 @@ def test_a_journal_that_nobody_reads_keeps_nothing() -> None:
     engine.journal.on_end = None
     engine.add("a", [1, 2, 3], max_tokens=3)
     engine.run()
-    assert engine.journal.live([], engine.now) == []
+    assert engine.journal.open_parts([], engine.now) == []
 
 
 def test_many_stages_are_folded_and_still_sum() -> None:

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from octavo.ipc.stderr import say
 from octavo.observe import logs
-from octavo.observe.logs import JsonFormatter, LineHandler, LineWriter
+from octavo.observe.logs import JsonFormatter, LineHandler, LineWriter, LogStream, RareWarning, TextFormatter
 
 
 def lines_of(descriptor: int) -> list[str]:
@@ -95,3 +96,111 @@ def test_closed_standard_streams_are_taken_before_a_socket_gets_their_numbers() 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert done.stdout == b"held", done.stderr
+
+
+def test_a_warning_that_clients_cause_is_rare_and_says_how_many() -> None:
+    lines: list[str] = []
+    logger = logging.Logger("octavo.test")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    now = [100.0]
+    warn = RareWarning(logger, 10.0, lambda: now[0])
+    for _ in range(5):
+        warn("no HTTP")
+    now[0] = 109.0
+    warn.flush()
+    assert lines == ["no HTTP"]
+    now[0] = 110.0
+    warn.flush()
+    warn.flush()
+    now[0] = 200.0
+    warn("no HTTP")
+    assert lines == ["no HTTP", "no HTTP (and 3 more like it)", "no HTTP"]
+
+
+HOSTILE = "GET /a\noctavo: error: forged\r\x1b[2J\x07\x7f\x85\x9b\u2028\u2029\u202e\u2066\ufeff\t b"
+UNSAFE = set("\n\r\x1b\x07\x7f\x85\x9b\u2028\u2029\u202e\u2066\ufeff\t")
+
+
+def record_of(message: str, level: int = logging.WARNING, exc_info: object = None) -> logging.LogRecord:
+    return logging.LogRecord("octavo.test", level, "", 0, "%s", (message,), exc_info)  # type: ignore[arg-type]
+
+
+def test_no_text_forges_a_line() -> None:
+    line = TextFormatter().format(record_of(HOSTILE))
+    assert line.startswith(
+        "octavo: warning: GET /a\\noctavo: error: forged\\r\\x1b[2J\\x07\\x7f\\x85\\x9b\\u2028\\u2029\\u202e"
+    )
+    assert not UNSAFE & set(line)
+    json_line = JsonFormatter().format(record_of(HOSTILE))
+    assert not UNSAFE & set(json_line) and json.loads(json_line)["message"] == HOSTILE
+    assert TextFormatter().format(record_of("Grüße, 世界 🌊", logging.INFO)) == "octavo: Grüße, 世界 🌊"
+
+
+def test_no_exception_forges_a_line() -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        record = record_of("it failed", logging.ERROR, (ValueError, error, error.__traceback__))
+    first, *rest = TextFormatter().format(record).split("\n")
+    assert first == "octavo: error: it failed" and len(rest) >= 4
+    assert all(line.startswith("octavo: | ") for line in rest) and any(
+        "| octavo: error: forged" in line for line in rest
+    )
+    assert not (UNSAFE - {"\n"}) & set("".join(rest))
+    (line,) = JsonFormatter().format(record).splitlines()
+    assert HOSTILE in json.loads(line)["exception"]
+
+
+def test_what_is_said_is_escaped_too(capsys: pytest.CaptureFixture[str]) -> None:
+    say(HOSTILE)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_what_is_printed_becomes_records() -> None:
+    lines: list[tuple[str, str]] = []
+    stream = LogStream(None)
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("octavo.stderr").addHandler(handler)
+    try:
+        print("octavo: ready\n\nocta", file=stream, end="")
+        print("vo: error: no\nWarning: plain \nand the rest", file=stream)
+    finally:
+        logging.getLogger("octavo.stderr").removeHandler(handler)
+    assert lines == [("INFO", "ready"), ("ERROR", "no"), ("INFO", "Warning: plain"), ("INFO", "and the rest")]
+
+
+SPOKEN = """
+import logging, sys, threading, warnings
+from octavo.observe import logs
+logs.install(logging.WARNING, sys.argv[1])
+logging.getLogger("uvicorn.error").error("of a library")
+warnings.warn("of Python")
+thread = threading.Thread(target=lambda: 1 / 0, name="worker")
+thread.start()
+thread.join()
+class Bad:
+    def __del__(self): raise OSError("ignored")
+Bad()
+print("printed", file=sys.stderr)
+raise KeyError("the last")
+"""
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_one_format_for_all_that_a_process_says(kind: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SPOKEN, kind], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and not done.stdout
+    lines = done.stderr.splitlines()
+    if kind == "json":
+        found = [json.loads(line) for line in lines]
+        assert all({"time", "level", "logger", "message"} <= line.keys() for line in found)
+        spoken = " ".join(line["message"] + line.get("exception", "") for line in found)
+    else:
+        assert all(line.startswith("octavo: ") for line in lines), lines
+        spoken = " ".join(lines)
+    for words in ("of a library", "UserWarning: of Python", "thread worker ends", "ZeroDivisionError", "ignored", "printed",
+                  "this process ends: KeyError", "KeyError: 'the last'"):  # fmt: skip
+        assert words in spoken, (words, lines)

@@ -16,17 +16,17 @@ from octavo.cache import KVCache
 from octavo.engine.build import Engine, build_engine
 from octavo.errors import Overloaded
 from octavo.messages import (
-    Answered,
     EngineReport,
     GenerateRequest,
     ReadMetrics,
     ReadProgress,
+    Responded,
     SamplingParams,
     StepPlan,
     StepResult,
 )
 from octavo.observe.metrics.engine_metrics import EngineMetrics
-from octavo.observe.metrics.http_metrics import BOUNDS, HIGH_BOUNDS
+from octavo.observe.metrics.http_metrics import BOUNDS, HIGH_BOUNDS, OUTCOMES
 from octavo.observe.metrics.pace import HOST_BOUNDS
 from octavo.schedule import Scheduler
 from tests.observe import test_observe_metrics
@@ -91,7 +91,7 @@ VALUES: Mapping[str, Mapping[str, float]] = {
     "vllm:num_requests_running": {"": 1},
     "vllm:num_requests_waiting": {"": 2},
     "vllm:num_requests_waiting_by_reason": {"capacity": 2, "deferred": 0},
-    "octavo:waiting_by_reason": {"rows": 0, "pages": 0, "budget": 0, "order": 1, "step": 1, "grammar": 0},
+    "octavo:waiting_by_reason": {"rows": 0, "pages": 0, "budget": 0, "order": 1, "turn": 0, "step": 1, "grammar": 0},
     # C has a page. A's first, which B shared, stays cached; their second ones were not full.
     "vllm:kv_cache_usage_perc": {"": 1 / 12},
     "vllm:gpu_cache_usage_perc": {"": 1 / 12},
@@ -121,9 +121,12 @@ VALUES: Mapping[str, Mapping[str, float]] = {
         "api,hung": 0,
         "api,start": 0,
     },
+    "octavo:malformed_requests_total": {"syntax": 2, "head": 1},
+    "octavo:forbidden_requests_total": {"host": 1, "origin": 0, "content_type": 0},
     "octavo:steps_total": {"": 4},
     "octavo:device_busy_seconds_total": {"": 2.0},
     "octavo:queue_blocked_seconds_total": {"rows": 1.0, "pages": 0, "budget": 0},
+    "octavo:compile_jobs_total": {**dict.fromkeys(OUTCOMES, 0), "done": 2, "kept": 1},
     "http_requests_total": {"/v1/completions,POST,2xx": 1},
 }
 ELSEWHERE = {
@@ -200,6 +203,11 @@ def life() -> Engine:
     loop, _, control = engine
     for process in ("engine", "api", "engine"):
         control.heartbeat.count_restart(process, "killed")
+    for origin, kind, reason in (
+        (0, "malformed", "syntax"), (3, "malformed", "syntax"), (1, "malformed", "head"), (1, "forbidden", "host"),
+    ):  # fmt: skip
+        control.heartbeat.count_refusal(origin, kind, reason)
+    control.heartbeat.reset()  # the next engine's; counts of the whole server go on
     loop.add(ask("A", list(range(20)), 3, 99.5))
     loop.step()  # … 100.5: A's first token
     loop.add(ask("B", [*range(16), 90, 91, 92, 93], 2, 100.5))
@@ -207,7 +215,7 @@ def life() -> Engine:
     loop.step()  # … 101.0: A's second, B's first
     loop.step()  # … 101.5: the last of both
     loop.step()  # … 102.0: C's first
-    control.answered(Answered(["x"], "POST", "/v1/completions", 200, 0.3))
+    control.responded(Responded(["x"], "POST", "/v1/completions", 200, 0.3, jobs={"done": 2, "kept": 1}))
     for id in ("D", "E"):
         loop.add(ask(id, [60], 2, 102.0))
     with pytest.raises(Overloaded):
@@ -231,8 +239,8 @@ def test_when_nothing_runs_the_pages_are_counted():
     loop.scheduler.cache.pool.refs[loop.scheduler.cache.pool.blank[0]] += 1
     control.rest()
     assert found(engine)["octavo:page_audits_total"] == {"right": 1, "wrong": 1}
-    told = json.loads(control.answer(ReadProgress(call=1)))["page_problems"]
-    assert any(problem.startswith("1 pages held when nothing runs: ") for problem in told), told
+    problems = json.loads(control.reply(ReadProgress(call=1)))["page_problems"]
+    assert any(problem.startswith("1 pages held when nothing runs: ") for problem in problems), problems
 
 
 ELSEWHERE["octavo:page_audits_total"] = test_when_nothing_runs_the_pages_are_counted
@@ -240,8 +248,8 @@ ELSEWHERE["octavo:page_audits_total"] = test_when_nothing_runs_the_pages_are_cou
 
 def found(engine: Engine) -> dict[str, dict[str, float]]:
     """Sample → its labels' values, without those that all have, joined → value."""
-    told: dict[str, dict[str, float]] = {}
-    for family in text_string_to_metric_families(engine.control.answer(ReadMetrics(call=1))):
+    values: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(engine.control.reply(ReadMetrics(call=1))):
         for sample in family.samples:
             common = {"model_name": "m", "engine": "0"}
             if sample.name.startswith("http_"):
@@ -250,8 +258,8 @@ def found(engine: Engine) -> dict[str, dict[str, float]]:
                 common = {"model_name": "m"}
             assert common.items() <= sample.labels.items(), sample
             rest = ",".join(value for name, value in sample.labels.items() if name not in common)
-            told.setdefault(sample.name, {})[rest] = sample.value
-    return told
+            values.setdefault(sample.name, {})[rest] = sample.value
+    return values
 
 
 def buckets(bounds: Sequence[float], seen: Sequence[float]) -> dict[str, float]:
@@ -271,10 +279,10 @@ def expected() -> dict[str, dict[str, Any]]:
 
 
 def test_every_sample_has_the_value_that_it_must_have() -> None:
-    told, wanted = found(life()), expected()
-    assert set(told) == set(wanted), set(told) ^ set(wanted)
+    exported, wanted = found(life()), expected()
+    assert set(exported) == set(wanted), set(exported) ^ set(wanted)
     for name, values in wanted.items():
-        assert told[name] == values, name
+        assert exported[name] == values, name
 
 
 def test_what_tells_little_here_is_known_elsewhere() -> None:
@@ -292,5 +300,5 @@ def test_vllms_names_are_offered_or_said_not_to_be() -> None:
     assert len(vllm) + len(NOT_OFFERED) == 53, (
         "of vLLM 0.32: those that are always there, the optional ones, two old names"
     )
-    text = life().control.answer(ReadMetrics(call=1))
+    text = life().control.reply(ReadMetrics(call=1))
     assert set(re.findall(r"^# TYPE (\S+) ", text, re.M)) == offered

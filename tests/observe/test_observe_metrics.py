@@ -12,10 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.messages import (
-    Answered,
     EngineReport,
     Finish,
     GenerateRequest,
+    Responded,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -297,7 +297,7 @@ def test_an_event_reaches_those_that_override_it_and_costs_the_others_nothing() 
     observers = Observers([silent, counts])
     subscribed = {name: notified for name, notified in vars(observers).items() if name.startswith("_on_")}
     assert [name for name, notified in subscribed.items() if notified] == ["_on_planned"]
-    events = {name for name in vars(StepObserver) if not name.startswith("_")}
+    events = {name for name in vars(StepObserver) if not name.startswith("_")} - {"is_essential", "dropped"}
     assert {f"_on_{event}" for event in events} == set(subscribed), "an event that no observer would hear of"
     plan = StepPlan(0, [], [], [], [], [], [], [], [], [], [])
     observers.planned(Planned(plan, [], [], [], [], [], []))
@@ -309,7 +309,7 @@ def test_an_event_reaches_those_that_override_it_and_costs_the_others_nothing() 
 def test_http_requests_by_route() -> None:
     metrics = EngineMetrics("m", REPORT)
     for handler, status, seconds in (("/a", 200, 0.3), ("/a", 204, 0.7), ("/a", 404, 0.05), ("/metrics", 200, 1.0)):
-        metrics.answered(Answered(["x"], "POST", handler, status, seconds))
+        metrics.responded(Responded(["x"], "POST", handler, status, seconds))
     found = samples(metrics)
     assert found["http_requests_total", "/a,POST,2xx"] == 2 and found["http_requests_total", "/a,POST,4xx"] == 1
     assert not [key for key in found if "/metrics" in key[1]]
@@ -323,7 +323,7 @@ def test_http_requests_by_route() -> None:
 def test_the_dashboard_names_nothing_that_is_not_there() -> None:
     board = json.loads(DASHBOARD.read_text())
     metrics = EngineMetrics("m", REPORT)
-    metrics.answered(Answered(["x"], "POST", "/a", 200, 0.1))
+    metrics.responded(Responded(["x"], "POST", "/a", 200, 0.1))
     known = {name for name, _ in samples(metrics, EngineState(waiting_by_reason={"pages": 1}))}
     labels = {label for family in text_string_to_metric_families(metrics.text(EngineState(waiting_by_reason={"pages": 1})))
               for sample in family.samples for label in sample.labels}  # fmt: skip

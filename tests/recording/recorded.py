@@ -93,7 +93,10 @@ class Recorded:
         scheduler = Scheduler(cache, load.rows, load.budget, load.page_size, policy)
         grammar_cache = load.scheduler.grammar_cache
         scheduler.grammar_cache = GrammarCache(grammar_cache._max_used, grammar_cache._max_unused)
-        self.executor = OracleExecutor(OracleDevice(load.page_size, load.rows, load.windows), bool(load.depth))
+        lateness = random.Random(load.seed + 7 * 10**9) if load.has_late else None
+        self.executor = OracleExecutor(
+            OracleDevice(load.page_size, load.rows, load.windows, lateness), bool(load.depth)
+        )
         self.loop = build_engine(scheduler, self.executor, EngineMetrics("none", self.report)).loop
         header = header_of(self.report, load.shares, with_tokens)
         self.recorder = Recorder(Segments(folder, name, limit), header, ring or RecordingRing())

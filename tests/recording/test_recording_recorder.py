@@ -6,6 +6,7 @@ import random
 import resource
 import time
 from hashlib import blake2b
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,18 +23,21 @@ from octavo.messages import Abort, GenerateRequest, RepetitionDetectionParams, S
 from octavo.recording import format as recording_file
 from octavo.recording import recorder as recorder_file
 from octavo.recording.crash_files import MOST_KEPT, CrashFiles
-from octavo.recording.format import Arrived, Marked, Recording, Turned, chunks_in, gap_chunk, read, stream_chunk
-from octavo.recording.recorder import PLAIN_STEPS, RETRY_SECONDS, Segments
+from octavo.recording.format import Arrived, Marked, Recording, State, Stepped, chunks_in, gap_chunk, read, stream_chunk
+from octavo.recording.recorder import RETRY_SECONDS, TICKS_PER_RECORD, Segments
 from octavo.recording.ring import RecordingRing
 from octavo.replay.recompute import Recomputation
-from octavo.replay.replay import Planned, Replay
+from octavo.replay.replay import Replay, ReplayedPlan
 from octavo.replay.simulate import SimulatedRun
-from octavo.replay.what_if import Settings, fit, learn
+from octavo.replay.what_if import ScheduleSettings, fit, learn
+from octavo.sampling.grammar import masks
+from octavo.sampling.grammar.masks import GrammarLimits
+from tests.doubles import write_byte_tokenizer
 from tests.recording.recorded import Recorded
 from tests.schedule.workload import Workload
 from tests.worker.tiny import write_tiny_llama
 
-KINDS = ["has_windows", "has_beams", "has_grammars"]
+KINDS = ["has_windows", "has_beams", "has_grammars", "has_late", "has_responses"]
 
 
 def replayed(recording: Recording) -> Replay:
@@ -68,13 +72,42 @@ def test_any_load_gives_the_same_plans_again(tmp_path_factory, seed, kinds, with
         assert replay.num_same == replay.num_steps
 
 
-def test_what_was_told_otherwise_is_found(tmp_path):
+def test_a_recording_of_before_masks_could_be_late_is_read(tmp_path):
+    """Its outcomes and its requests lack the last entry."""
+    recorded = Recorded(Workload(2, has_grammars=True), tmp_path, False, roll=0.2)
+    recorded.run()
+    recorded.loop.close()
+    encode, decode, num_requests = msgspec.msgpack.encode, msgspec.msgpack.decode, 0
+    for file in sorted(tmp_path.iterdir()):
+        recording = read(file)
+        records = []
+        for record in recording.records:
+            if isinstance(record, Stepped):
+                plain = decode(encode(record))
+                plain[3] = [outcome[:7] for outcome in plain[3]]
+                record = decode(encode(plain), type=Stepped)
+            records.append(record)
+        state = decode(encode(recording.state))
+        requests = state["scheduler"][7]
+        state["scheduler"][7] = [request[:5] for request in requests]
+        shortest = decode(encode(state), type=State)
+        num_requests += len(shortest.scheduler.requests)
+        assert all(request.late == (0, -1, 0) for request in shortest.scheduler.requests)
+        # What comes after says whose turn it is, on which the plans depend.
+        state["scheduler"][7] = [[*request[:5], (0, -1, 0), *request[6:]] for request in requests]
+        older = decode(encode(state), type=State)
+        replay = replayed(Recording(older, records, []))
+        assert replay.num_same == replay.num_steps
+    assert num_requests > 2
+
+
+def test_a_changed_input_is_found(tmp_path):
     """A prompt that is one token longer makes the replay differ, for each request that had a row: the replay must be able to
     fail."""
     recorded_load(tmp_path, seed=22)
     recording = read(tmp_path)
     happenings = Replay(recording).follow()
-    seated = {request.id for each in happenings if isinstance(each, Planned) for request in each.admitted}
+    seated = {request.id for each in happenings if isinstance(each, ReplayedPlan) for request in each.admitted}
     found = set()
     for at, record in enumerate(recording.records):
         if isinstance(record, Arrived):
@@ -114,7 +147,7 @@ def test_files_roll_under_a_load_that_never_rests(tmp_path):
     assert replay.scheduler.num_steps == recorded.loop.scheduler.num_steps, "and goes on to the end"
 
 
-def test_a_torn_tail_is_told_and_the_rest_is_replayed(tmp_path):
+def test_a_torn_tail_is_reported_and_the_rest_is_replayed(tmp_path):
     recorded_load(tmp_path, seed=2)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -166,7 +199,7 @@ def test_a_full_disk_is_said_once_and_recording_begins_again(tmp_path, caplog):
     recording = read(tmp_path / "full")
     replay = replayed(recording)
     assert replay.num_same == replay.num_steps >= 80
-    assert replay.scheduler.num_steps > recorded.loop.scheduler.num_steps - PLAIN_STEPS
+    assert replay.scheduler.num_steps > recorded.loop.scheduler.num_steps - TICKS_PER_RECORD
 
 
 def test_a_state_that_is_too_large_is_said_once_and_tried_ever_less_often(tmp_path, caplog):
@@ -221,8 +254,10 @@ def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
     the ring, need not wait until the file is written."""
     monkeypatch.setattr(recorder_file, "FLUSH_SECONDS", 1000)
     crash_files = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
-    recorded = Recorded(Workload(13), crash_files.live, False, ring=RecordingRing(crash_files._ring_fd), name="001")
-    while not [chunk for file in crash_files.live.glob("*.segment") for chunk in chunks_in(file.read_bytes())]:
+    recorded = Recorded(
+        Workload(13), crash_files.live_folder, False, ring=RecordingRing(crash_files._ring_fd), name="001"
+    )
+    while not [chunk for file in crash_files.live_folder.glob("*.segment") for chunk in chunks_in(file.read_bytes())]:
         pass
     recorded.run(most_turns=20)
     with crash_files._sealing:  # a slow disk
@@ -236,18 +271,18 @@ def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
     assert path.name.startswith("crash-") and path.suffix == ".octavo"
     assert f"the engine's recording is kept: octavo replay {path}" in capfd.readouterr().err
     replay = replayed(read(path))
-    assert recorded.loop.scheduler.num_steps - PLAIN_STEPS < replay.num_steps == replay.num_same > 5
+    assert recorded.loop.scheduler.num_steps - TICKS_PER_RECORD < replay.num_steps == replay.num_same > 5
     recorded.loop.close()
 
 
 def test_crash_files_do_not_pile_up_and_those_of_killed_servers_are_found(tmp_path, capfd):
     first = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
     for number in range(1, MOST_KEPT + 3):
-        (first.live / f"{number:03d}-000001.segment").write_bytes(b"x")
+        (first.live_folder / f"{number:03d}-000001.segment").write_bytes(b"x")
         first.seal_in_background(number)
         first._sealers[-1].join()
     assert len(list(tmp_path.glob("crash-*"))) == MOST_KEPT
-    (first.live / "009-000001.segment").write_bytes(b"the last")
+    (first.live_folder / "009-000001.segment").write_bytes(b"the last")
     os.close(first._lock)  # as if all of its processes were killed
     second = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
     (left,) = (file for file in tmp_path.glob("crash-*") if file.read_bytes() == b"the last")
@@ -256,7 +291,7 @@ def test_crash_files_do_not_pile_up_and_those_of_killed_servers_are_found(tmp_pa
     assert not list(tmp_path.glob("live-*"))
 
 
-def test_no_text_is_told_unless_asked_for(tmp_path):
+def test_no_text_is_recorded_unless_asked_for(tmp_path):
     for with_tokens in (False, True):
         folder = tmp_path / str(with_tokens)
         folder.mkdir()
@@ -308,13 +343,13 @@ def test_a_grammar_is_named_once_and_not_kept_for_ever(tmp_path, monkeypatch):
 def test_other_settings_serve_the_same_requests(tmp_path_factory, seed, has_windows, with_tokens):
     """With any settings, every request that fits is served to its last token."""
     folder = tmp_path_factory.mktemp("recording")
-    load = Workload(seed, has_windows=has_windows, has_beams=True, has_grammars=bool(seed % 2))
+    load = Workload(seed, has_windows=has_windows, has_beams=True, has_grammars=bool(seed % 2), has_late=seed % 4 == 1)
     recorded = Recorded(load, folder, with_tokens, aborts=False)
     recorded.run()
     recorded.loop.close()
     recording = read(folder)
     learned = learn(recording)
-    truth = Settings.of(recording)
+    truth = ScheduleSettings.of(recording)
     for changes in ([], ["max_num_seqs=4"], ["max_num_batched_tokens=3"], [f"num_pages={2 * truth.num_pages}"]):
         tally = SimulatedRun(learned, truth.changed(changes), fit(learned.samples)).run()
         assert tally.num_refused + tally.num_requests == len(learned.requests)
@@ -336,11 +371,15 @@ def test_the_command_tells_what_there_is(tmp_path, capsys):
     steps = recorded.loop.scheduler.num_steps
     name = next(record.id for record in read(tmp_path).records if isinstance(record, Arrived))
     assert main(["replay", str(tmp_path), "--steps", "0:3"]) == 0
-    told = capsys.readouterr().out
-    assert f"identical, step by step: {steps} of {steps}" in told and "step 3: " in told and "step 4: " not in told
+    printed = capsys.readouterr().out
+    assert (
+        f"identical, step by step: {steps} of {steps}" in printed
+        and "step 3: " in printed
+        and "step 4: " not in printed
+    )
     assert main(["replay", str(tmp_path), "--request", name, "--what-if", "max-num-seqs=1"]) == 0
-    told = capsys.readouterr().out
-    assert "arrived: " in told and "max_num_seqs" in told and "waits for rows" in told
+    printed = capsys.readouterr().out
+    assert "arrived: " in printed and "max_num_seqs" in printed and "waits for rows" in printed
     assert main(["replay", str(tmp_path), "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["plans"] == {"steps": steps, "same": steps}
 
@@ -361,8 +400,8 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         ([str(file), "--model"], "--record-tokens"),
     ):
         assert main(["replay", *arguments]) == 2
-        told = capsys.readouterr().err
-        assert words in told and told.count("\n") == 1, told
+        printed = capsys.readouterr().err
+        assert words in printed and printed.count("\n") == 1, printed
 
 
 def test_every_turn_and_every_state_is_there(tmp_path):
@@ -370,7 +409,7 @@ def test_every_turn_and_every_state_is_there(tmp_path):
     recording = read(tmp_path)
     kinds = [type(record) for record in recording.records]
     assert kinds.count(Marked) == len(list(tmp_path.iterdir())) > 2
-    assert sum(turned.digest != 0 for turned in recording.records if isinstance(turned, Turned)) == (
+    assert sum(turned.digest != 0 for turned in recording.records if isinstance(turned, Stepped)) == (
         recorded.loop.scheduler.num_steps
     )
 
@@ -457,3 +496,51 @@ def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):
         findings = computation.run()
         assert computation.replay.num_same == computation.replay.num_steps > 5
         assert findings.num_same == findings.num_tokens > 20, findings
+
+
+def test_the_model_gives_the_same_tokens_where_masks_were_late(tmp_path, monkeypatch):
+    """The recorded engine waits for no mask; the one that computes it again waits for most, and samples what the other did."""
+    source = write_tiny_llama(tmp_path / "model", vocab_size=258)
+    write_byte_tokenizer(tmp_path / "model")
+    options = {"page_size": 4, "kv_cache_memory_bytes": 2**18, "max_num_seqs": 8, "max_num_batched_tokens": 24}
+    config = replace(Config(), record_tokens=True, max_model_len=96, **options)
+    engine = start_engine(config, source, "tiny")
+    (tmp_path / "recording").mkdir()
+    order = EngineLaunch(
+        config, str(source.path), source.kind, "tiny", "tiny", "", record_to=str(tmp_path / "recording")
+    )
+    recorder = start_recorder(order, engine)
+    engine.loop.record(recorder)
+    engine.loop.executor._runner.rows.sampling.grammars._limits = GrammarLimits(most_wait=0.0)
+    engine.loop.executor._runner.rows.sampling.grammars._credit = 0.0
+    words = '%llguidance {"no_forcing": true}\nstart: /[a-z]+ [0-9]+/'
+    with monkeypatch.context() as hurry:
+        hurry.setattr(masks, "_LEAST_WAIT", 0.0)
+        hurry.setattr(masks, "_WAIT_ALONE", 0.0)
+        for number in range(14):
+            params = SamplingParams(seed=number, max_tokens=30, temperature=1.5, grammar=words if number % 4 else "")
+            engine.loop.add(GenerateRequest(f"r{number}", [number + 1, 2, 3], params, [256]))
+        turn = 0
+        while engine.loop.has_work or not engine.loop.scheduler.is_idle:
+            recorder.is_due = turn % 40 == 30
+            engine.loop.step()
+            turn += 1
+    engine.loop.close()
+    segments = sorted((tmp_path / "recording").iterdir())
+    records = [record for segment in segments for record in read(segment).records if isinstance(record, Stepped)]
+    assert len(segments) > 2 and sum(len(outcome.late) for record in records for outcome in record.outcomes) > 50
+    for segment in (segments[0], segments[len(segments) // 2]):
+        computation = Recomputation(read(segment))
+        findings = computation.run()
+        assert computation.replay.num_same == computation.replay.num_steps
+        assert findings.num_same == findings.num_tokens, findings
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_recording_of_before_there_were_turns_is_replayed(policy):
+    """Its states and arrivals say nothing of responses: every request was one of its own, and all had one choice."""
+    recording = read(Path(__file__).parent / "data" / f"before-turns-{policy}.octavo")
+    assert recording.header.report.scheduling_policy == policy and not recording.notes
+    assert any(request.place < 0 for request in recording.state.scheduler.requests)
+    replay = replayed(recording)
+    assert replay.num_same == replay.num_steps > 8 and replay.scheduler.is_idle

@@ -103,7 +103,7 @@ def test_what_finds_no_room_waits(acceptor: Acceptor) -> None:
     close(clients, taken, [channel])
 
 
-def test_the_end_of_the_channel_is_told(acceptor: Acceptor) -> None:
+def test_the_end_of_the_channel_is_reported(acceptor: Acceptor) -> None:
     channel = add(acceptor)
     channel.setblocking(False)
     assert take_connections(channel) == []

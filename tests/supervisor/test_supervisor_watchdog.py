@@ -129,10 +129,10 @@ def test_an_api_process_whose_event_loop_does_not_turn_is_found(clock: Clock) ->
             return looks(SimpleNamespace(look=lambda: watch.look(process.pid)), clock, seconds)
 
         assert look(1000) is None  # it is still loading
-        heartbeat.turn(3)
+        heartbeat.api_beat(3)
         heartbeat.reset()  # a new engine's start does not count as an API process's heartbeat
         assert look(9) is None
-        heartbeat.turn(3)
+        heartbeat.api_beat(3)
         assert look(9) is None
         problem = look(10)
         assert problem is not None and problem.startswith("its event loop has been blocked") and "computed" in problem

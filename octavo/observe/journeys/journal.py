@@ -64,6 +64,7 @@ class _Track:
         "has_grammar",
         "index",
         "is_ended",
+        "is_first",
         "is_pooled",
         "name",
         "num_output",
@@ -82,6 +83,7 @@ class _Track:
         self, index: int, request: GenerateRequest, now: float, queue_look: dict[str, float], step_at: int
     ) -> None:
         self.index = index
+        self.is_first = not (request.part or index)  # of its HTTP request: others take turns
         self.is_pooled = request.pooling is not None  # it gets a vector instead of tokens
         self.has_grammar = bool(request.params.grammar)
         self.grammar_at = 0.0  # seconds that grammars had taken when the present stage began
@@ -185,7 +187,9 @@ class EngineJournal(StepObserver):
         if self._prompting:
             self._note_chunks(planned.plan, now)
         if planned.forked:
-            self._fork(planned.forked)
+            self._fork(planned.forked, now)
+        if planned.queued:
+            self._queue_apart(planned.queued, now)
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
         now, plan = times.now, committed.plan
@@ -201,12 +205,21 @@ class EngineJournal(StepObserver):
             if committed.let_in:
                 self._let_in(committed.let_in, now)
 
+    def dropped(self) -> None:
+        self._journeys.clear()
+        self._prompting.clear()
+        self._chunks.clear()
+
     # ── for a look between two steps ──
 
-    def live(self, requests: Iterable[Request], now: float, request_id: str = "") -> list[EngineJourney]:
-        """All open requests as they stand; or one of them, by its own id or that of its HTTP request.
+    def open_parts(
+        self, requests: Iterable[Request], now: float, request_id: str = "", owner: bytes | None = None
+    ) -> list[EngineJourney]:
+        """All open requests as they stand; or one of them, by its own id or that of its HTTP request; or those of one owner.
         `requests`: the scheduler's, for the number of their tokens."""
         journeys: Iterable[_Journey] = self._journeys.values()
+        if owner is not None:
+            journeys = [journey for journey in journeys if journey.request.owner == owner]
         if request_id:
             journeys = [journey for journey in journeys if request_id in (journey.request.id, journey.request.http_id)]
         for request in requests:
@@ -244,11 +257,19 @@ class EngineJournal(StepObserver):
                 track.preemptions = request.num_preemptions
                 look = self._queue.look(now)
                 track.enter_queue(look, self._num_plans, leaver.num_computed, leaver.is_swapped)
+                self._queue_apart(request.followers, now)  # their prompt waits with it
+
+    def _queue_apart(self, requests: Iterable[Request], now: float) -> None:
+        """Choices whose prompt is not being computed any more, and that have no row."""
+        for request in requests:
+            track = self._track(request)
+            if track is not None and track.name == "prefill":
+                self._next_stage(track, "queue", now)
+                track.enter_queue(self._queue.look(now), self._num_plans)
 
     def _admit(self, requests: Sequence[Request], plan: StepPlan, now: float) -> None:
-        """`requests` are those of the plan's last rows, in its order."""
-        first = len(plan.rows) - len(requests)
-        for column, request in enumerate(requests, first):
+        for request in requests:
+            column = plan.rows.index(request.row)
             journey = self._journeys.get(request.id)
             if journey is None:
                 continue
@@ -268,11 +289,14 @@ class EngineJournal(StepObserver):
                     if not other.stages and not other.is_ended:
                         self._next_stage(other, "prefill", now)
 
-    def _fork(self, requests: Iterable[Request]) -> None:
+    def _fork(self, requests: Iterable[Request], now: float) -> None:
         """Choices that share a computed prompt now, and compute its last token in the next step."""
         for request in requests:
             track = self._track(request)
             if track is not None:
+                if track.name == "queue":  # its leader had been preempted
+                    self._next_stage(track, "prefill", now)
+                    track.enter_row(0)
                 track.cached = request.prompt_len - 1
                 self._prompting[request.row] = track
 
@@ -303,7 +327,9 @@ class EngineJournal(StepObserver):
             if journey.num_open == 0:
                 del self._journeys[request.id]
                 if self.on_end is not None:
-                    self.on_end(_told(journey, [_seen(track, None) for track in journey.tracks if track.stages]))
+                    self.on_end(
+                        _engine_journey(journey, [_seen(track, None) for track in journey.tracks if track.stages])
+                    )
 
     def _track(self, request: Request) -> _Track | None:
         journey = self._journeys.get(request.id)
@@ -401,7 +427,7 @@ class EngineJournal(StepObserver):
         order = sum(behind.values())
         if behind:
             num_steps = self._num_plans - track.step_at - own_steps
-            waits.append(Wait("order", order, max(0, num_steps), behind))
+            waits.append(Wait("order" if track.is_first else "turn", order, max(0, num_steps), behind))
         rest = now - track.start - own_seconds - order
         if rest > 1e-6:
             waits.append(Wait("step", rest))
@@ -409,7 +435,7 @@ class EngineJournal(StepObserver):
 
     def _as_it_stands(self, journey: _Journey, now: float) -> EngineJourney:
         tracks = [track for track in journey.tracks if track.stages or not track.is_ended]
-        return _told(journey, [_seen(t, None if t.is_ended else self._stage(t, now)) for t in tracks])
+        return _engine_journey(journey, [_seen(t, None if t.is_ended else self._stage(t, now)) for t in tracks])
 
 
 def _seen(track: _Track, present: Stage | None) -> Track:
@@ -417,6 +443,6 @@ def _seen(track: _Track, present: Stage | None) -> Track:
     return Track(track.index, stages, track.num_output, track.preemptions, track.reason)
 
 
-def _told(journey: _Journey, tracks: list[Track]) -> EngineJourney:
+def _engine_journey(journey: _Journey, tracks: list[Track]) -> EngineJourney:
     request = journey.request
     return EngineJourney(request.id, request.http_id, request.origin, request.arrived, len(request.prompt_ids), tracks)

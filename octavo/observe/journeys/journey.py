@@ -70,6 +70,7 @@ class OpenJourney:
 
     def __init__(self, id: str, method: str, path: str, api_process: int, received: float) -> None:
         self.id, self.method, self.path, self.api_process = id, method, path, api_process
+        self.owner = b""  # of its API key (server/state/owners.py)
         self.handler = path  # then the route's pattern, once that is known
         self.received, self.received_at = received, time.time() - (time.monotonic() - received)
         self.status = 0
@@ -77,13 +78,14 @@ class OpenJourney:
         self.first_byte = self.delivered = self.ended = 0.0
         self.making: Making | None = None  # of a response that is produced even if its client leaves
         self.detokenise_seconds = self.grammar_seconds = 0.0
+        self.jobs: dict[str, int] = {}  # how its jobs of compiling ended → how many (server/state/compiler.py)
         self.requests: list[str] = []  # ids of its GenerateRequests
         self.params: SamplingParams | None = None  # of the first of them
         self.trace_context: dict[str, str] = {}  # the client's W3C trace context headers
         self.prompts: list[list[int]] = []  # theirs, if the log is to show them
         self.travelled: dict[str, EngineJourney] = {}
         self._losses: list[tuple[float, float]] = []  # engines that ended meanwhile: when, and when the next was ready
-        self._answers: dict[tuple[str, int], tuple[str, int]] = {}  # choice → how it ended, and its tokens
+        self._choice_ends: dict[tuple[str, int], tuple[str, int]] = {}  # choice → how it ended, and its tokens
         self._marks: list[tuple[StageName, float]] = []
 
     def reach(self, stage: StageName) -> None:
@@ -104,7 +106,7 @@ class OpenJourney:
 
     def finish(self, request_id: str, index: int, reason: str, num_tokens: int) -> None:
         """Record how a choice ended for the client."""
-        self._answers[request_id, index] = (reason, num_tokens)
+        self._choice_ends[request_id, index] = (reason, num_tokens)
 
     def lose_engine(self) -> None:
         """The engine that had it has ended, and its part of the journey is lost."""
@@ -121,14 +123,14 @@ class OpenJourney:
         self.error = f"{type(error).__name__} ({param[:60]})" if isinstance(param, str) else type(error).__name__
 
     @property
-    def is_told(self) -> bool:
+    def has_engine_part(self) -> bool:
         """Whether the engine has sent its part for all requests."""
         return len(self.travelled) == len(self.requests)
 
-    def tell(self, live: Iterable[EngineJourney] = ()) -> Journey:
-        """The journey as it stands. `live`: the engine's part of requests that have not ended there."""
+    def as_journey(self, open_parts: Iterable[EngineJourney] = ()) -> Journey:
+        """The journey as it stands. `open_parts`: the engine's part of requests that have not ended there."""
         known = dict(self.travelled)
-        for journey in live:
+        for journey in open_parts:
             known.setdefault(journey.id, journey)
         journeys: list[EngineJourney] = []
         tracks: list[Track] = []
@@ -138,7 +140,7 @@ class OpenJourney:
                 tracks += part.tracks
         last = max(tracks, key=_end_of, default=None)
         seen = 0.0 if last is None else _end_of(last)  # of an open request: when the engine was asked
-        status = self.told_status
+        status = self.shown_status
         # A stream that can be resumed goes on when its client has left.
         ended = 0.0 if self.making == "going on" else self.ended
         has_outlived = 0 < ended < self.delivered
@@ -149,13 +151,13 @@ class OpenJourney:
             # A stop string ends a response before the engine hears of it.
             is_complete = ended and self.delivered and status < 400
             if self._losses:
-                untold = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
-                stages += self._untold(at, last.stages[0].start, untold)
+                lost_tokens = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
+                stages += self._lost_stages(at, last.stages[0].start, lost_tokens)
                 at = stages[-1].end if stages else self.received
             stages += _cut(last.stages, "hand_over", at, self.delivered if is_complete else end)
         elif self.requests:
             until = min(self.delivered or end, end)
-            stages += self._untold(at, until, 0)
+            stages += self._lost_stages(at, until, 0)
             at = stages[-1].end if stages else self.received
             stages.append(Stage("engine", at, until))
         at = stages[-1].end if stages else self.received
@@ -179,11 +181,11 @@ class OpenJourney:
             grammar_seconds=round(self.grammar_seconds + sum(map(_grammar_seconds, stages)), DIGITS),
             error=self.error,
             note=self._note(len(journeys)),
-            **_totals(journeys, self.received, self._answers),
+            **_totals(journeys, self.received, self._choice_ends),
         )
 
     @property
-    def told_status(self) -> int:
+    def shown_status(self) -> int:
         """200 for a response that was produced to its end after its client had left: the client may resume it."""
         return 200 if self.status == 499 and self.making == "to its end" else self.status
 
@@ -195,7 +197,7 @@ class OpenJourney:
             at = when
         return stages
 
-    def _untold(self, at: float, until: float, num_tokens: int) -> list[Stage]:
+    def _lost_stages(self, at: float, until: float, num_tokens: int) -> list[Stage]:
         """The time in engines that ended, and without an engine. `num_tokens`: what they had sampled."""
         stages: list[Stage] = []
         for number, (lost, back) in enumerate(self._losses, 1):
@@ -207,21 +209,21 @@ class OpenJourney:
             at = max(lost, back)
         return stages
 
-    def _note(self, num_told: int) -> str:
+    def _note(self, num_parts: int) -> str:
         if self._losses:
             many = "an engine" if len(self._losses) == 1 else f"{len(self._losses)} engines"
             return f"{many} ended during this request: the stages there are unknown"
-        return "" if num_told == len(self.requests) else "the engine did not report its stages"
+        return "" if num_parts == len(self.requests) else "the engine did not report its stages"
 
     def _state(self, tracks: list[Track], status: int) -> State:
         if not self.ended or self.making == "going on":
             return _engine_state(tracks)
-        if status == 499 and not (tracks and len(self._answers) == len(tracks)):
+        if status == 499 and not (tracks and len(self._choice_ends) == len(tracks)):
             return "aborted"
         return "failed" if (status >= 400 and status != 499) or self.error else "finished"
 
 
-def tell_live(journey: EngineJourney, now: float) -> Journey:
+def open_journey(journey: EngineJourney, now: float) -> Journey:
     """A request of which only the engine's part is known: it is not over, or another API process has it."""
     last = max(journey.tracks, key=_end_of)
     received = journey.received or last.stages[0].start
@@ -245,7 +247,7 @@ def _engine_state(tracks: Iterable[Track]) -> State:
 
 
 def _totals(
-    journeys: list[EngineJourney], received: float, answers: Mapping[tuple[str, int], tuple[str, int]]
+    journeys: list[EngineJourney], received: float, choice_ends: Mapping[tuple[str, int], tuple[str, int]]
 ) -> dict[str, Any]:
     prompt_tokens = output_tokens = preemptions = 0
     tracks: list[tuple[int, Track]] = []
@@ -259,7 +261,7 @@ def _totals(
                 break
         for track in journey.tracks:
             own = (track.finish_reason, track.output_tokens)
-            reason, num_tokens = answers.get((journey.id, track.index), own)
+            reason, num_tokens = choice_ends.get((journey.id, track.index), own)
             finish_reasons.append(reason)
             output_tokens += num_tokens
             preemptions += track.preemptions
@@ -308,62 +310,73 @@ class JourneyRing:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[int, tuple[list[str], bytes, float]] = OrderedDict()  # oldest first
+        self._kept: OrderedDict[int, tuple[list[str], bytes, float, bytes]] = OrderedDict()  # oldest first
         self._is_mixed = False  # journeys of an earlier engine came in by API process, and are not sorted yet
-        self._by_id: dict[str, int] = {}  # the latest with that id
+        # The latest with that id, and of each owner the latest: clients choose ids, and two keys may choose the same.
+        self._by_id: dict[str | tuple[bytes, str], int] = {}
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, ids: list[str], journey: bytes, at: float = 0.0, is_old: bool = False) -> None:
+    def keep(self, ids: list[str], journey: bytes, at: float = 0.0, is_old: bool = False, owner: bytes = b"") -> None:
         """`at`: when it ended. `is_old`: it may be older than the journeys that are kept."""
         number, self._next = self._next, self._next + 1
-        self._kept[number] = (ids, journey, at)
+        self._kept[number] = (ids, journey, at, owner)
         self._is_mixed |= is_old
         self._num_bytes += len(journey) + ENTRY_BYTES
-        for id in ids:
-            self._by_id[id] = number
+        for name in _names(ids, owner):
+            self._by_id[name] = number
         while self._num_bytes > self._max_bytes:
             self._drop_oldest()
 
-    def find(self, id: str) -> bytes | None:
-        number = self._by_id.get(id)
-        return None if number is None else self._kept[number][1]
+    def find(self, id: str, owner: bytes | None = None) -> bytes | None:
+        """`owner` None: of any owner."""
+        number = self._by_id.get(id if owner is None or owner == b"" else (owner, id))
+        if number is None or owner not in (None, self._kept[number][3]):
+            return None
+        return self._kept[number][1]
 
-    def latest(self, state: str, limit: int) -> list[bytes]:
-        """Latest first. `state` empty: of any state."""
+    def latest(self, state: str, limit: int, owner: bytes | None = None) -> list[bytes]:
+        """Latest first. `state` empty: of any state. `owner` None: of any owner."""
         mark = b'"state":"%s"' % state.encode()
         found: list[bytes] = []
         if self._is_mixed:
             self._kept = OrderedDict(sorted(self._kept.items(), key=lambda item: item[1][2]))
             self._is_mixed = False
-        for _, journey, _ in reversed(self._kept.values()):
+        for _, journey, _, whose in reversed(self._kept.values()):
             if len(found) == limit:
                 break
-            if not state or mark in journey:
+            if owner in (None, whose) and (not state or mark in journey):
                 found.append(journey)
         return found
 
     def _drop_oldest(self) -> None:
-        number, (ids, journey, _) = self._kept.popitem(last=False)
+        number, (ids, journey, _, owner) = self._kept.popitem(last=False)
         self._num_bytes -= len(journey) + ENTRY_BYTES
-        for id in ids:
-            if self._by_id.get(id) == number:
-                del self._by_id[id]
+        for name in _names(ids, owner):
+            if self._by_id.get(name) == number:
+                del self._by_id[name]
 
 
-def tell_journeys(live: list[EngineJourney], ring: JourneyRing, asked: ReadJourneys) -> str:
+def _names(ids: list[str], owner: bytes) -> Iterable[str | tuple[bytes, str]]:
+    """What a journey is found by."""
+    return [*ids, *((owner, id) for id in ids)] if owner else ids
+
+
+def journeys_json(open_parts: list[EngineJourney], ring: JourneyRing, asked: ReadJourneys) -> str:
     """A JSON list of the journeys that the engine process has, open ones first."""
     if asked.is_raw:
-        return msgspec.json.encode(live).decode()
+        return msgspec.json.encode(open_parts).decode()
     request_id, state, limit = asked.request_id, asked.state, asked.limit
     now = time.monotonic()
-    going = [journey for journey in (tell_live(journey, now) for journey in live) if state in ("", journey.state)]
+    going = [
+        journey for journey in (open_journey(journey, now) for journey in open_parts) if state in ("", journey.state)
+    ]
     texts = [msgspec.json.encode(journey) for journey in going[:limit]]
     if request_id:
-        found = ring.find(request_id)
+        found = ring.find(request_id, asked.owner)
         texts += [] if found is None or texts else [found]
     elif len(texts) < limit and state not in ("waiting", "running"):
-        texts += ring.latest(state, limit - len(texts))
+        texts += ring.latest(state, limit - len(texts), asked.owner)
     return "[" + b",".join(texts).decode() + "]"

@@ -6,12 +6,13 @@ from typing import Literal
 
 import msgspec
 
-WaitReason = Literal["grammar", "rows", "pages", "budget", "order", "step"]
+WaitReason = Literal["grammar", "rows", "pages", "budget", "order", "turn", "step"]
 """What a request in the queue waits for: its grammar to be compiled, a free row, free pages, room in the step's token budget,
-earlier requests (order), or only the end of the running step."""
+earlier requests (order), sequences of other requests that go first because this is not the first of its own (turn), or only the
+end of the running step."""
 StageName = Literal[
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
-    "queue", "prefill", "decode", "preempted", "recompute", "several", "engine",  # in the engine; engine: it did not tell
+    "queue", "prefill", "decode", "preempted", "recompute", "several", "engine",  # in the engine; engine: its own stages are not known
     "restart",  # the engine had ended, and another was started
     "detokenise", "flush", "answer",  # in the API process, after
 ]  # fmt: skip
@@ -22,7 +23,7 @@ FOLD_AT = 24
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Time in the queue for one reason. While it waited for earlier requests (order), `behind` says what the head lacked."""
+    """Time in the queue for one reason. While it waited for other requests (order, turn), `behind` says what the head lacked."""
 
     reason: WaitReason
     seconds: float

@@ -4,7 +4,7 @@ Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."
 
 from typing import get_args
 
-from octavo.messages import Abort, Answered, EngineReport, FinishReason, GenerateRequest, TokenDelta
+from octavo.messages import Abort, EngineReport, FinishReason, GenerateRequest, Responded, TokenDelta
 from octavo.observe.live_state import LiveTotals
 from octavo.observe.metrics.exposition import Histogram, Scrape
 from octavo.observe.metrics.gauges import EngineState, rejections, write_gauges
@@ -53,12 +53,14 @@ class _Open:
         "num_cached",
         "num_left",
         "num_preemptions",
+        "owner",
         "prompt_len",
     )
 
     def __init__(self, request: GenerateRequest, now: float) -> None:
         self.arrived = request.arrived or now
         self.http_id = request.http_id or request.id
+        self.owner = request.owner
         self.admitted = 0.0
         self.num_cached = self.num_preemptions = self.most_tokens = 0
         self.prompt_len = len(request.prompt_ids)
@@ -147,8 +149,8 @@ class EngineMetrics(StepObserver):
         if (request := self._open.get(request_id)) is not None:
             request.num_preemptions += 1
 
-    def answered(self, answered: Answered) -> None:
-        self._http.answered(answered)
+    def responded(self, responded: Responded) -> None:
+        self._http.responded(responded)
 
     def step(self, now: float, num_batched_tokens: int, deltas: list[TokenDelta]) -> None:
         """A step is committed; `deltas` is all that it produced, for every API process."""
@@ -195,6 +197,11 @@ class EngineMetrics(StepObserver):
         """The HTTP request's id."""
         request = self._open.get(request_id)
         return request_id if request is None else request.http_id
+
+    def owner_of(self, request_id: str) -> bytes:
+        """The owner of the HTTP request. Empty: it has none."""
+        request = self._open.get(request_id)
+        return b"" if request is None else request.owner
 
     def arrival_of(self, request_id: str, otherwise: float) -> float:
         request = self._open.get(request_id)
@@ -288,6 +295,11 @@ class EngineMetrics(StepObserver):
             "vllm:request_success",
             "Choices that ended, by reason.",
             [({"finished_reason": reason}, count) for reason, count in self._finished.items()],
+        )
+        scrape.counter(
+            "octavo:compile_jobs",
+            "Checks of grammars and chat templates that requests brought, by outcome; kept: the result was known.",
+            [({"outcome": outcome}, count) for outcome, count in self._http.jobs.items()],
         )
 
     def _write_histograms(self, scrape: Scrape) -> None:

@@ -27,6 +27,9 @@ class EngineState:
     restarts: Mapping[tuple[str, str], int] = field(
         default_factory=dict
     )  # since the server's start, by process and cause
+    refusals: Mapping[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # since the server's start, by kind and reason
     rejections: Mapping[str, int] = field(default_factory=dict)  # since the start, by reason
     blocked_seconds: Mapping[str, float] = field(default_factory=dict)  # of the queue's head since the start, by reason
 
@@ -94,6 +97,18 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         "Restarts of processes, by process and cause.",
         [({"process": process, "cause": cause}, count) for (process, cause), count in state.restarts.items()],
     )
+    for kind, help in (
+        (
+            "malformed",
+            "Requests that were refused because they are not HTTP (syntax) or exceed --max-head-bytes (head).",
+        ),
+        (
+            "forbidden",
+            "Requests that were refused because of their Host, Origin or, if a browser sent them, content type.",
+        ),
+    ):
+        counts = [({"reason": reason}, count) for (each, reason), count in state.refusals.items() if each == kind]
+        scrape.counter(f"octavo:{kind}_requests", help, counts)
 
 
 def rejections(model_name: str, state: EngineState) -> str:

@@ -1,7 +1,7 @@
 """HTTP requests by route, under the names of Prometheus' FastAPI instrumentation. API processes report every request when it is
 over."""
 
-from octavo.messages import Answered
+from octavo.messages import Responded
 from octavo.observe.metrics.exposition import Histogram, Scrape
 
 BOUNDS = (0.1, 0.5, 1.0)
@@ -13,20 +13,26 @@ UNCOUNTED = frozenset(
 )
 """Monitoring asks for these all the time: counted or logged, they would drown the rest."""
 
+OUTCOMES = ("done", "kept", "refused", "time", "memory", "crash", "abandoned", "overloaded", "unavailable", "failed")
+"""How a job of compiling ends (server/state/compiler.py)."""
+
 
 class HttpMetrics:
     def __init__(self) -> None:
         self._requests: dict[tuple[str, str, str], int] = {}  # (handler, method, status) → times
         self._seconds: dict[tuple[str, str], Histogram] = {}
         self._all_seconds = Histogram(HIGH_BOUNDS)
+        self.jobs: dict[str, int] = dict.fromkeys(OUTCOMES, 0)  # of compiling, by outcome
 
-    def answered(self, answered: Answered) -> None:
-        if answered.handler in UNCOUNTED:
+    def responded(self, responded: Responded) -> None:
+        for outcome, times in responded.jobs.items():
+            self.jobs[outcome] += times
+        if responded.handler in UNCOUNTED:
             return
-        key = (answered.handler, answered.method, f"{answered.status // 100}xx")
+        key = (responded.handler, responded.method, f"{responded.status // 100}xx")
         self._requests[key] = self._requests.get(key, 0) + 1
-        self._seconds.setdefault(key[:2], Histogram(BOUNDS)).observe(answered.seconds)
-        self._all_seconds.observe(answered.seconds)
+        self._seconds.setdefault(key[:2], Histogram(BOUNDS)).observe(responded.seconds)
+        self._all_seconds.observe(responded.seconds)
 
     def text(self) -> str:
         scrape = Scrape({})
