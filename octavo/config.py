@@ -336,6 +336,14 @@ class BudgetConfig:
     the limits that are constants."""
 
     max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes", status=413)
+    max_bodies_bytes: int | str = knob(
+        256 * 2**20,
+        "most bytes of all request bodies together that one API process holds before their responses begin; beyond it, a body over "
+        "64 KiB gets status 429. Uploaded files do not count: they go to the disk",
+        kind="bytes",
+        least=2**20,
+        status=429,
+    )
     max_schema_bytes: int | str = knob(
         256 * 2**10, "largest JSON schema, grammar or regex for structured outputs", kind="bytes"
     )

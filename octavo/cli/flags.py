@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 OFFLINE = ("model", "cache", "scheduler", "parallel")
 """Sections that apply without a server."""
 REQUEST_KNOBS = (
-    "max_body_bytes", "max_messages", "max_n", "max_logprobs", "max_request_sequences", "max_request_tokens", "strict_fields",
+    "max_body_bytes", "max_bodies_bytes", "max_messages", "max_n", "max_logprobs", "max_request_sequences", "max_request_tokens", "strict_fields",
     "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice",
 )  # fmt: skip
 """Knobs of the server and budget sections that affect how a request is handled, so that they apply to offline batches too."""

@@ -1,5 +1,6 @@
 """The door and the one error handler: keys, bodies, routes, ids, and what we did not foresee."""
 
+import asyncio
 import base64
 import json
 import logging
@@ -166,6 +167,27 @@ class TestBodies:
         body = json.dumps({"prompt": "a"}).encode()
         client = serve(max_body_bytes=100)
         assert (await client.post(COMPLETIONS, content=body.ljust(100))).status_code == 200
+
+    async def test_all_bodies_together_have_a_limit(self, serve: Serve) -> None:
+        client = serve(max_bodies_bytes=2**20)
+        began, may_end = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b'{"prompt": "a", "max_tokens": 1}' + b" " * (2**20 - 100_000)
+            began.set()
+            await may_end.wait()
+            yield b" "
+
+        large = b'{"prompt": "a", "max_tokens": 1}'.ljust(150_000)
+        first = asyncio.create_task(client.post(COMPLETIONS, content=slow()))
+        await began.wait()
+        refused = await client.post(COMPLETIONS, content=large)
+        assert "--max-bodies-bytes" in error_of(refused, 429)["message"] and refused.headers["retry-after"] == "2"
+        small = await client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1})
+        assert small.status_code == 200, "ordinary requests are served while large ones wait"
+        may_end.set()
+        assert (await first).status_code == 200
+        assert (await client.post(COMPLETIONS, content=large)).status_code == 200, "what has ended counts no longer"
 
 
 class TestRoutes:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import EngineUnavailable, Forbidden, RequestError, RequestTimeout, TooLarge, Unauthorized
+from octavo.errors import EngineUnavailable, Forbidden, Overloaded, RequestError, RequestTimeout, TooLarge, Unauthorized
 from octavo.observe.journeys.journey import current
 from octavo.server.http.browsers import HostRule, OriginRule, machine_names
 from octavo.server.http.errors import error_response
@@ -31,6 +31,8 @@ PAGES = frozenset({"/", "/play"})
 PAGES_FOLDER = "/pages/"
 MAX_REQUEST_ID_LEN = 200
 MAX_PATH_LEN = 1000  # characters of a path in journeys and logs
+SMALL_BODY = 64 * 2**10  # bytes: bodies of this size are taken however many bytes others have sent
+BODIES_RETRY_AFTER = 2
 BODY_STEP = 1024  # bytes of a body that must arrive within the time limit, unless the body is complete
 
 
@@ -44,6 +46,8 @@ class RequestMiddleware:
         self._origins = OriginRule(server)
         self._prefix = server.root_path.rstrip("/")
         self._max_body_bytes = int(service.config.budget.max_body_bytes)
+        self._max_bodies_bytes = int(service.config.budget.max_bodies_bytes)
+        self._num_bodies_bytes = 0  # of all bodies whose responses have not begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,6 +104,23 @@ class RequestMiddleware:
             flag = "--max-body-bytes" if limit == self._max_body_bytes else "--max-file-bytes"
             raise TooLarge(f"the request body is over the limit of {limit} bytes ({flag})")
 
+    def count_body(self, scope: Scope, num_bytes: int, num_body_bytes: int) -> int:
+        """Count `num_bytes` more of a body that has `num_body_bytes` by now. → the bytes counted, for `release_body`. Raises
+        Overloaded if all bodies together are too large."""
+        if INSIDE in scope or route_of(scope) in self._service.body_limits:
+            return 0
+        if num_body_bytes > SMALL_BODY and self._num_bodies_bytes + num_bytes > self._max_bodies_bytes:
+            raise Overloaded(
+                f"the bodies of requests in progress take {self._num_bodies_bytes} bytes, and this one would exceed the limit of "
+                f"{self._max_bodies_bytes} (--max-bodies-bytes)",
+                BODIES_RETRY_AFTER,
+            )
+        self._num_bodies_bytes += num_bytes
+        return num_bytes
+
+    def release_body(self, num_bytes: int) -> None:
+        self._num_bodies_bytes -= num_bytes
+
 
 class _Passage:
     """One request on its way through the middleware."""
@@ -113,7 +134,8 @@ class _Passage:
         self._receive = receive
         self._headers = Headers(scope=scope)
         self._num_body_bytes = 0
-        self._is_body_complete = False  # the body
+        self._num_held_bytes = 0  # of the body, as the middleware counts them
+        self._is_body_complete = False
         # Seconds waited for the next BODY_STEP bytes, and how many of them have arrived.
         self._waited, self._num_late_bytes = 0.0, 0
         self._patience = service.patience.request
@@ -155,6 +177,7 @@ class _Passage:
             num_bytes = len(message.get("body", b""))
             self._num_body_bytes += num_bytes
             self._door.check_length(self._scope, self._num_body_bytes)
+            self._num_held_bytes += self._door.count_body(self._scope, num_bytes, self._num_body_bytes)
             self._num_late_bytes += num_bytes
             if self._num_late_bytes >= BODY_STEP:
                 self._waited, self._num_late_bytes = 0.0, 0
@@ -186,6 +209,7 @@ class _Passage:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = self.journey.status = message["status"]
+            self._release_body()
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
         if message["type"] == "http.response.body":
@@ -194,7 +218,13 @@ class _Passage:
             if not message.get("more_body", False):
                 self.journey.ended = time.monotonic()
 
+    def _release_body(self) -> None:
+        """Count the body no longer: it is parsed, or not read further."""
+        self._door.release_body(self._num_held_bytes)
+        self._num_held_bytes = 0
+
     def end(self) -> None:
+        self._release_body()
         journey = self.journey
         if self._status == 499 or not journey.ended:
             journey.status = self._status or 500
