@@ -136,4 +136,5 @@ def test_a_grammar_that_takes_too_long_fails_alone(server, client, model):
             thread.result()
     during = [started, *(moment for moment in arrivals if started <= moment <= ended), ended]
     assert len(during) > 20 and {*health} == {200}
-    assert max(after - before for before, after in itertools.pairwise(during)) < 3, "a step waits 0.1 s at most"
+    # A step waits 0.1 s at most. The bound is that of a busy machine: steps that wait for the mask take 40 s and more.
+    assert max(after - before for before, after in itertools.pairwise(during)) < 10

@@ -114,7 +114,9 @@ async def test_the_ranges_are_those_that_requests_meet(serve: Serve):
                 if name.endswith("logprobs"):
                     continue  # the scripted engine has none to give
                 body[name] = kind[end] + (1e-9 if end == "exclusiveMinimum" else 0)
-                assert (await client.post("/v1/completions", json=body)).status_code == 200, (name, end)
+                # A deadline of 1 ms is a valid one that may pass on a busy machine.
+                taken = (200, 504) if name == "deadline_ms" else (200,)
+                assert (await client.post("/v1/completions", json=body)).status_code in taken, (name, end)
     assert tried >= 20
 
 
