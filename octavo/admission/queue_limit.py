@@ -1,6 +1,6 @@
 """QueueLimit: refuses requests when too many wait, and estimates from recent admissions how fast the queue moves.
 
-Only what leads a response counts against the first part of another (schedule/turns.py): a response with many prompts fills no queue
+Only primary sequences count against the first part of another (schedule/siblings.py): a response with many prompts fills no queue
 but its own. Against its further parts, all prompts that wait count."""
 
 import math
@@ -67,7 +67,7 @@ class QueueLimit(StepObserver):
 
     def check(self, request: GenerateRequest, scheduler: "Scheduler", now: float) -> None:
         """Raises Overloaded. As long as there are free rows for all that wait, every request is taken."""
-        num_waiting, tokens = scheduler.rows.backlog(only_leads=not request.part)
+        num_waiting, tokens = scheduler.rows.backlog(only_primaries=not request.part)
         waiting = num_waiting - len(scheduler.rows.free)
         if waiting < 0 or not num_waiting:
             return

@@ -132,10 +132,10 @@ class EngineControl:
         reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order", "turn", "step"), 0)
         reasons["grammar"] = len(scheduler.awaiting_grammar)
         if (head := scheduler.waiting.head()) is not None:
-            num_leads = scheduler.waiting.leads.num_requests
+            num_primaries = scheduler.waiting.primaries.num_requests
             reasons[scheduler.head_waits_for or "step"] += 1
-            reasons["order"] += num_leads - (head.turn == 0)
-            reasons["turn"] += waiting - num_leads - (head.turn > 0)
+            reasons["order"] += num_primaries - head.is_primary
+            reasons["turn"] += waiting - num_primaries - (not head.is_primary)
         return EngineState(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,

@@ -161,9 +161,9 @@ def _waiting(
             if request.sequence in scheduler.awaiting_grammar
             else reason or "step"
             if request is head
-            else "turn"
-            if request.turn
-            else "order",
+            else "order"
+            if request.is_primary
+            else "turn",
             now - metrics.arrival_of(request.id, now),
             request.prompt_len,
             request.num_preemptions > 0,

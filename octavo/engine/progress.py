@@ -74,6 +74,6 @@ def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float, owner:
 
 def _why_waiting(scheduler: Scheduler, request: Request) -> str:
     reason = f"in the queue, whose first request waits for {scheduler.head_waits_for or 'order'}"
-    if request.turn:
-        reason = f"{reason}; not the first sequence of its response: it takes turns with other requests"
+    if not request.is_primary:
+        reason = f"{reason}; not the first sequence of its response: it gives way to other requests"
     return f"preempted, {reason}" if request.num_preemptions else reason

@@ -43,10 +43,10 @@ class RunStats:
         self.num_tokens += sum(plan.counts)
         self.most_rows = max(self.most_rows, len(plan.rows))
         if (head := scheduler.waiting.head()) is not None:
-            num_leads = scheduler.waiting.leads.num_requests
+            num_primaries = scheduler.waiting.primaries.num_requests
             self.waits[scheduler.head_waits_for or "order"] += 1
-            self.waits["order"] += num_leads - (head.turn == 0)
-            self.waits["turn"] += len(scheduler.waiting) - num_leads - (head.turn > 0)
+            self.waits["order"] += num_primaries - head.is_primary
+            self.waits["turn"] += len(scheduler.waiting) - num_primaries - (not head.is_primary)
 
     def gave(self, deltas: Iterable[TokenDelta], seconds: float) -> None:
         """A step's deltas, and when they came."""

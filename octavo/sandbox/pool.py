@@ -86,7 +86,7 @@ class _Child:
     number: int
     channel: socket.socket
     ended: "asyncio.Future[tuple[int, int]]"  # exit code, most KiB of memory
-    killed_for: Literal["", "time", "turn", "abandoned"] = ""
+    killed_for: Literal["", "time", "slow", "abandoned"] = ""
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
 
@@ -256,7 +256,7 @@ class SandboxPool:
             if not job.result.done():
                 job.result.set_result(reply)
         except _LostProcess as error:
-            job.num_attempts -= child.killed_for == "turn"
+            job.num_attempts -= child.killed_for == "slow"
             if job.result.done():
                 pass  # abandoned
             elif job.num_attempts < MAX_ATTEMPTS:
@@ -324,11 +324,11 @@ class SandboxPool:
     def _slow_down(self, job: _Waiting, child: _Child) -> None:
         """The job has run for QUICK_SECONDS. It goes on, or gives way to quick ones."""
         if self._num_processes > 1 and sum(other.is_slow for other in self._running) >= self._max_slow:
-            self._kill(child, "turn")
+            self._kill(child, "slow")
         job.is_slow = True
         self._dispatch()
 
-    def _kill(self, child: _Child, reason: Literal["time", "turn", "abandoned"]) -> None:
+    def _kill(self, child: _Child, reason: Literal["time", "slow", "abandoned"]) -> None:
         if child.killed_for or self._control is None:
             return
         child.killed_for = reason

@@ -1,5 +1,6 @@
-"""Policies: which request is next. A policy ranks a request; the lowest rank goes first. Within a rank, the leads of all responses go
-first, in the order in which they came to lead; then the second sequences of all responses, the third ones, and so on (turns.py).
+"""Policies: which request is next. A policy ranks a request; the lowest rank goes first. Within a rank, the primary
+sequences of all responses go first, in the order in which they became primary; then the second sequences of all responses, the
+third ones, and so on (siblings.py).
 When pages run out, the sequence that would go last is preempted first."""
 
 import heapq
@@ -13,26 +14,26 @@ Policy = Callable[[GenerateRequest], int]
 
 
 def arrival(source: GenerateRequest) -> int:
-    """Strict first come, first served over responses: each has one lead at a time. A preempted request keeps its place: before
+    """Strict first come, first served over responses: each has one primary at a time. A preempted request keeps its place: before
     everything newer.
 
-    So no lead is overtaken, and the wait for a row is bounded, in steps of the loop, whatever comes later. A lead waits for older
-    leads only: at most one sequence of each response that is open when it comes, however many these have and however long they
+    So no primary is overtaken, and the wait for a row is bounded, in steps of the loop, whatever comes later. A primary waits for
+    older primaries only: at most one sequence of each response that is open when it comes, however many these have and however long they
     are. All others give way to it: it is planned before them, and if it lacks rows or pages, those that run are preempted,
     youngest first. None is preempted in vain: only if all of them together may hold what it lacks.
 
-    A step computes at most `budget` tokens, `depth` plans are in flight while the next is made. For each older lead: `longest` is
+    A step computes at most `budget` tokens, `depth` plans are in flight while the next is made. For each older primary: `longest` is
     its prompt and max_tokens, `open` what it may still sample, `uncomputed` what of `longest` has no keys and values yet.
 
     - With pages for no more than one request at a time: Σ (2 ⌈longest / budget⌉ + open + depth + 2) + 1. The oldest is never
       preempted for another, so it computes in every step; once more from its beginning if it was preempted before.
-    - The queue's head, without a preemption of an older lead meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over the
-      older leads that run. A step either spends its budget or advances all of them.
+    - The queue's head, without a preemption of an older primary meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over the
+      older primaries that run. A step either spends its budget or advances all of them.
 
-    A prompt that must be computed whole, in one step, has the same bounds: at worst all older leads end before it.
+    A prompt that must be computed whole, in one step, has the same bounds: at worst all older primaries end before it.
 
-    A sequence that does not lead runs in what leads leave free. It comes to lead after all older sequences of its response have
-    ended, so a response of k sequences waits k times at most as one sequence does.
+    A sequence that is not primary runs in what primaries leave free. It becomes primary after all older sequences of its response
+    have ended, so a response of k sequences waits k times at most as one sequence does.
 
     A request whose grammar is still being compiled is not in the queue yet. How many grammars are compiled before its own is
     bounded (grammar_cache.py), whatever comes later. Then it enters the queue at its old place, and the bounds above count the
@@ -45,8 +46,9 @@ def arrival(source: GenerateRequest) -> int:
 
 def priority(source: GenerateRequest) -> int:
     """By the request's `priority` field, lower first. It orders the queue, and chooses which request is preempted when pages
-    run out. Turns are taken among requests of one priority. A running request is never preempted to admit another, unless it is
-    not the first sequence of its response, and the other is the lead of one with the same or a lower `priority`."""
+    run out. Primaries go before other sequences among requests of one priority. A running request is never preempted to admit
+    another, unless it is not the first sequence of its response, and the other is the primary of one with the same or a lower
+    `priority`."""
     return source.priority
 
 
@@ -75,7 +77,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, int]] = []  # orders; entries that no longer hold are skipped later
         self._waiting: dict[int, Request] = {}
-        self.leads = Backlog()
+        self.primaries = Backlog()
         self.prompts = Backlog()  # of all that wait; several choices of a prompt count once
 
     def __len__(self) -> int:
@@ -128,7 +130,7 @@ class WaitingQueue:
         return request if request is not None and request.order == order else None
 
     def _backlogs(self, request: Request) -> Iterator[Backlog]:
-        if request.turn == 0:
-            yield self.leads
+        if request.is_primary:
+            yield self.primaries
         if request.index == 0:
             yield self.prompts

@@ -36,6 +36,7 @@ class Request:
         "num_preemptions",
         "num_published",
         "num_scored",
+        "num_siblings_ahead",
         "params",
         "pending",
         "place",
@@ -51,7 +52,6 @@ class Request:
         "special",
         "stop_ids",
         "tokens",
-        "turn",
     )
 
     def __init__(self, sequence: int, source: GenerateRequest, index: int) -> None:
@@ -88,11 +88,11 @@ class Request:
         self.is_swapped = False
         self.is_finished = False
         self.rank = 0  # by the policy
-        self.turn = 0  # by the response: 0 leads (turns.py)
-        self.place = sequence  # among leads: in the order in which they came to lead
-        self.gives_way = (
-            False  # it is not the first sequence of its response: it may be preempted to admit an older lead
-        )
+        # Open sequences of its response when it came. 0: it was the first, or became primary since (siblings.py).
+        self.num_siblings_ahead = 0
+        self.place = sequence  # among primaries: in the order in which they became primary
+        # Not the first sequence of its response: it may be preempted to admit an older primary.
+        self.gives_way = False
         # None for a plain prompt with sampled tokens. Steps of others are committed apart, so that plain ones pay nothing.
         self.special: PoolingParams | Loops | BeamGroup | None = self.pooling
         if self.pooling is None and params.repetition_detection is not None:
@@ -100,9 +100,14 @@ class Request:
         self.followers: list[Request] = []  # choices that will fork from this one when its prompt is computed
 
     @property
+    def is_primary(self) -> bool:
+        """Whether it is the one sequence of its response that has a place in the queue (siblings.py)."""
+        return self.num_siblings_ahead == 0
+
+    @property
     def order(self) -> tuple[int, int, int, int]:
         """The lowest is the oldest, and goes first. Beams of one search differ in the last number only."""
-        return (self.rank, self.turn, self.place, self.sequence)
+        return (self.rank, self.num_siblings_ahead, self.place, self.sequence)
 
     @property
     def has_output(self) -> bool:

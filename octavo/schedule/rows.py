@@ -26,13 +26,13 @@ class Rows:
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.awaiting_grammar)
 
-    def backlog(self, only_leads: bool) -> tuple[int, int]:
-        """How many prompts wait, and their tokens; or of these only what leads a response."""
-        queued = self.waiting.leads if only_leads else self.waiting.prompts
+    def backlog(self, only_primaries: bool) -> tuple[int, int]:
+        """How many prompts wait, and their tokens; or only those of primaries (siblings.py)."""
+        queued = self.waiting.primaries if only_primaries else self.waiting.prompts
         held = [
             request.prompt_len
             for request in self.awaiting_grammar.values()
-            if (request.turn if only_leads else request.index) == 0
+            if (request.is_primary if only_primaries else request.index == 0)
         ]
         return queued.num_requests + len(held), queued.num_tokens + sum(held)
 
@@ -71,14 +71,14 @@ class Rows:
         self.leave(request)
         self.waiting.add(request)
 
-    def lead(self, request: Request, place: int) -> None:
-        """It leads its response from now on, at this place; where it has a row, it keeps it."""
+    def promote(self, request: Request, place: int) -> None:
+        """Make it the primary of its response, at this place in the order. If it has a row, it keeps it."""
         is_waiting = request in self.waiting
         if is_waiting:
             self.waiting.remove(request)
         elif request.row >= 0:
             self.running.remove(request)
-        request.turn, request.place = 0, place
+        request.num_siblings_ahead, request.place = 0, place
         if is_waiting:
             self.waiting.add(request)
         elif request.row >= 0:

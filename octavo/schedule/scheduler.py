@@ -5,8 +5,8 @@ The one rule: a request has `length` tokens, `computed` of them done; a step giv
 A prompt token whose logprobs are wanted takes as much of the budget as several others.
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
 When pages run out the youngest running request is preempted. So the oldest always advances, and none is overtaken.
-"Oldest" is what the policy says it is: by default the order of arrival over responses, each of which has one lead at a time.
-Its other sequences are younger than all leads, and give way: a lead is admitted before they advance, and in their place.
+"Oldest" is what the policy says it is: by default the order of arrival over responses, each of which has one primary sequence at a time.
+Its other sequences are younger than all primaries, and give way: a primary is admitted before they advance, and in their place.
 A request whose grammar is not ready stays out of the queue, and enters it at its own place once the grammar is.
 A request for a vector ends when its prompt is computed; some must be computed whole, in one step.
 A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step.
@@ -38,7 +38,7 @@ from octavo.schedule.policy import Policy, WaitingQueue, arrival
 from octavo.schedule.request import Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
 from octavo.schedule.rows import Rows, order_of
-from octavo.schedule.turns import Turns
+from octavo.schedule.siblings import Siblings
 
 # Plans that a row with a late mask sits out: none after the first late step, then one, then twice as many each time, up to this. It
 # sits out none if there is nothing else to compute.
@@ -54,7 +54,7 @@ class Scheduler:
         self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
         self.swap_min_tokens = swap_min_tokens
         self.rows = Rows(max_rows)
-        self.turns = Turns()
+        self.siblings = Siblings()
         self.grammar_cache = GrammarCache(max_rows + MAX_UNUSED)
         self.num_preemptions = 0
         # Why the queue's head was not admitted by the last plan. All behind it wait for it.
@@ -85,7 +85,7 @@ class Scheduler:
         for choice in choices:
             choice.rank = rank
             if not params.use_beam_search:
-                self.turns.join(choice)
+                self.siblings.join(choice)
         self._open[source.id] = choices[:]
         job = self.grammar_cache.hold(source.id, params.grammar) if params.grammar else None
         added = Added(self._awaits_grammar(choices[0]), [] if job is None else [job])
@@ -97,7 +97,7 @@ class Scheduler:
             return added
         leader = choices[0]
         if params.use_beam_search:
-            self.turns.join(leader)
+            self.siblings.join(leader)
             group = BeamGroup(source, choices)
             group.follow_leader()
             most_pages = group.most_pages(self.cache, self.max_step_tokens)
@@ -257,22 +257,23 @@ class Scheduler:
     # ── planning ──
 
     def _plan_in_order(self, draft: StepPlan, planned: Planned, resting: list[Request]) -> None:
-        """Go from the oldest to the youngest: advance those that run, and admit a lead where younger sequences run that it comes
-        before. Then admit from the queue; none enters in the step of a preemption but the leads that others were preempted for.
+        """Go from the oldest to the youngest: advance those that run, and admit a primary where younger sequences run that it
+        comes before. Then admit from the queue; none enters in the step of a preemption but the primaries that others were preempted
+        for.
         `resting`: gets those that sit out this plan because their masks were late."""
         rows, running = self.rows, self.rows.running[:]
         budget, num_done = self.max_step_tokens, 0
-        while (lead := rows.waiting.head()) is not None and self._comes_before_running(lead, planned):
-            num_returned, num_older = len(planned.returned), bisect(running, lead.order, key=order_of)
+        while (primary := rows.waiting.head()) is not None and self._comes_before_running(primary, planned):
+            num_returned, num_older = len(planned.returned), bisect(running, primary.order, key=order_of)
             budget = self._advance(running[num_done:num_older], budget, draft, planned, resting)
             num_done = num_older
             if len(planned.returned) > num_returned:  # older ones have run out of pages
                 break
-            planned.head_waits_for = self._admit_lead(lead, budget, draft, planned)
+            planned.head_waits_for = self._admit_primary(primary, budget, draft, planned)
             if planned.head_waits_for is not None:
-                planned.head = lead
+                planned.head = primary
                 break
-            budget = self._begin(lead, budget, draft, planned)
+            budget = self._begin(primary, budget, draft, planned)
         budget = self._advance(running[num_done:], budget, draft, planned, resting)
         if planned.head is None and planned.returned:
             planned.head, planned.head_waits_for = rows.waiting.head(), "pages" if rows.free else "rows"
@@ -280,10 +281,10 @@ class Scheduler:
             self._plan_admissions(draft, planned, budget)
 
     def _comes_before_running(self, request: Request, planned: Planned) -> bool:
-        """Whether it leads a response and is older than a request that runs. What was preempted in this step stays out of it: its last
-        token may be on its way."""
+        """Whether it is the primary of its response and older than a request that runs. What was preempted in this step stays out of it:
+        its last token may be on its way."""
         running = self.rows.running
-        if request.turn or not running or running[-1].order < request.order:
+        if not request.is_primary or not running or running[-1].order < request.order:
             return False
         return not (planned.returned and request.gives_way)
 
@@ -352,31 +353,31 @@ class Scheduler:
         self._issue(request, count, draft, planned)
         return budget - cost
 
-    def _admit_lead(self, lead: Request, budget: int, draft: StepPlan, planned: Planned) -> HeadWaitReason | None:
-        """Admit a lead before the younger sequences that run, none of which is in the plan yet. If it lacks rows or pages, those that
-        give way are preempted, youngest first; none is where all of them together do not hold what it lacks."""
-        lacks = self._admit(lead, budget, draft, planned)
+    def _admit_primary(self, primary: Request, budget: int, draft: StepPlan, planned: Planned) -> HeadWaitReason | None:
+        """Admit a primary before the younger sequences that run, none of which is in the plan yet. If it lacks rows or pages, those
+        that give way are preempted, youngest first; none is where all of them together do not hold what it lacks."""
+        lacks = self._admit(primary, budget, draft, planned)
         if lacks is None or lacks == "budget":
             return lacks
-        younger = [request for request in self.rows.running if request.gives_way and request.order > lead.order]
-        if not self._would_fit(lead, younger):
+        younger = [request for request in self.rows.running if request.gives_way and request.order > primary.order]
+        if not self._would_fit(primary, younger):
             return lacks
         while lacks is not None and younger:
             victim = younger.pop()
             if victim.row >= 0:  # else preempted with its search
                 self._preempt(victim, draft, planned)
-                lacks = self._admit(lead, budget, draft, planned)
+                lacks = self._admit(primary, budget, draft, planned)
         return lacks
 
-    def _would_fit(self, lead: Request, younger: list[Request]) -> bool:
-        """Whether the lead might be admitted if none of these ran. Pages that they share count once for each."""
-        beams = lead.special if isinstance(lead.special, BeamGroup) else None
+    def _would_fit(self, primary: Request, younger: list[Request]) -> bool:
+        """Whether the primary might be admitted if none of these ran. Pages that they share count once for each."""
+        beams = primary.special if isinstance(primary.special, BeamGroup) else None
         if len(self.rows.free) + len(younger) < (1 if beams is None else len(beams.requests)):
             return False
         tables = (self.cache.tables.get(request.sequence, ()) for request in younger)
         num_held = sum(len(table.pages) for of_request in tables for table in of_request)
-        tokens = lead.tokens if beams is None else lead.tokens[: lead.prompt_len]
-        return self.cache.num_missing(lead.sequence, tokens, reuse=lead.may_reuse) <= num_held
+        tokens = primary.tokens if beams is None else primary.tokens[: primary.prompt_len]
+        return self.cache.num_missing(primary.sequence, tokens, reuse=primary.may_reuse) <= num_held
 
     def _admit(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> HeadWaitReason | None:
         """Give the request (and the beams of its search) rows, and pages for every token it has."""
@@ -493,8 +494,8 @@ class Scheduler:
 
     def _fork_all(self, draft: StepPlan, planned: Planned) -> None:
         """These leaders' prompts are in this plan: their other choices share all of it but the last token, which each computes for
-        itself in the next step, to sample after it. A choice that writes to a shared page gets a copy. A choice whose turn it is not,
-        or that finds no free row, waits in the queue as a request of its own: it will find the prompt in the prefix cache."""
+        itself in the next step, to sample after it. A choice that writes to a shared page gets a copy. A choice that an older
+        request waits before, or that finds no free row, waits in the queue as a request of its own: it will find the prompt in the prefix cache."""
         pairs = [(leader, follower) for leader in planned.forking for follower in leader.followers]
         if len(planned.forking) > 1:  # the choices of several leaders take rows in their own order
             pairs.sort(key=lambda pair: pair[1].order)
@@ -691,10 +692,10 @@ class Scheduler:
         else:
             self.rows.queue(request)
 
-    def _lead(self, request: Request) -> None:
-        """All older sequences of its response have ended: it takes a place behind all leads there are."""
+    def _promote(self, request: Request) -> None:
+        """All older sequences of its response have ended: it becomes primary, at a place behind all primaries there are."""
         for sequence in request.special.requests if isinstance(request.special, BeamGroup) else (request,):
-            self.rows.lead(sequence, self._next_sequence)
+            self.rows.promote(sequence, self._next_sequence)
         self._next_sequence += 1
 
     def _let_in(self, requests: Iterable[Request]) -> list[Request]:
@@ -716,8 +717,8 @@ class Scheduler:
         for other in choices:
             if request in other.followers:
                 other.followers.remove(request)
-        if (lead := self.turns.leave(request)) is not None:
-            self._lead(lead)
+        if (primary := self.siblings.leave(request)) is not None:
+            self._promote(primary)
         self.rows.remove(request)
         if request.is_swapped or request.sequence in self.cache.tables:
             self.cache.release(request.sequence)

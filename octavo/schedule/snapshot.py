@@ -51,9 +51,9 @@ class RequestState(msgspec.Struct, array_like=True, gc=False):
     tokens: list[int]  # empty: not recorded
     followers: list[int]  # sequences
     late: tuple[int, int, int] = (0, -1, 0)  # late_steps, late_at, sits_out
-    # Recordings of before there were turns do not have these: every request was a response of its own.
+    # Recordings from before decision 035 do not have these: every request was a response of its own.
     response_id: str = ""
-    turn: int = 0
+    num_siblings_ahead: int = 0
     place: int = -1
     gives_way: bool = False
 
@@ -154,7 +154,7 @@ def restore(
         requests[request.sequence] = request
         scheduler._open.setdefault(request.id, []).append(request)
         if not scheduler.has_priorities:
-            request.rank = 0  # recordings of before there were turns have the order of arrival here
+            request.rank = 0  # recordings from before decision 035 have the order of arrival here
     for request_state in state.requests:
         requests[request_state.kept[0]].followers = [requests[sequence] for sequence in request_state.followers]
     for sequence in state.waiting:
@@ -167,7 +167,7 @@ def restore(
         _restore_beams(beams, requests)
     for _, request in sorted(requests.items()):
         if not isinstance(request.special, BeamGroup) or request is request.special.leader:
-            scheduler.turns.restore(request)
+            scheduler.siblings.restore(request)
 
 
 def _request_state(request: Request, manner: Manner) -> RequestState:
@@ -180,7 +180,7 @@ def _request_state(request: Request, manner: Manner) -> RequestState:
         [follower.sequence for follower in request.followers],
         (request.late_steps, request.late_at, request.sits_out),
         request.response_id,
-        request.turn,
+        request.num_siblings_ahead,
         request.place,
         request.gives_way,
     )
@@ -198,7 +198,7 @@ def _request(state: RequestState, params: SamplingParams, tokens: list[int]) -> 
     request.special = request.pooling or loops_of(params.repetition_detection, begun)
     request.followers = []
     request.response_id = state.response_id or request.id
-    request.turn, request.gives_way = state.turn, state.gives_way
+    request.num_siblings_ahead, request.gives_way = state.num_siblings_ahead, state.gives_way
     request.place = state.place if state.place >= 0 else request.sequence
     return request
 

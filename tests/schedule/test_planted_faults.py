@@ -17,13 +17,23 @@ import octavo.schedule.outcome
 import octavo.schedule.policy
 import octavo.schedule.rows
 import octavo.schedule.scheduler
-import octavo.schedule.turns
+import octavo.schedule.siblings
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
 SPAN, OUTCOME, ROWS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
-BEAMS, POLICY, TURNS = octavo.schedule.beams.group, octavo.schedule.policy, octavo.schedule.turns
-MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, POLICY, TURNS, ROWS, SCHEDULER)  # a module comes after those it imports
+BEAMS, POLICY, SIBLINGS = octavo.schedule.beams.group, octavo.schedule.policy, octavo.schedule.siblings
+MODULES = (
+    POOL,
+    SPAN,
+    CACHE,
+    OUTCOME,
+    BEAMS,
+    POLICY,
+    SIBLINGS,
+    ROWS,
+    SCHEDULER,
+)  # a module comes after those it imports
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -95,31 +105,39 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "if planned.head is None and planned.returned:",
         "if False:",
     ),
-    "a lead waits for those that should give way": (
+    "a primary waits for those that should give way": (
         SCHEDULER,
-        "if request.turn or not running or running[-1].order < request.order:",
+        "if not request.is_primary or not running or running[-1].order < request.order:",
         "if True:",
     ),
     "the oldest gives way first": (SCHEDULER, "victim = younger.pop()", "victim = younger.pop(0)"),
     "older ones give way too": (
         SCHEDULER,
-        "if request.gives_way and request.order > lead.order]",
+        "if request.gives_way and request.order > primary.order]",
         "if request.gives_way]",
     ),
-    "a choice takes a row before its turn": (
+    "a choice takes a row before an older request": (
         SCHEDULER,
         "if not self.rows.free or (head is not None and head.order < follower.order):",
         "if not self.rows.free:",
     ),
-    "who comes to lead goes before those who waited": (
+    "a new primary goes before those that waited": (
         SCHEDULER,
-        "self.rows.lead(sequence, self._next_sequence)",
-        "self.rows.lead(sequence, sequence.sequence)",
+        "self.rows.promote(sequence, self._next_sequence)",
+        "self.rows.promote(sequence, sequence.sequence)",
     ),
-    "all sequences of a response lead": (TURNS, "request.turn = len(sequences)", "request.turn = 0"),
-    "none leads after the first": (TURNS, "if request.turn == 0 else None", "if False else None"),
-    "the youngest leads next": (TURNS, "next(iter(sequences.values()))", "next(reversed(sequences.values()))"),
-    "a response never ends": (TURNS, "del self._open[request.response_id]", "pass"),
+    "all sequences of a response are primary": (
+        SIBLINGS,
+        "request.num_siblings_ahead = len(sequences)",
+        "request.num_siblings_ahead = 0",
+    ),
+    "none is primary after the first": (SIBLINGS, "if request.is_primary else None", "if False else None"),
+    "the youngest becomes primary next": (
+        SIBLINGS,
+        "next(iter(sequences.values()))",
+        "next(reversed(sequences.values()))",
+    ),
+    "a response never ends": (SIBLINGS, "del self._open[request.response_id]", "pass"),
     "what must be computed whole is cut": (SCHEDULER, "request.length if request.needs_one_step else 1", "1"),
     "what must be computed whole begins in the cache": (
         SCHEDULER,

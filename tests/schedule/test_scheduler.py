@@ -270,13 +270,13 @@ def test_a_lead_takes_the_row_of_the_youngest_that_gives_way():
     scheduler.add(part("b", 1))
     planned = scheduler.plan()
     assert [each.request.id for each in planned.returned] == ["a2"] and [each.id for each in planned.admitted] == ["b0"]
-    assert names(scheduler) == ["a0", "b0", "a1"], "both leads, then those that give way"
+    assert names(scheduler) == ["a0", "b0", "a1"], "both primaries, then those that give way"
     scheduler.commit(planned.plan, result_of(planned.plan))
     assert not scheduler.plan().returned, "a second sequence takes no row from another"
 
 
 def test_a_lead_is_computed_before_those_that_give_way():
-    """The budget of a step goes to leads first, also where a younger sequence has run for longer."""
+    """The budget of a step goes to primaries first, also where a younger sequence has run for longer."""
     scheduler = Scheduler(KVCache(100, 4), max_rows=4, max_step_tokens=8)
     scheduler.add(part("a", 0, prompt_len=4))
     scheduler.add(part("a", 1, prompt_len=40))
@@ -293,7 +293,7 @@ def test_a_lead_is_computed_before_those_that_give_way():
 
 
 def test_none_gives_way_in_vain():
-    """A lead that needs more pages than all that give way hold: they go on, and it waits for the pages of an older lead."""
+    """A primary that needs more pages than all that give way hold: they go on, and it waits for the pages of an older primary."""
     scheduler = Scheduler(KVCache(12, 4, prefix_caching=False), max_rows=4, max_step_tokens=100)
     scheduler.add(part("a", 0, prompt_len=24))
     for number in (0, 1):
@@ -306,7 +306,7 @@ def test_none_gives_way_in_vain():
     scheduler.commit(planned.plan, result_of(planned.plan))
     scheduler.abort("a0")
     scheduler.abort("b0")
-    planned = scheduler.plan()  # b1 leads now, and came to lead after c0 had come
+    planned = scheduler.plan()  # b1 is primary now, and became primary after c0 had come
     assert [each.request.id for each in planned.returned] == ["b1"] and [each.id for each in planned.admitted] == ["c0"]
 
 
@@ -365,7 +365,7 @@ def test_choices_that_find_no_row_wait_and_find_their_prompt_in_the_cache():
 
 
 def test_the_queue_shows_each_request_once_wherever_it_was():
-    """One that comes to lead while it waits has another place from then on."""
+    """One that becomes primary while it waits has another place from then on."""
     scheduler = Scheduler(KVCache(100, 4), max_rows=1, max_step_tokens=100)
     for name in "ab":
         for number in range(3):
@@ -377,19 +377,19 @@ def test_the_queue_shows_each_request_once_wherever_it_was():
     assert [each.id for each in waiting.first(10)] == ["b0", "a1", "b1", "a2", "b2"]
     scheduler.abort("b0")
     assert [each.id for each in waiting.first(10)] == ["a1", "b1", "a2", "b2"]
-    assert [waiting.place(each) for each in waiting.first(10)] == [1, 2, 3, 4] and waiting.leads.num_requests == 2
+    assert [waiting.place(each) for each in waiting.first(10)] == [1, 2, 3, 4] and waiting.primaries.num_requests == 2
 
 
 def test_a_queue_that_never_empties_forgets_old_places():
     scheduler = Scheduler(KVCache(100, 4), max_rows=1, max_step_tokens=100)
     scheduler.add(part("z", 0))
     scheduler.plan()
-    for turn in range(300):
+    for at in range(300):
         for number in range(6):
-            scheduler.add(part(chr(1000 + turn), number))
-        if turn > 2:
+            scheduler.add(part(chr(1000 + at), number))
+        if at > 2:
             for number in range(6):
-                scheduler.abort(f"{chr(1000 + turn - 3)}{number}")
+                scheduler.abort(f"{chr(1000 + at - 3)}{number}")
         assert len(scheduler.waiting._heap) <= 200, "of 18 that wait, and 1,800 that did"
     head = scheduler.waiting.head()
     assert head is not None and head.id == f"{chr(1000 + 297)}0"

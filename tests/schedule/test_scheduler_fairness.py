@@ -1,7 +1,7 @@
-"""First come, first served, as a bound: no response is overtaken, and its lead is admitted once the work before it can be done.
+"""First come, first served, as a bound: no response is overtaken, and its primary is admitted once the work before it can be done.
 
-The bounds are those of octavo/schedule/policy.py, in steps of the loop. They count older leads, one for each response that is open
-when a sequence comes to lead, however many sequences those have. Of an older lead: `longest` is what it will hold at most (prompt
+The bounds are those of octavo/schedule/policy.py, in steps of the loop. They count older primaries, one for each response that is open
+when a sequence becomes primary, however many sequences those have. Of an older primary: `longest` is what it will hold at most (prompt
 and max_tokens), `open` what it may still sample, `uncomputed` what of `longest` has no keys and values yet. `budget` is what a step
 may compute, `depth` how many plans are in flight while the next is made.
 
@@ -9,7 +9,7 @@ one after the other   Σ (2 ⌈longest / budget⌉ + open + depth + 2) + 1: what
 all at once           ⌊Σ uncomputed / budget⌋ + max open + depth + 3: of the queue's head, if older ones do not lack pages meanwhile
 
 Both hold for prompts of which a vector is wanted and that must be computed whole, in one step. They need all of a step's budget
-at worst, so all older leads may have to end before them; they pass none by, and none passes them."""
+at worst, so all older primaries may have to end before them; they pass none by, and none passes them."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ ASKED = st.builds(
 
 @dataclass
 class Queue:
-    """Responses through a scheduler, step by step; every lead is watched from when it waits until it is admitted."""
+    """Responses through a scheduler, step by step; every primary is watched from when it waits until it is admitted."""
 
     rows: int
     budget: int
@@ -65,15 +65,15 @@ class Queue:
     num_host_pages: int
     depth: int
     now: int = 0  # steps so far
-    closest: int = 1000  # steps that were left to a lead when it was admitted
+    closest: int = 1000  # steps that were left to a primary when it was admitted
     num_waits: int = 0
     num_whole_waits: int = 0  # of them: prompts that must be computed whole, for want of budget
-    num_ways: int = 0  # steps in which a lead was admitted in the place of younger sequences
+    num_ways: int = 0  # steps in which a primary was admitted in the place of younger sequences
     heads: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence → (since, bound)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(KVCache(self.num_pages, PAGE_SIZE, self.num_host_pages), self.rows, self.budget)
-        self.leads: dict[int, tuple[int, int]] = {}  # leads that wait: sequence → (since, bound)
+        self.primaries: dict[int, tuple[int, int]] = {}  # primaries that wait: sequence → (since, bound)
         self.stops: dict[str, int] = {}
         self.flight: deque = deque()
 
@@ -94,7 +94,7 @@ class Queue:
     def abort(self, name: str) -> None:
         for request in {each.id: each for each in self.scheduler.requests() if each.response_id == name}.values():
             for choice in self.scheduler.choices(request.id):
-                self.leads.pop(choice.sequence, None)
+                self.primaries.pop(choice.sequence, None)
             self.scheduler.abort(request.id)
         self._note_leads()
 
@@ -122,11 +122,13 @@ class Queue:
         self._note_leads()
         waiting = min((request.order for request in scheduler.waiting), default=(1, 0, 0, 0))
         assert all(request.gives_way or request.order < waiting for request in scheduler.running), "overtaken"
-        for since, bound in self.leads.values():
-            assert self.now - since <= bound, "waits longer than all older leads could take one after the other"
+        for since, bound in self.primaries.values():
+            assert self.now - since <= bound, "waits longer than all older primaries could take one after the other"
         for sequence, (since, bound) in self.heads.items():
-            if sequence in self.leads:
-                assert self.now - since <= bound, "the head waits longer than older leads that run could take together"
+            if sequence in self.primaries:
+                assert self.now - since <= bound, (
+                    "the head waits longer than older primaries that run could take together"
+                )
         assert not audit(scheduler.cache)
 
     def _token(self, request: Request) -> int:
@@ -135,22 +137,24 @@ class Queue:
     def _alone(self, older: Request) -> int:
         return 2 * -(-older.max_len // self.budget) + older.max_len - len(older.tokens) + self.depth + 2
 
-    def _older(self, lead: Request) -> list[Request]:
+    def _older(self, primary: Request) -> list[Request]:
         """One sequence of each response that comes before it."""
-        older = [request for request in self.scheduler.requests() if request.turn == 0 and request.order < lead.order]
+        older = [
+            request for request in self.scheduler.requests() if request.is_primary and request.order < primary.order
+        ]
         assert len({request.response_id for request in older}) == len(older)
         return older
 
     def _note_leads(self) -> None:
-        """Leads that wait from now on: new ones, those that just came to lead, and those that were preempted."""
+        """Primaries that wait from now on: new ones, those that just became primary, and those that were preempted."""
         for request in self.scheduler.waiting:
-            if request.turn == 0 and request.sequence not in self.leads:
+            if request.is_primary and request.sequence not in self.primaries:
                 bound = sum(self._alone(older) for older in self._older(request)) + 1
-                self.leads[request.sequence] = (self.now, bound)
+                self.primaries[request.sequence] = (self.now, bound)
 
     def _note_head(self) -> None:
         head = self.scheduler.waiting.head()
-        if head is None or head.turn or head.sequence in self.heads:
+        if head is None or not head.is_primary or head.sequence in self.heads:
             return
         older = self._older(head)
         assert all(request.row >= 0 for request in older)
@@ -160,11 +164,11 @@ class Queue:
         self.heads[head.sequence] = (self.now, bound)
 
     def _admitted(self, request: Request) -> None:
-        if request.turn:
-            assert not self.leads, "a lead waits"
+        if not request.is_primary:
+            assert not self.primaries, "a primary waits"
             return
-        since, _ = self.leads.pop(request.sequence)
-        assert all(request.order < self._request(other).order for other in self.leads), "overtaken"
+        since, _ = self.primaries.pop(request.sequence)
+        assert all(request.order < self._request(other).order for other in self.primaries), "overtaken"
         if self.now > since:
             self.num_waits += 1
             self.num_whole_waits += request.needs_one_step
@@ -189,7 +193,7 @@ class Queue:
                     self.abort(name)
             self.step()
             assert self.now < 20_000, "livelock"
-        assert not self.leads and not audit(self.scheduler.cache, is_idle=True)
+        assert not self.primaries and not audit(self.scheduler.cache, is_idle=True)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -243,7 +247,7 @@ def test_a_response_of_many_sequences_keeps_no_other_waiting(depth, num_prompts,
         while queue.scheduler.has(f"small{number}-0"):
             queue.step()
             num_steps += 1
-        # None enters in a step in which an older lead runs out of pages.
+        # None enters in a step in which an older primary runs out of pages.
         assert num_steps <= 2 + depth + (4 if more_pages == 6 else 0), num_steps
     queue.run([])
     assert queue.num_ways > 0
@@ -260,7 +264,7 @@ def test_a_response_of_many_sequences_goes_on_beside_an_endless_stream_of_others
             number += 1
         queue.step()
         assert queue.now < 5000
-    # Eight turns, each behind the leads that wait: about a dozen of others between two of them.
+    # Eight sequences, each behind the primaries that wait: about a dozen of others between two of them.
     assert 8 * 4 <= number <= 8 * 24, number
 
 

@@ -93,7 +93,7 @@ def test_a_row_whose_mask_is_late_loses_nothing_but_the_step(has_windows):
 
 @pytest.mark.parametrize("has_beams", [False, True], ids=["fcfs", "priorities and beams"])
 def test_a_thousand_seeded_workloads_of_responses_with_many_sequences(has_beams):
-    """Prompts and choices of one response take turns with those of others, and every token stays what it is alone."""
+    """Prompts and choices of one response give way to those of others, and every token stays what it is alone."""
     total: Counter[str] = Counter()
     for seed in range(1000):
         options = {"has_windows": seed % 3 == 0, "has_grammars": seed % 5 == 0, "is_mortal": seed % 7 == 0}
@@ -102,7 +102,7 @@ def test_a_thousand_seeded_workloads_of_responses_with_many_sequences(has_beams)
         except BaseException:
             print(f"workload seed {seed}")
             raise
-    for what in ("made_way", "led_later", "apart", "preemptions", "copies", "forks", "swaps", "aborts", "deaths"):
+    for what in ("made_way", "promoted", "apart", "preemptions", "copies", "forks", "swaps", "aborts", "deaths"):
         assert total[what] > 100, (what, total)
 
 

@@ -47,9 +47,9 @@ class Tally:
     void: int = 0  # of those: because the token before was
     rested: int = 0  # plans that a late row sat out
     restarts: int = 0  # late rows that were preempted, or whose pages a window had passed
-    made_way: int = 0  # steps in which a lead entered in the place of younger sequences
-    led_later: int = 0  # sequences that came to lead their response
-    kept_out: int = 0  # steps in which a lead had no row, rightly, while there were pages for it
+    made_way: int = 0  # steps in which a primary entered in the place of younger sequences
+    promoted: int = 0  # sequences that became the primary of their response
+    kept_out: int = 0  # steps in which a primary had no row, rightly, while there were pages for it
     apart: int = 0  # choices that found no row with their leader, and went on as requests of their own
 
 
@@ -169,20 +169,20 @@ class Workload:
         assert not any(request in returned for request in planned.admitted), "entered in the step of its preemption"
         forked = [request.order for request in planned.forked if not search_of(request)]
         older = min((request.order for request in scheduler.waiting), default=None)
-        assert not forked or older is None or max(forked) < older, "a choice before its turn"
+        assert not forked or older is None or max(forked) < older, "a choice before an older request"
         self.tally.made_way += bool(admitted) and bool(returned)
         self.tally.apart += len(planned.queued)
         self._check_ways(planned)
 
     def _check_ways(self, planned: Planned) -> None:
-        """No lead waits for what sequences hold that must give way to it; and the youngest of them is preempted first."""
+        """No primary waits for what sequences hold that must give way to it; and the youngest of them is preempted first."""
         scheduler, head = self.scheduler, planned.head
         for each in planned.returned:
             if each.request.late_steps:  # perhaps because a window has passed its pages, which none can give back
                 continue
             younger = [request for request in planned.requests if request.order > each.request.order]
             assert not any(request.gives_way for request in younger), "a younger one stays"
-        if head is None or head.turn or planned.returned or planned.head_waits_for != "rows":
+        if head is None or not head.is_primary or planned.returned or planned.head_waits_for != "rows":
             return
         younger = [request for request in scheduler.running if request.gives_way and request.order > head.order]
         width = len(search_of(head)) or 1
@@ -390,7 +390,9 @@ class Workload:
         assert running == sorted(running), "running is in the policy's order"
         waiting = [*scheduler.waiting]
         for request in waiting if not self.has_grammars else ():  # else as _check_entries() has it
-            if request.turn or (request.gives_way and self.policy == "priority"):  # preempted for one of a lower rank
+            if not request.is_primary or (
+                request.gives_way and self.policy == "priority"
+            ):  # preempted for one of a lower rank
                 continue
             younger = [other for other in scheduler.running if other.order > request.order]
             assert all(other.gives_way or other.rank > request.rank for other in younger), "overtaking within a rank"
@@ -409,7 +411,7 @@ class Workload:
                 assert not window or len(table.pages) <= most <= -(-(window + self.budget) // self.page_size) + 1
 
     def _check_turns(self) -> None:
-        """Each response has one lead: its oldest open sequence. All others give way."""
+        """Each response has one primary: its oldest open sequence. All others give way."""
         by_response: dict[str, list[Request]] = {}
         for request in self.scheduler.requests():
             beams = search_of(request)
@@ -418,14 +420,18 @@ class Workload:
             else:
                 assert request.order[:3] == beams[0].order[:3], "a beam apart from its search"
         for requests in by_response.values():
-            lead, *others = sorted(requests, key=lambda request: request.sequence)
-            assert lead.turn == 0 and all(request.turn and request.gives_way for request in others), "one leads"
-            assert lead.gives_way == (lead.place > lead.sequence), "who comes to lead later has a later place"
-        leads = [requests[0] for requests in by_response.values()]
-        self.tally.led_later += sum(request.gives_way for request in leads)
-        assert self.scheduler.turns._open.keys() == by_response.keys(), "responses leaked"
-        backlog = self.scheduler.waiting.leads
-        waiting = [request for request in self.scheduler.waiting if request.turn == 0]
+            primary, *others = sorted(requests, key=lambda request: request.sequence)
+            assert primary.is_primary and all(request.num_siblings_ahead and request.gives_way for request in others), (
+                "one is primary"
+            )
+            assert primary.gives_way == (primary.place > primary.sequence), (
+                "one that becomes primary later has a later place"
+            )
+        primaries = [requests[0] for requests in by_response.values()]
+        self.tally.promoted += sum(request.gives_way for request in primaries)
+        assert self.scheduler.siblings._open.keys() == by_response.keys(), "responses leaked"
+        backlog = self.scheduler.waiting.primaries
+        waiting = [request for request in self.scheduler.waiting if request.is_primary]
         assert backlog.num_requests == len(waiting), "miscounted"
         assert backlog.num_tokens == sum(request.prompt_len for request in waiting), "miscounted"
 

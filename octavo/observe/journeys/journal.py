@@ -83,7 +83,7 @@ class _Track:
         self, index: int, request: GenerateRequest, now: float, queue_look: dict[str, float], step_at: int
     ) -> None:
         self.index = index
-        self.is_first = not (request.part or index)  # of its HTTP request: others take turns
+        self.is_first = not (request.part or index)  # of its HTTP request: the others give way
         self.is_pooled = request.pooling is not None  # it gets a vector instead of tokens
         self.has_grammar = bool(request.params.grammar)
         self.grammar_at = 0.0  # seconds that grammars had taken when the present stage began

@@ -38,7 +38,11 @@ class BeamGroup:
     def follow_leader(self) -> None:
         """All beams have the leader's place in the policy's order: they advance and leave together."""
         for request in self.others:
-            request.turn, request.place, request.gives_way = self.leader.turn, self.leader.place, self.leader.gives_way
+            request.num_siblings_ahead, request.place, request.gives_way = (
+                self.leader.num_siblings_ahead,
+                self.leader.place,
+                self.leader.gives_way,
+            )
 
     def take(self, request: Request, candidates: Candidates) -> bool:
         """Keep a beam's candidates. True: all beams have been computed."""
