@@ -61,7 +61,7 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-class Choice(Protocol):
+class ScoredChoice(Protocol):
     """A dataclass with the fields that `likeliest` reads."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -69,10 +69,10 @@ class Choice(Protocol):
     logprobs: list[Logprobs]  # one entry per token
 
 
-Some = TypeVar("Some", bound=Choice)
+T = TypeVar("T", bound=ScoredChoice)
 
 
-def likeliest(choices: Sequence[Some], count: int, first_index: int = 0) -> list[Some]:
+def likeliest(choices: Sequence[T], count: int, first_index: int = 0) -> list[T]:
     """Return the `count` choices with the highest mean logprob per token, best first, renumbered, as OpenAI's best_of does. Ties
     keep their order."""
     means = [sum(entry.logprobs[0] for entry in choice.logprobs) / max(1, len(choice.logprobs)) for choice in choices]

@@ -26,7 +26,7 @@ class Admission(NamedTuple):
 class Growth(NamedTuple):
     """Changes to a sequence's page table in one group, after which it may write up to the requested length."""
 
-    slots: list[int]  # ┐ entries of the page table that changed
+    entries: list[int]  # ┐ entries of the page table that changed
     pages: list[int]  # ┘ and their new pages
     copied: int | None  # page whose content must first be copied to pages[0] (copy on write), if any
 
@@ -275,17 +275,17 @@ class KVCache:
         return table.pages[: first_seen(start, window, self.page_size) - table.first] if window else []
 
     def _grow(self, table: PageTable, first: int, needed: int, copies: bool) -> Growth:
-        slots = list(range(table.first + len(table.pages), needed))
-        pages, copied = self.pool.take(len(slots)), None
+        entries = list(range(table.first + len(table.pages), needed))
+        pages, copied = self.pool.take(len(entries)), None
         table.pages += pages
         if copies:
             at = first - table.first
             copied = table.pages[at]
             table.pages[at] = self.pool.take(1)[0]
             self.pool.give([copied])
-            slots.insert(0, first)
+            entries.insert(0, first)
             pages = [table.pages[at], *pages]
-        return Growth(slots, pages, copied)
+        return Growth(entries, pages, copied)
 
     def _publish(self, tables: list[PageTable], i: int, key: bytes) -> None:
         for table, tag in zip(tables, self._tags, strict=True):

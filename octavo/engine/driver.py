@@ -77,7 +77,7 @@ class Driver:
         try:
             while self._take_in():
                 if self._recovery is not None:
-                    self._reunite(self._recovery)
+                    self._continue_requests(self._recovery)
                 while loop.has_work:
                     self._send(loop.step())
                     if self._recovery is not None or not inbox.empty():
@@ -154,11 +154,11 @@ class Driver:
             self._loop.abort(Abort(request_id))
             self._forget_if_done(request_id)
 
-    def _reunite(self, recovery: Recovery) -> None:
-        while group := recovery.next_group():
-            if any(request.begun for request in group):
-                log.warning("continuing %d requests after an engine restart", len(group))
-            for request in group:
+    def _continue_requests(self, recovery: Recovery) -> None:
+        while wave := recovery.next_wave():
+            if any(request.begun for request in wave):
+                log.warning("continuing %d requests after an engine restart", len(wave))
+            for request in wave:
                 self._add(request)
         if recovery.is_over:
             self._recovery = None

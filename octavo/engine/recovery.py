@@ -21,17 +21,17 @@ class Recovery:
         self._absent = set(range(num_origins))
         self._survivors: list[GenerateRequest] = []
         self._newcomers: list[GenerateRequest] = []  # no engine has taken them in: they come after all survivors
-        self._groups: deque[list[GenerateRequest]] | None = None  # None: not all API processes have sent their Hello
+        self._waves: deque[list[GenerateRequest]] | None = None  # None: not all API processes have sent their Hello
         self._on_trial: dict[str, int] = {}  # suspect that runs now → tokens that it must still produce
 
     @property
     def is_over(self) -> bool:
         """Whether all requests have been handed out: new ones need not pass through here any more."""
-        return self._groups is not None and not (self._groups or self._on_trial or self._newcomers)
+        return self._waves is not None and not (self._waves or self._on_trial or self._newcomers)
 
     def hello(self, hello: Hello) -> None:
         self._absent.discard(hello.origin)
-        if self._groups is None:
+        if self._waves is None:
             self._survivors += hello.survivors
         self._newcomers += hello.newcomers
 
@@ -40,26 +40,26 @@ class Recovery:
 
     def drop(self, abort: Abort) -> None:
         """Abort a request that waits here, as the scheduler's abort does for the others."""
-        for requests in (self._survivors, self._newcomers, *(self._groups or ())):
+        for requests in (self._survivors, self._newcomers, *(self._waves or ())):
             for at, request in enumerate(requests):
                 if request.id == abort.request_id:
                     before = request.begun or [[] for _ in range(request.params.n)]
                     begun = [None if abort.index in (-1, index) else tokens for index, tokens in enumerate(before)]
                     is_left = any(tokens is not None for tokens in begun)
                     requests[at : at + 1] = [msgspec.structs.replace(request, begun=begun)] if is_left else []
-                    self._drop_empty_groups()
+                    self._drop_empty_waves()
                     return
 
     def lose(self, origin: int) -> None:
         """Drop the requests of an API process that has ended."""
-        for requests in (self._survivors, self._newcomers, *(self._groups or ())):
+        for requests in (self._survivors, self._newcomers, *(self._waves or ())):
             requests[:] = [request for request in requests if request.origin != origin]
-        self._drop_empty_groups()
+        self._drop_empty_waves()
 
-    def _drop_empty_groups(self) -> None:
-        """Remove empty groups."""
-        if self._groups is not None:
-            self._groups = deque(group for group in self._groups if group)
+    def _drop_empty_waves(self) -> None:
+        """Remove empty waves."""
+        if self._waves is not None:
+            self._waves = deque(wave for wave in self._waves if wave)
 
     def forget(self, request_id: str) -> None:
         """Take a request that is gone off the trial."""
@@ -75,24 +75,24 @@ class Recovery:
                 if self._on_trial[delta.request_id] <= 0 or delta.finish is not None:
                     del self._on_trial[delta.request_id]
 
-    def next_group(self) -> list[GenerateRequest]:
+    def next_wave(self) -> list[GenerateRequest]:
         """Return the requests that may run now. Empty: none yet."""
         if self._absent or self._on_trial:
             return []
-        if self._groups is None:
-            self._groups = deque(trials(self._survivors))
+        if self._waves is None:
+            self._waves = deque(split_into_waves(self._survivors))
             self._survivors = []
-        if not self._groups:
+        if not self._waves:
             newcomers, self._newcomers = self._newcomers, []
             return sorted(newcomers, key=lambda request: request.submitted)
-        group = self._groups.popleft()
-        if group[0].strikes >= SUSPICIOUS:
-            self._on_trial = {request.id: PROOF_TOKENS for request in group}
-        return group
+        wave = self._waves.popleft()
+        if wave[0].strikes >= SUSPICIOUS:
+            self._on_trial = {request.id: PROOF_TOKENS for request in wave}
+        return wave
 
 
-def trials(survivors: Sequence[GenerateRequest]) -> list[list[GenerateRequest]]:
-    """Split survivors into the groups to run one after another; the last one holds all that are not suspects. Within a group,
+def split_into_waves(survivors: Sequence[GenerateRequest]) -> list[list[GenerateRequest]]:
+    """Split survivors into the waves to run one after another; the last one holds all that are not suspects. Within a wave,
     oldest first."""
     survivors = sorted(survivors, key=lambda request: request.submitted)
     most = max((request.strikes for request in survivors), default=0)
@@ -101,4 +101,4 @@ def trials(survivors: Sequence[GenerateRequest]) -> list[list[GenerateRequest]]:
     tried = {request.id for request in first}
     second = [request for request in survivors if request.strikes >= SUSPICIOUS and request.id not in tried]
     rest = [request for request in survivors if request.strikes < SUSPICIOUS]
-    return [group for group in (first, second, rest) if group]
+    return [wave for wave in (first, second, rest) if wave]

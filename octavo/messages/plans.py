@@ -136,8 +136,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     starts: list[int]  # │ starts[i] … starts[i] + counts[i] − 1
     counts: list[int]  # │ and samples a token after the last of them
     samples: list[bool]  # ┘ if samples[i]
-    page_rows: list[int]  # ┐ entry page_slots[j] of row page_rows[j]'s page table
-    page_slots: list[int]  # │ becomes page_ids[j], before the step
+    page_rows: list[int]  # ┐ entry page_entries[j] of the page table of row page_rows[j]
+    page_entries: list[int]  # │ becomes page_ids[j], before the step
     page_ids: list[int]  # ┘
     page_groups: list[int] = []  # group whose page table entry j changes; empty: there is one group
     forced: list[ForcedToken] = []

@@ -160,7 +160,7 @@ def digest(plan: StepPlan, num_rows_before: int) -> int:
         return (num_rows + 8191 * sum(plan.page_ids)) & 0xFFFFFFFF
     enters = [(enter.row, len(enter.token_ids), enter.prompt_len, enter.pages) for enter in plan.enters]
     forced = [(token.row, token.position) for token in plan.forced]
-    pages = (plan.page_rows, plan.page_slots, plan.page_ids, plan.page_groups)
+    pages = (plan.page_rows, plan.page_entries, plan.page_ids, plan.page_groups)
     columns = (plan.rows, plan.starts, plan.counts, plan.samples)
     return zlib.crc32(_encode((plan.step, plan.leaves, enters, plan.moves, columns, pages, forced)))
 

@@ -454,12 +454,12 @@ class Scheduler:
         for growth in growths:
             if growth.copied is not None:
                 draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
-            for slot, page in zip(growth.slots, growth.pages, strict=True):
+            for entry, page in zip(growth.entries, growth.pages, strict=True):
                 draft.page_rows.append(request.row)
-                draft.page_slots.append(slot)
+                draft.page_entries.append(entry)
                 draft.page_ids.append(page)
         if len(growths) > 1:
-            draft.page_groups.extend(group for group, growth in enumerate(growths) for _ in growth.slots)
+            draft.page_groups.extend(group for group, growth in enumerate(growths) for _ in growth.entries)
         request.capacity = self.cache.capacity(request.sequence)
         return True
 

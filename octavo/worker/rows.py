@@ -91,9 +91,9 @@ class RowState:
                 self.pooling[row] = entering.pooling
         if plan.page_rows:
             if self.num_groups == 1:
-                self.page_table[plan.page_rows, plan.page_slots] = plan.page_ids
+                self.page_table[plan.page_rows, plan.page_entries] = plan.page_ids
             else:
-                self.page_tables[plan.page_groups, plan.page_rows, plan.page_slots] = plan.page_ids
+                self.page_tables[plan.page_groups, plan.page_rows, plan.page_entries] = plan.page_ids
         self._update_device(plan)
 
     def note_pages(self, plan: StepPlan) -> PageChanges:
@@ -132,11 +132,11 @@ class RowState:
 
     def _added_pages(self, plan: StepPlan) -> tuple[Ints, Ints]:
         """(cells of the flattened page tables that get new pages, the pages)."""
-        groups, rows, slots, pages = (
+        groups, rows, entries, pages = (
             np.array(column, dtype=np.int64)
-            for column in (plan.page_groups or 0, plan.page_rows, plan.page_slots, plan.page_ids)
+            for column in (plan.page_groups or 0, plan.page_rows, plan.page_entries, plan.page_ids)
         )
-        return (groups * self.page_tables.shape[1] + rows) * self.max_pages + slots, pages
+        return (groups * self.page_tables.shape[1] + rows) * self.max_pages + entries, pages
 
     def cells(self, rows: Ints, positions: Ints) -> Ints:
         """Indices of these positions in the flattened token table."""

@@ -140,7 +140,7 @@ def test_extend_counts_what_the_window_gives_back_and_changes_nothing_without_en
     cache.admit(1, list(range(9)))
     assert cache.pool.num_free == 0
     (growth,) = cache.extend(1, 12, 16)
-    assert (growth.slots, growth.copied) == ([3], None), "positions before 8 are behind it: two pages for one"
+    assert (growth.entries, growth.copied) == ([3], None), "positions before 8 are behind it: two pages for one"
     assert held(cache, 1) == [(2, 2)]
     before = snapshot(cache)
     assert cache.extend(1, 16, 28) is None

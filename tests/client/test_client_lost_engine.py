@@ -331,7 +331,7 @@ def test_what_an_ended_process_asked_for_is_let_go():
             inbox.put(message)
         inbox.put(None)
         driver.run()
-        driver._reunite(driver._recovery or Recovery(0))
+        driver._continue_requests(driver._recovery or Recovery(0))
         driver._send(engine.loop.step())
         return scheduler.request_ids()
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from octavo.client.streams import PROOF_TOKENS, Streams, joined
-from octavo.engine.recovery import Recovery, trials
+from octavo.engine.recovery import Recovery, split_into_waves
 from octavo.errors import EngineDead, RequestFailed
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, SamplingParams, TokenDelta
 
@@ -24,18 +24,18 @@ def test_survivors_come_in_the_order_of_their_arrival_over_all_processes():
     recovery = Recovery(2)
     recovery.hello(Hello(0, "", [request("a", 1.0), request("d", 4.0)]))
     recovery.hold(request("e", 5.0))  # came to the new engine directly
-    assert recovery.next_group() == [] and not recovery.is_over  # another process has not spoken
+    assert recovery.next_wave() == [] and not recovery.is_over  # another process has not spoken
     recovery.hello(Hello(1, "", [request("c", 3.0), request("b", 2.0)]))
-    assert names(recovery.next_group()) == ["a", "b", "c", "d"]
-    assert names(recovery.next_group()) == ["e"]
-    assert recovery.next_group() == [] and recovery.is_over
+    assert names(recovery.next_wave()) == ["a", "b", "c", "d"]
+    assert names(recovery.next_wave()) == ["e"]
+    assert recovery.next_wave() == [] and recovery.is_over
 
 
 def test_the_first_engine_has_nothing_to_wait_for_but_hellos():
     recovery = Recovery(1)
     assert not recovery.is_over
     recovery.hello(Hello(0, ""))
-    assert recovery.next_group() == [] and recovery.is_over
+    assert recovery.next_wave() == [] and recovery.is_over
 
 
 def test_a_client_that_leaves_meanwhile_is_not_taken_along():
@@ -46,18 +46,18 @@ def test_a_client_that_leaves_meanwhile_is_not_taken_along():
     recovery.drop(Abort("b", 0))
     recovery.drop(Abort("c", 0))  # its only choice
     recovery.drop(Abort("d"))
-    (left,) = recovery.next_group()
+    (left,) = recovery.next_wave()
     assert left.id == "b" and left.begun == [None, [8]]
-    assert recovery.next_group() == [] and recovery.is_over
+    assert recovery.next_wave() == [] and recovery.is_over
 
 
-def test_a_group_whose_last_client_left_is_passed_over():
+def test_a_wave_whose_last_client_left_is_passed_over():
     recovery = Recovery(1)
     recovery.hello(Hello(0, "", [request("a", 1.0, strikes=2), request("b", 2.0, strikes=2), request("c", 3.0)]))
-    assert names(recovery.next_group()) == ["b"]
+    assert names(recovery.next_wave()) == ["b"]
     recovery.drop(Abort("a"))
     recovery.note([TokenDelta("b", 0, [1] * PROOF_TOKENS)])
-    assert names(recovery.next_group()) == ["c"] and recovery.is_over
+    assert names(recovery.next_wave()) == ["c"] and recovery.is_over
 
 
 def test_who_ends_takes_what_it_brought_along():
@@ -67,22 +67,22 @@ def test_who_ends_takes_what_it_brought_along():
     recovery.hello(Hello(1, "", theirs))
     recovery.hold(msgspec.structs.replace(request("d", 4.0), origin=1))
     recovery.lose(1)
-    assert names(recovery.next_group()) == ["a", "b"] and not recovery.next_group() and recovery.is_over
+    assert names(recovery.next_wave()) == ["a", "b"] and not recovery.next_wave() and recovery.is_over
 
 
 def test_suspects_are_tried_by_halves_before_the_others():
     survivors = [request(str(i), i, strikes=2 if i in (1, 3, 5, 7) else i % 2) for i in range(9)]
-    assert [names(group) for group in trials(survivors)] == [["5", "7"], ["1", "3"], ["0", "2", "4", "6", "8"]]
+    assert [names(wave) for wave in split_into_waves(survivors)] == [["5", "7"], ["1", "3"], ["0", "2", "4", "6", "8"]]
     recovery = Recovery(1)
     recovery.hello(Hello(0, "", survivors))
-    assert names(recovery.next_group()) == ["5", "7"]
+    assert names(recovery.next_wave()) == ["5", "7"]
     recovery.note([TokenDelta("5", 0, [1])] * PROOF_TOKENS + [TokenDelta("7", 0, [1])])
-    assert recovery.next_group() == []  # 7 has proved nothing yet
+    assert recovery.next_wave() == []  # 7 has proved nothing yet
     recovery.note([TokenDelta("7", 0, [], Finish("stop"))])
-    assert names(recovery.next_group()) == ["1", "3"]
+    assert names(recovery.next_wave()) == ["1", "3"]
     recovery.forget("1")  # its client left
     recovery.note([TokenDelta("3", 0, [1] * PROOF_TOKENS)])
-    assert names(recovery.next_group()) == ["0", "2", "4", "6", "8"]
+    assert names(recovery.next_wave()) == ["0", "2", "4", "6", "8"]
     assert recovery.is_over
 
 
@@ -108,8 +108,8 @@ class Server:
         waiting: list[str] = []
         seated: list[str] = []
         while True:
-            while group := recovery.next_group():
-                waiting += names(group)
+            while wave := recovery.next_wave():
+                waiting += names(wave)
             if not waiting and not seated:
                 assert recovery.is_over
                 return []

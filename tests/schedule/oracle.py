@@ -114,10 +114,10 @@ class OracleDevice:
                 self.beams[enter.row] = enter.params.num_candidates(len(enter.stop_ids))
             self.pooled = self.pooled - {enter.row} | ({enter.row} if enter.pooling is not None else set())
         groups = plan.page_groups or [0] * len(plan.page_rows)
-        for group, row, slot, page in zip(groups, plan.page_rows, plan.page_slots, plan.page_ids, strict=True):
+        for group, row, entry, page in zip(groups, plan.page_rows, plan.page_entries, plan.page_ids, strict=True):
             table = self.tables[row][group]
-            assert slot <= len(table), "hole in the page table"
-            table[slot : slot + 1] = [page]
+            assert entry <= len(table), "hole in the page table"
+            table[entry : entry + 1] = [page]
         assert len(set(plan.rows)) == len(plan.rows), "row used twice"
         spans = [(row, range(at, at + n)) for row, at, n in zip(plan.rows, plan.starts, plan.counts, strict=True)]
         assert all(len(span) for _, span in spans), "empty chunk"

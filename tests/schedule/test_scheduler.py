@@ -245,7 +245,9 @@ def test_a_late_row_copies_the_page_that_it_shares():
     plan = scheduler.plan().plan
     assert (plan.starts, plan.counts, plan.samples) == ([7], [1], [True])
     (move,) = plan.moves
-    assert (move.kind, move.source) == ("copy", before[1]) and plan.page_slots == [1] and plan.page_ids == [move.target]
+    assert (
+        (move.kind, move.source) == ("copy", before[1]) and plan.page_entries == [1] and plan.page_ids == [move.target]
+    )
 
 
 def part(name: str, number: int, prompt_len: int = 4, **options: Any) -> GenerateRequest:

@@ -1,4 +1,4 @@
-"""How far a prompt is: told of requests that asked, step by step, with numbers that add up."""
+"""How far a prompt is: reported for requests that asked, step by step, with numbers that add up."""
 
 import random
 
@@ -81,7 +81,7 @@ def test_an_abort_ends_it() -> None:
 
 
 def test_progress_ends_at_the_prompts_length_whatever_happens_meanwhile() -> None:
-    """Preemptions included: what is told is never beyond the truth, and the last number comes once, before the first token."""
+    """Preemptions included: what is reported is never beyond the truth, and the last number comes once, before the first token."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

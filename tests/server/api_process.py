@@ -22,7 +22,7 @@ NUM_LETTERS = 400_000  # of an answer that fills every buffer on its way
 
 
 class WireEngine(threading.Thread):
-    """Says hello to whoever does, then one token per request every few milliseconds; "!" prompts end when told to, "#" prompts with much at once."""
+    """Answers each Hello, then sends one token per request every few milliseconds; "!" prompts end on a signal, "#" prompts with much at once."""
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)

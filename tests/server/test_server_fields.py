@@ -77,7 +77,7 @@ async def test_a_slip_of_the_pen_gets_a_hint(serve: Serve) -> None:
     body = {"prompt": "a", "max_token": 5, "odd": 1, "service_tier": "flex", "length_penalty": 2.0}
     error = error_of(await client.post("/v1/completions", json=body), 400)
     assert error["param"] == "max_token" and "\"max_token\" (did you mean 'max_tokens'?)" in error["message"]
-    assert all(name in error["message"] for name in body if name != "prompt"), "every field is told at once"
+    assert all(name in error["message"] for name in body if name != "prompt"), "one error names every field"
     error = error_of(
         await client.post("/v1/completions", json={"prompt": "a", **dict.fromkeys(map(str, range(99)))}), 400
     )

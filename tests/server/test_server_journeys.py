@@ -229,7 +229,9 @@ async def test_a_stream_that_goes_on_without_its_client_is_told_when_it_is_over(
     async with asyncio.timeout(10):
         while (journey := await server.journey("left"))["state"] != "finished":
             assert journey["state"] in ("waiting", "running")
-        while "left" not in await server.listed(state="finished"):  # told, for every API process to see
+        while "left" not in await server.listed(
+            state="finished"
+        ):  # reported to the engine, for every API process to see
             pass
     stages = check(await server.journey("left"))
     assert journey["status"] == 200 and journey["finish_reasons"] == ["length"]

@@ -201,7 +201,7 @@ class TestStream:
         words = error_of(await serve(strict_fields=True).post(URL, json={**HI, **more}), 400)
         assert all(name in words for name in names)
         off = message_of(await client.post(URL, json={**HI, "thinking": {"type": "disabled"}}))
-        assert "ignored_fields" not in off, "a model that does not think does not have to be told so"
+        assert "ignored_fields" not in off, "nothing to switch off: the model does not think"
 
     async def test_an_error_in_a_stream_is_an_event(self, serve: Serve) -> None:
         def fails(request: GenerateRequest) -> list[list[TokenDelta]]:

@@ -144,7 +144,7 @@ class TestStops:
         response = await serve(ScriptedEngine(says("abcdef"))).post(URL, json={"prompt": "a", "stop": "d"})
         usage = response.json()["usage"]
         assert usage["completion_tokens"] == 4
-        assert usage["prompt_tokens_details"] is None, "the engine never told"
+        assert usage["prompt_tokens_details"] is None, "the engine did not report it"
 
 
 class TestKeepAlive:

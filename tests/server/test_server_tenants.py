@@ -77,8 +77,8 @@ class TestFilesAndBatches:
         await same_error(client, "GET", "/v1/files/{}/content", output, "file-" + "1" * 32, TWO)
         answered = [record["response"]["request_id"] for record in await content(client, output)]
         for headers, whose in ((ONE, set(answered)), (TWO, set()), (BOSS, set(answered))):
-            told = (await client.get("/v1/requests", headers=headers)).json()["data"]
-            assert {each["id"] for each in told if each["handler"] == COMPLETIONS} == whose
+            listed = (await client.get("/v1/requests", headers=headers)).json()["data"]
+            assert {each["id"] for each in listed if each["handler"] == COMPLETIONS} == whose
 
     async def test_what_belongs_to_no_key_is_the_admins(self, serve: Serve, tmp_path: Path) -> None:
         """Also what an older version has left: a card without an owner."""
@@ -127,8 +127,8 @@ class TestRequests:
             for headers in (ONE, BOSS):
                 assert (await server.http.get(f"/v1/requests/{name}", headers=headers)).json()["id"] == mine
         for headers, ids in ((ONE, [mine]), (TWO, [theirs]), (BOSS, [theirs, mine])):
-            told = (await server.http.get("/v1/requests", headers=headers)).json()["data"]
-            assert [each["id"] for each in told] == ids
+            listed = (await server.http.get("/v1/requests", headers=headers)).json()["data"]
+            assert [each["id"] for each in listed] == ids
 
     async def test_two_keys_may_choose_the_same_id(self, served: Any) -> None:
         server: Served = served(**KEYS)
@@ -138,8 +138,8 @@ class TestRequests:
                 await server.http.post(COMPLETIONS, json=ask(max_tokens=max_tokens), headers=sent)
             ).status_code == 200
         for headers, num_tokens in ((ONE, 5), (TWO, 6), (BOSS, 6)):
-            told = (await server.http.get("/v1/requests/same", headers=headers)).json()
-            assert told["output_tokens"] == num_tokens
+            journey = (await server.http.get("/v1/requests/same", headers=headers)).json()
+            assert journey["output_tokens"] == num_tokens
 
     async def test_what_runs_is_shown_to_its_key(self, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Journeys, the live feed, the owners of a page: while the request runs, and from a later one with the same id."""
@@ -195,8 +195,8 @@ class TestRequests:
         call = AsgiCall(server.app, "POST", COMPLETIONS, json.dumps(ask(max_tokens=100, stream=True)).encode(), ONE)
         await call.until(lambda call: bool(call.sent))
         for headers, number in ((ONE, 1), (TWO, 0), (BOSS, 1)):
-            told = (await server.http.get("/health/progress", headers=headers)).json()
-            assert len(told["without_progress"]) == number and told["running"] == 1, headers
+            progress = (await server.http.get("/health/progress", headers=headers)).json()
+            assert len(progress["without_progress"]) == number and progress["running"] == 1, headers
         call.leave()
         await call.done()
 

@@ -129,7 +129,7 @@ class Driver:
             end = sequence.computed + count
             while len(sequence.pages) * PAGE_SIZE < end:
                 plan.page_rows.append(sequence.row)
-                plan.page_slots.append(len(sequence.pages))
+                plan.page_entries.append(len(sequence.pages))
                 plan.page_ids.append(self.free.pop())
                 sequence.pages.append(plan.page_ids[-1])
             samples = end == len(sequence.tokens) + sequence.pending

@@ -88,7 +88,7 @@ class BeamGroup:
                 draft.forced.append(ForcedToken(request.row, len(request.tokens) - 1, request.tokens[-1]))
             for kv_group, entry, page in self._changed_pages(request, cache):
                 draft.page_rows.append(request.row)
-                draft.page_slots.append(entry)
+                draft.page_entries.append(entry)
                 draft.page_ids.append(page)
                 if len(cache.windows) > 1:
                     draft.page_groups.append(kv_group)

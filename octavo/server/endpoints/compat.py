@@ -21,7 +21,9 @@ Status = Literal["honoured", "refused", "accepted_without_effect"]
 _WRONG_WITHOUT = "not supported, and ignoring it would change the answer"
 
 
-class Field(msgspec.Struct, frozen=True, omit_defaults=True):
+class FieldSupport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the server does with one field of a dialect."""
+
     name: str  # a nested one by its path: tools[].function.name
     status: Status
     why: str = ""
@@ -31,7 +33,7 @@ class Field(msgspec.Struct, frozen=True, omit_defaults=True):
 class DialectReport(msgspec.Struct, frozen=True):
     name: str
     path: str
-    fields: list[Field]
+    fields: list[FieldSupport]
 
 
 class Compat(msgspec.Struct, frozen=True):
@@ -65,10 +67,10 @@ def all_route_schemas() -> Iterator[RouteSchema[Any]]:
         yield from getattr(module, "ROUTE_SCHEMAS", None) or filter(None, [getattr(module, "ROUTE_SCHEMA", None)])
 
 
-def rows(route: RouteSchema[Any], config: Config) -> Iterator[Field]:
+def rows(route: RouteSchema[Any], config: Config) -> Iterator[FieldSupport]:
     """Each field once, nested ones by their paths. Where objects of several kinds share a place, the best status counts."""
     order: list[Status] = ["honoured", "accepted_without_effect", "refused"]
-    found: dict[str, Field] = {}
+    found: dict[str, FieldSupport] = {}
     for name, member in unknown_fields.rows(route.tree):
         field = _field(name, member, config)
         if name not in found or order.index(field.status) < order.index(found[name].status):
@@ -76,14 +78,14 @@ def rows(route: RouteSchema[Any], config: Config) -> Iterator[Field]:
     yield from found.values()
 
 
-def _field(name: str, member: unknown_fields.Member, config: Config) -> Field:
+def _field(name: str, member: unknown_fields.Member, config: Config) -> FieldSupport:
     if member.label:
-        return Field(name, "accepted_without_effect", member.label)
+        return FieldSupport(name, "accepted_without_effect", member.label)
     if member.harmless is None:
         if name in BY_FLAG and not getattr(config.server, BY_FLAG[name][0]):
-            return Field(name, "refused", f"honoured only with {BY_FLAG[name][1]}")
-        return Field(name, "honoured")
+            return FieldSupport(name, "refused", f"honoured only with {BY_FLAG[name][1]}")
+        return FieldSupport(name, "honoured")
     if name in WITHOUT_EFFECT and not config.server.strict_fields:
-        return Field(name, "accepted_without_effect", WITHOUT_EFFECT[name])
+        return FieldSupport(name, "accepted_without_effect", WITHOUT_EFFECT[name])
     instead = f"use {INSTEAD[name]}" if name in INSTEAD else _WRONG_WITHOUT
-    return Field(name, "refused", WITHOUT_EFFECT.get(name, instead), list(member.harmless))
+    return FieldSupport(name, "refused", WITHOUT_EFFECT.get(name, instead), list(member.harmless))

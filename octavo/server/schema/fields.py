@@ -20,7 +20,14 @@ from octavo.observe.journeys.journey import current
 from octavo.server.schema.json_size import check_json
 from octavo.server.schema.lists import TOO_MANY, AtMost, FirstError, too_many
 from octavo.server.schema.shapes import ResponseFormat, Stops, StructuredOutputs
-from octavo.server.schema.unknown import MAX_FOUND, Found, Inside, Stranger, grow, look
+from octavo.server.schema.unknown import (
+    MAX_FOUND,
+    Inside,
+    UnhonouredField,
+    UnhonouredFields,
+    build_tree,
+    find_unhonoured,
+)
 from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT, Harmless
 from octavo.server.threads import Pool
 from octavo.text.grammar.build import MAX_CHOICES
@@ -322,7 +329,7 @@ class RouteSchema(Generic[Body]):
 
     @functools.cached_property
     def tree(self) -> Inside:
-        return grow(self.schema.model_json_schema(mode="validation"), self.not_offered)
+        return build_tree(self.schema.model_json_schema(mode="validation"), self.not_offered)
 
 
 async def read_fields(request: Request, route: RouteSchema[Body], config: Config) -> Body:
@@ -350,11 +357,11 @@ def parse_body(body: bytes, route: RouteSchema[Body], config: Config) -> Body:
         raise _invalid(error) from None
     fields._num_bytes = len(body)
     _check_counts(fields, config)
-    found = look(route.tree, fields)
+    found = find_unhonoured(route.tree, fields)
     idle = [*moot(fields)]
     if found.refused or found.unknown or found.idle or idle:
         _refuse(found, idle, config)
-        names = [*(stranger.path for stranger in (*found.unknown, *found.idle)), *(name for name, _ in idle)]
+        names = [*(field.path for field in (*found.unknown, *found.idle)), *(name for name, _ in idle)]
         fields._ignored = tuple(map(Field, names))
         fields._num_more = found.num_more
     for name, (knob, flag) in BY_FLAG.items():
@@ -366,7 +373,7 @@ def parse_body(body: bytes, route: RouteSchema[Body], config: Config) -> Body:
     return fields
 
 
-def _refuse(found: Found, idle: list[tuple[str, str]], config: Config) -> None:
+def _refuse(found: UnhonouredFields, idle: list[tuple[str, str]], config: Config) -> None:
     """Raise Unsupported with the fields that must not be ignored, at most MAX_REFUSED of them."""
     problems = [(field.path, _not_offered(field)) for field in found.refused[:MAX_REFUSED]]
     num_all = len(found.refused)
@@ -381,7 +388,7 @@ def _refuse(found: Found, idle: list[tuple[str, str]], config: Config) -> None:
         raise Unsupported("; ".join(words for _, words in problems) + more, param=problems[0][0])
 
 
-def _unknown(field: Stranger) -> str:
+def _unknown(field: UnhonouredField) -> str:
     outer, dot, name = field.path.rpartition(".")
     close = difflib.get_close_matches(name, [*(field.siblings or ())], n=1)
     return f"unknown field {quote_json(field.path, 120)}" + (
@@ -389,7 +396,7 @@ def _unknown(field: Stranger) -> str:
     )
 
 
-def _not_offered(field: Stranger) -> str:
+def _not_offered(field: UnhonouredField) -> str:
     instead = f"use {INSTEAD[field.row]}" if field.row in INSTEAD else f"leave {field.path} out"
     return f"{field.path} = {quote_json(field.value)} is not supported here: {instead}"
 

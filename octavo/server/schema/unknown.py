@@ -51,7 +51,7 @@ class Inside:
 
 
 @dataclass(slots=True)
-class Stranger:
+class UnhonouredField:
     """A field that the tree does not have, or that is not offered."""
 
     path: str  # tools[0].function.colour
@@ -61,15 +61,19 @@ class Stranger:
 
 
 @dataclass(slots=True)
-class Found:
-    refused: list[Stranger] = field(default_factory=list)
-    unknown: list[Stranger] = field(default_factory=list)
-    idle: list[Stranger] = field(default_factory=list)  # not offered, and safe to ignore
+class UnhonouredFields:
+    """The fields of one body that have no effect or must be refused."""
+
+    refused: list[UnhonouredField] = field(default_factory=list)
+    unknown: list[UnhonouredField] = field(default_factory=list)
+    idle: list[UnhonouredField] = field(default_factory=list)  # not offered, and safe to ignore
     num_more: int = 0  # beyond those that are listed
 
-    def add(self, kind: list[Stranger], path: str, row: str, value: object, siblings: Members | None = None) -> None:
+    def add(
+        self, kind: list[UnhonouredField], path: str, row: str, value: object, siblings: Members | None = None
+    ) -> None:
         if len(kind) < MAX_FOUND:
-            kind.append(Stranger(path[:MAX_NAME_LEN], row, value, siblings))
+            kind.append(UnhonouredField(path[:MAX_NAME_LEN], row, value, siblings))
         else:
             self.num_more += 1
 
@@ -77,7 +81,7 @@ class Found:
 # ── building ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def grow(schema: Mapping[str, Any], not_offered: Mapping[str, Harmless]) -> Inside:
+def build_tree(schema: Mapping[str, Any], not_offered: Mapping[str, Harmless]) -> Inside:
     """Build the tree of one dialect's body."""
     tree = _inside(schema, schema.get("$defs", {}))
     assert tree is not None and not tree.is_list
@@ -157,14 +161,14 @@ def rows(tree: Inside, above: str = "") -> Iterator[tuple[str, Member]]:
 # ── looking ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def look(tree: Inside, body: BaseModel) -> Found:
+def find_unhonoured(tree: Inside, body: BaseModel) -> UnhonouredFields:
     """Find the fields of a body that are not in the tree, or not offered."""
-    found = Found()
+    found = UnhonouredFields()
     _look_into(tree, body, "", "", found)
     return found
 
 
-def _look_into(inside: Inside, value: object, path: str, row: str, found: Found) -> None:
+def _look_into(inside: Inside, value: object, path: str, row: str, found: UnhonouredFields) -> None:
     given: Mapping[str, Any]
     if isinstance(value, BaseModel):
         given = {**value.__dict__, **(value.model_extra or {})}
@@ -178,11 +182,11 @@ def _look_into(inside: Inside, value: object, path: str, row: str, found: Found)
     at, above = (path + ".", row + ".") if path else ("", "")
     if not given.keys() <= members.keys():
         # Within an object null is the same as absent: client libraries write out every member of an earlier answer.
-        strangers = [name for name in given if name not in members and (given[name] is not None or not path)]
+        unknown = [name for name in given if name not in members and (given[name] is not None or not path)]
         room = MAX_FOUND - len(found.unknown)
-        for name in strangers[:room]:
+        for name in unknown[:room]:
             found.add(found.unknown, at + name, above + name, given[name], members)
-        found.num_more += len(strangers[room:])
+        found.num_more += len(unknown[room:])
     for name in given if len(given) < len(members) else members:
         member, inner = members.get(name), given.get(name)
         if member is None or inner is None:

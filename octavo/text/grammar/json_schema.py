@@ -451,8 +451,8 @@ def _all_differ(shapes: Sequence[Schema]) -> bool:
     names = functools.reduce(operator.and_, (shape.get("properties", {}).keys() for shape in shapes))
     properties = [[shape["properties"][name] for shape in shapes] for name in names]
     is_object = all(_types(shape) == {"object"} for shape in shapes)
-    for told_by in (shapes, *(properties if is_object else ())):
-        groups = _divided(shapes, told_by)
+    for distinguishing in (shapes, *(properties if is_object else ())):
+        groups = _divided(shapes, distinguishing)
         if len(groups) > 1:
             return all(map(_all_differ, groups))
     if is_object and any(map(_all_differ, properties)):
@@ -462,11 +462,11 @@ def _all_differ(shapes: Sequence[Schema]) -> bool:
     return all(_differ(one, other) for at, one in enumerate(shapes) for other in shapes[:at])
 
 
-def _divided(shapes: Sequence[Schema], told_by: Sequence[Schema]) -> list[list[Schema]]:
-    """Groups of shapes; two of different groups have no type, or no value, in common. `told_by`: of each shape the schema to look
-    at: itself, or that of a property."""
-    keys: list[set[Hashable]] = [{*_types(told)} for told in told_by]
-    values = [_values(told) for told in told_by]
+def _divided(shapes: Sequence[Schema], distinguishing: Sequence[Schema]) -> list[list[Schema]]:
+    """Groups of shapes; two of different groups have no type, or no value, in common. `distinguishing`: for each shape the schema to
+    compare: itself, or that of a property."""
+    keys: list[set[Hashable]] = [{*_types(schema)} for schema in distinguishing]
+    values = [_values(schema) for schema in distinguishing]
     if all(own is not None for own in values):
         keys = [{(_JSON_TYPES[type(value)], _frozen(value)) for value in own or ()} for own in values]
     group_of: dict[Hashable, list[int]] = {}

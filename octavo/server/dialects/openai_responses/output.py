@@ -79,7 +79,7 @@ class Output:
         if text:
             self._texts.append(text)
             self._logprobs += logprobs
-            self._add_event(types.TextDelta, *self._place, 0, text, list(logprobs))
+            self._add_event(types.OutputTextDelta, *self._place, 0, text, list(logprobs))
 
     def _think(self, text: str) -> None:
         if not isinstance(self._open, types.ReasoningItem):
@@ -96,7 +96,7 @@ class Output:
         item = self._item(status)
         match item:
             case types.MessageItem(content=[types.OutputText() as part]):
-                self._add_event(types.TextDone, *self._place, 0, text, self._logprobs)
+                self._add_event(types.OutputTextDone, *self._place, 0, text, self._logprobs)
                 self._add_event(types.PartDone, *self._place, 0, part)
             case types.ReasoningItem(content=[part]):
                 self._add_event(types.ReasoningDone, *self._place, 0, text)

@@ -227,12 +227,12 @@ class PartDone(_InPart, frozen=True, tag="response.content_part.done"):
     part: OutputText | ReasoningText
 
 
-class TextDelta(_InPart, frozen=True, tag="response.output_text.delta"):
+class OutputTextDelta(_InPart, frozen=True, tag="response.output_text.delta"):
     delta: str
     logprobs: list[TokenLogprob]
 
 
-class TextDone(_InPart, frozen=True, tag="response.output_text.done"):
+class OutputTextDone(_InPart, frozen=True, tag="response.output_text.done"):
     text: str
     logprobs: list[TokenLogprob]
 
