@@ -26,12 +26,12 @@ from octavo.ipc.memory_trim import keep_one_heap, trim_heap
 from octavo.sandbox.confine import confine, offer_to_oom_killer
 from octavo.sandbox.errors_as_data import error_data
 from octavo.sandbox.protocol import (
+    COMMAND,
     EXIT_NO_MEMORY,
     EXIT_NO_PROCESS,
     FORK,
     LENGTH,
     NOTICE,
-    ORDER,
     READY,
     Reply,
     SandboxLaunch,
@@ -77,17 +77,17 @@ class _Server:
                 if self._woken in ready:
                     os.read(self._woken, 4096)
                     self._reap()
-                if self._control.fileno() in ready and not self._obey():
+                if self._control.fileno() in ready and not self._read_command():
                     break
         for process in self._children.values():
             os.kill(process, signal.SIGKILL)
 
-    def _obey(self) -> bool:
-        """Read an order. False: the pool has closed the socket."""
-        order, descriptors, _, _ = socket.recv_fds(self._control, ORDER.size, 1)
-        if len(order) < ORDER.size:
+    def _read_command(self) -> bool:
+        """Read a command and carry it out. False: the pool has closed the socket."""
+        command, descriptors, _, _ = socket.recv_fds(self._control, COMMAND.size, 1)
+        if len(command) < COMMAND.size:
             return False
-        what, number = ORDER.unpack(order)
+        what, number = COMMAND.unpack(command)
         if what == FORK:
             self._fork(number, descriptors[0])
         elif number in self._children:

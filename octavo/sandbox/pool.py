@@ -24,12 +24,12 @@ from octavo.ipc.subprocesses import describe_exit, spawn
 from octavo.sandbox.errors_as_data import error_of_data
 from octavo.sandbox.fair_queue import FairQueue
 from octavo.sandbox.protocol import (
+    COMMAND,
     EXIT_NO_MEMORY,
     FORK,
     KILL,
     LENGTH,
     NOTICE,
-    ORDER,
     Reply,
     SandboxLaunch,
 )
@@ -227,7 +227,7 @@ class SandboxPool:
                 self._next_number = self._next_number % (2**32 - 1) + 1  # never READY
                 child = _Child(self._next_number, ours, asyncio.get_running_loop().create_future())
                 try:
-                    socket.send_fds(self._control, [ORDER.pack(FORK, child.number)], [theirs.fileno()])
+                    socket.send_fds(self._control, [COMMAND.pack(FORK, child.number)], [theirs.fileno()])
                 except OSError as error:  # it has ended, or does not read
                     ours.close()
                     self._lose_server(str(error))
@@ -333,7 +333,7 @@ class SandboxPool:
             return
         child.killed_for = reason
         with contextlib.suppress(OSError):  # the server has ended, and its children with it
-            self._control.send(ORDER.pack(KILL, child.number))
+            self._control.send(COMMAND.pack(KILL, child.number))
 
     # ── the fork server ──
 

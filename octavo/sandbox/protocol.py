@@ -1,19 +1,19 @@
 """What the pool and its fork server say to each other, and how a job and its reply travel to and from the process that runs it.
 
-The control socket carries orders to the fork server and its notices of processes that ended, all of fixed size. A job has a
-socket of its own: the pool makes a pair and passes one end on with the order."""
+The control socket carries commands to the fork server and its notices of processes that ended, all of fixed size. A job has a
+socket of its own: the pool makes a pair and passes one end on with the command."""
 
 import struct
 from typing import Any, Literal
 
 import msgspec
 
-ORDER = struct.Struct("<cxxxI")  # FORK or KILL, the number of the child
+COMMAND = struct.Struct("<cxxxI")  # FORK or KILL, the number of the child
 FORK, KILL = b"F", b"K"
 NOTICE = struct.Struct(
     "<IiQ"
 )  # the number of the child, how it ended (as subprocess has it), most KiB of memory it had
-READY = 0  # instead of a number in the first notice: orders are obeyed now
+READY = 0  # instead of a number in the first notice: commands are carried out from now on
 LENGTH = struct.Struct("<Q")  # before a job, and before a reply
 
 EXIT_NO_MEMORY = 71  # a job's process had no memory left to say so

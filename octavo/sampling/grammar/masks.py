@@ -27,9 +27,9 @@ import torch
 from octavo.errors import ConfigError, OctavoError
 from octavo.messages import SamplingParams
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words
-from octavo.sampling.grammar.orders import Begin, Enter, Fill, Leave, Row
+from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.processes import ForkServer, GrammarProcess
-from octavo.sampling.grammar.slots import Slots
+from octavo.sampling.grammar.protocol import Begin, Enter, Fill, Leave, RowToFill
 
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
@@ -138,7 +138,7 @@ class Grammars:
         """`num_threads`: that one grammar may use for the masks of a step. `num_slots`: twice the rows. `agree`: None: there is one
         rank."""
         self._vocab_size = vocab_size
-        self._open = vocabulary
+        self._load_vocabulary = vocabulary
         self._num_threads, self._num_slots = num_threads, num_slots
         self._limits = limits or GrammarLimits()
         self._agree = agree
@@ -156,11 +156,11 @@ class Grammars:
         self._forgotten: queue.SimpleQueue[GrammarProcess] = queue.SimpleQueue()  # ended; their slots are to be freed
         self._starting = threading.Lock()
         self._fork_server: ForkServer | None = None
-        self._memory: Slots | None = None  # since the first fork server
+        self._memory: MaskSlots | None = None  # since the first fork server
         # Threads that wait for processes. Two compile at a time, as many as the scheduler asks for: one that takes all the time it may
-        # does not hold up the next. `_aside` is for what the scheduler does not ask for.
+        # does not hold up the next. `_background` is for what the scheduler does not ask for.
         self._pool = ThreadPoolExecutor(2, "octavo-grammar")
-        self._aside = ThreadPoolExecutor(2, "octavo-grammar-aside")
+        self._background = ThreadPoolExecutor(2, "octavo-grammar-background")
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
         """Compile `grammar` in its own process and drop those in `forgets`. `done` is called in another thread, also on
@@ -194,14 +194,14 @@ class Grammars:
     def begin(self, rows: Ints, lens: Ints) -> None:
         """Ask for what masks() will return, so that it is computed beside the forward pass."""
         if self.rows and len(rows):
-            self._begun = self._ask(rows, lens)
+            self._begun = self._begin_step(rows, lens)
 
     def masks(self, rows: Ints, lens: Ints) -> Masks | None:
         """The masks of the rows [S] that sample next and hold `lens` tokens. None: none of them has a grammar. Waits for the
         previous step."""
         if not self.rows:
             return None
-        step, self._begun = self._begun or self._ask(rows, lens), None
+        step, self._begun = self._begun or self._begin_step(rows, lens), None
         self._late = []
         if not step.own:
             return None
@@ -218,7 +218,7 @@ class Grammars:
     def close(self) -> None:
         """End all processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._aside.shutdown(wait=False, cancel_futures=True)
+        self._background.shutdown(wait=False, cancel_futures=True)
         for process in self._processes.values():
             process.close()
         with self._starting:
@@ -241,7 +241,7 @@ class Grammars:
                 own.is_over = token in own.stop_ids
                 own.tokens.append(token)
 
-    def _ask(self, rows: Ints, lens: Ints) -> _Step:
+    def _begin_step(self, rows: Ints, lens: Ints) -> _Step:
         self._take_in()
         while not self._forgotten.empty():
             self._free_retired(self._forgotten.get())
@@ -251,27 +251,27 @@ class Grammars:
         step = _Step(own, len(lengths) - len(own))
         for process in {row.process for _, row, _ in own}:
             self._read(process)  # what was late may be there by now
-        self._order(step.own)
+        self._ask_for_masks(step.own)
         step.seconds = time.monotonic() - started
         return step
 
-    def _order(self, own: list[tuple[int, _Row, int]]) -> None:
-        """Order the masks that were not ordered yet, of rows whose processes can take orders."""
-        orders: defaultdict[GrammarProcess, list[Row]] = defaultdict(list)
+    def _ask_for_masks(self, own: list[tuple[int, _Row, int]]) -> None:
+        """Ask for the masks that were not asked for yet, of rows whose processes take commands."""
+        asked: defaultdict[GrammarProcess, list[RowToFill]] = defaultdict(list)
         for _, row, length in own:
             if length < row.prompt_len + len(row.tokens):
                 self._rewind(row, length)
             is_asked = row.asked == length and not row.process.is_over
-            if self._is_settled(row, length) or is_asked or not self._can_take_orders(row):
+            if self._is_settled(row, length) or is_asked or not self._takes_commands(row):
                 continue
             new_tokens = row.tokens[row.num_sent :]
             row.num_sent, row.asked = len(row.tokens), length
-            orders[row.process].append(Row(row.number, new_tokens, length))
-        for process, rows in orders.items():
+            asked[row.process].append(RowToFill(row.number, new_tokens, length))
+        for process, rows in asked.items():
             if not process.num_unanswered:
                 process.filling_since = time.monotonic()
             process.num_unanswered += 1
-            process.order(Fill(rows))
+            process.queue(Fill(rows))
             process.send()
 
     def _is_settled(self, row: _Row, length: int) -> bool:
@@ -313,7 +313,7 @@ class Grammars:
                 time.sleep(min(left, 0.001))
             for process in asked:
                 self._read(process)
-            self._order(step.own)
+            self._ask_for_masks(step.own)
             lengths = {row.number: length for _, row, length in step.own}
 
     def _poll(self, processes: Iterable[GrammarProcess], seconds: float) -> None:
@@ -354,13 +354,13 @@ class Grammars:
         self._next_number += 1
         return self._next_number
 
-    def _can_take_orders(self, row: _Row) -> bool:
+    def _takes_commands(self, row: _Row) -> bool:
         """Whether the row's process is ready and knows the row. If the process has ended, the row fails or moves to another."""
         process = row.process
         if not process.started.is_set():
             return False
         if process.is_over:
-            self._meet_end(row)
+            self._handle_end(row)
             return False
         if row.slot < 0:
             if not self._free_slots:
@@ -368,7 +368,7 @@ class Grammars:
             row.slot = self._free_slots.pop()
             self._slots.mark(row.slot, False)
             params = row.params
-            process.order(
+            process.queue(
                 Enter(
                     row.number,
                     row.slot,
@@ -382,7 +382,7 @@ class Grammars:
             )
         return True
 
-    def _meet_end(self, row: _Row) -> None:
+    def _handle_end(self, row: _Row) -> None:
         """Its process has ended, because of this row or of another, or was killed."""
         process = row.process
         if not process.error:  # the reason is being found out
@@ -421,7 +421,7 @@ class Grammars:
             self._free_slots.append(row.slot)
         else:
             row.process.retired[row.number] = row.slot
-        row.process.order(Leave(row.number))
+        row.process.queue(Leave(row.number))
         row.process.send()
 
     def _read(self, process: GrammarProcess) -> None:
@@ -437,7 +437,7 @@ class Grammars:
                     row.filled, row.is_last, row.failure = result.length, result.is_last, result.failure
         process.send()
         if process.is_over:
-            self._bury(process)
+            self._note_ended(process)
 
     def _check_time(self, row: _Row) -> None:
         """Lower the priority of a process that takes long. End a process that does not answer. The kernel ends one that computes for too long; this one does not get to compute."""
@@ -449,14 +449,14 @@ class Grammars:
             process.lower()
         if seconds > 30 * limits.step_seconds + 0.05 * len(row.tokens) and not process.is_slow:
             process.is_slow = True
-            self._aside.submit(process.end, self._server)  # the end of its socket is read later
+            self._background.submit(process.end, self._server)  # the end of its socket is read later
 
-    def _bury(self, process: GrammarProcess) -> None:
+    def _note_ended(self, process: GrammarProcess) -> None:
         """Find out why a process has ended, in another thread, and let its rows know."""
         self._free_retired(process)
         if self._processes.get(process.grammar) is process:
             del self._processes[process.grammar]
-        self._aside.submit(self._find_reason, process)
+        self._background.submit(self._find_reason, process)
 
     def _free_retired(self, process: GrammarProcess) -> None:
         """It has ended, and writes to no slot any more."""
@@ -476,7 +476,7 @@ class Grammars:
         """The process that was prepared. If there is none, one is started, and rows are late until it is ready."""
         process, is_new = self._claim(grammar)
         if is_new:
-            self._aside.submit(process.compile, self._server, self._limits.compile_seconds)
+            self._background.submit(process.compile, self._server, self._limits.compile_seconds)
         return process
 
     def _claim(self, grammar: str) -> tuple[GrammarProcess, bool]:
@@ -524,7 +524,7 @@ class Grammars:
                 self._fork_server.close()
                 self._fork_server = None
             if self._fork_server is None:
-                vocabulary, limits = self._open(), self._limits
+                vocabulary, limits = self._load_vocabulary(), self._limits
                 begin = Begin(
                     [vocabulary.spell(token) for token in range(min(vocabulary.size, self._vocab_size))],
                     tuple(sorted(i for i in vocabulary.special_ids if i < self._vocab_size)),
@@ -536,12 +536,12 @@ class Grammars:
                     limits.step_seconds,
                     limits.memory_bytes,
                 )
-                self._memory = self._memory or Slots(self._vocab_size, self._num_slots)
+                self._memory = self._memory or MaskSlots(self._vocab_size, self._num_slots)
                 self._fork_server = ForkServer(begin, self._memory.fd)
             return self._fork_server
 
     @property
-    def _slots(self) -> Slots:
+    def _slots(self) -> MaskSlots:
         assert self._memory is not None, "there is a process that was given it"
         return self._memory
 

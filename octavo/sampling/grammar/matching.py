@@ -12,9 +12,9 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import Ints, Words, any_set, clear_bits, set_bits
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
-from octavo.sampling.grammar.orders import Begin, Compiled, Enter, Fill, Filled, Result, Row
+from octavo.sampling.grammar.mask_slots import MaskSlots
+from octavo.sampling.grammar.protocol import Begin, Compiled, Enter, Fill, Filled, FilledRow, RowToFill
 from octavo.sampling.grammar.shortest_completion import ShortestCompletion
-from octavo.sampling.grammar.slots import Slots
 from octavo.text.grammar.limits import parser_limits
 from octavo.text.tokenize.vocabulary import Vocabulary
 
@@ -30,7 +30,7 @@ _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
 
 
-class Template:
+class SharedVocabulary:
     """What the processes of all grammars share, made once and inherited: the vocabulary as a trie, and the ranks of its tokens."""
 
     def __init__(self, begin: Begin) -> None:
@@ -64,11 +64,11 @@ class _Row:
 class Matching:
     """One grammar. `limit`: ends this process when it has used so many seconds of processor time from now on; 0: never."""
 
-    def __init__(self, template: Template, slots: Slots, limit: Callable[[float], None]) -> None:
-        self._template, self._slots, self._limit = template, slots, limit
-        self._step_seconds = template.begin.step_seconds
-        self._num_threads = min(template.begin.num_threads, _MAX_THREADS)
-        self._ends = template.ends
+    def __init__(self, shared: SharedVocabulary, slots: MaskSlots, limit: Callable[[float], None]) -> None:
+        self._shared, self._slots, self._limit = shared, slots, limit
+        self._step_seconds = shared.begin.step_seconds
+        self._num_threads = min(shared.begin.num_threads, _MAX_THREADS)
+        self._ends = shared.ends
         self._rows: dict[int, _Row] = {}
         self._used: list[LLMatcher] = []
         self._compiled: LLMatcher | None = None
@@ -77,23 +77,23 @@ class Matching:
     def compile(self, grammar: str) -> Compiled:
         from llguidance import LLMatcher
 
-        self._limit(self._template.begin.compile_seconds)
-        compiled = LLMatcher(self._template.tokenizer, grammar, log_level=0, limits=parser_limits())
+        self._limit(self._shared.begin.compile_seconds)
+        compiled = LLMatcher(self._shared.tokenizer, grammar, log_level=0, limits=parser_limits())
         if compiled.is_error():
             return Compiled(error_of(compiled), 0)
         self._compiled, self._shortest = compiled, self._ends.shortest(compiled)
         self._limit(0)
         return Compiled("", BudgetedEnd.of(self._shortest).looks_at)
 
-    def enter(self, order: Enter) -> None:
-        self._rows[order.number] = _Row(
-            order.slot,
-            np.array(order.stop_ids, dtype=np.int64),
-            order.prompt_len,
-            order.prompt_len + order.min_tokens,
-            order.prompt_len + order.max_tokens,
-            order.ignores_eos,
-            order.ends_by_eos,
+    def enter(self, command: Enter) -> None:
+        self._rows[command.number] = _Row(
+            command.slot,
+            np.array(command.stop_ids, dtype=np.int64),
+            command.prompt_len,
+            command.prompt_len + command.min_tokens,
+            command.prompt_len + command.max_tokens,
+            command.ignores_eos,
+            command.ends_by_eos,
             self._step_seconds,
         )
 
@@ -106,8 +106,8 @@ class Matching:
                 self._used.append(row.matcher)
             self._limit(0)
 
-    def fill(self, order: Fill) -> Filled:
-        pairs = [(self._rows[asked.number], asked) for asked in order.rows]
+    def fill(self, command: Fill) -> Filled:
+        pairs = [(self._rows[asked.number], asked) for asked in command.rows]
         if self._num_threads > 1 and len(pairs) >= _MANY:
             results = self._fill_together(pairs)
         else:
@@ -120,7 +120,7 @@ class Matching:
         self._limit(0)
         return Filled(results)
 
-    def _fill_together(self, pairs: list[tuple[_Row, Row]]) -> list[Result]:
+    def _fill_together(self, pairs: list[tuple[_Row, RowToFill]]) -> list[FilledRow]:
         ready = []
         for row, asked in pairs:
             with self._working_on(row):
@@ -149,7 +149,7 @@ class Matching:
             self._slots.mask(row.slot)[:] = bits[at]
             row.credit -= seconds
 
-    def _settled(self, row: _Row, asked: Row) -> Result:
+    def _settled(self, row: _Row, asked: RowToFill) -> FilledRow:
         """Apply the row's own limits to its mask. If its matcher has failed and served others before, try again with a new one: a
         used one may have reached its lexer limits."""
         is_last = self._settle(row, asked.length)
@@ -163,7 +163,7 @@ class Matching:
                 f"the grammar takes too long: more than {1000 * _SHARE * self._step_seconds:.0f} ms of processor time per token "
                 "on average (--grammar-step-seconds)"
             )
-        return Result(asked.number, asked.length, is_last and not row.failure, row.failure)
+        return FilledRow(asked.number, asked.length, is_last and not row.failure, row.failure)
 
     @contextlib.contextmanager
     def _working_on(self, row: _Row) -> Iterator[None]:
@@ -177,7 +177,7 @@ class Matching:
 
     # ── a row's state ──
 
-    def _advance(self, row: _Row, asked: Row) -> bool:
+    def _advance(self, row: _Row, asked: RowToFill) -> bool:
         """Advance the row's matcher by its new tokens. False: it has failed."""
         row.credit = min(self._step_seconds, row.credit + _SHARE * self._step_seconds)
         if row.failure:
@@ -228,13 +228,13 @@ class Matching:
         if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
             row.failure = error_of(matcher)
             return
-        eos_ids = self._template.eos_ids
+        eos_ids = self._shared.eos_ids
         banned = row.stop_ids if row_len < row.min_len else eos_ids if row.ignores_eos else None
         if banned is None and row.ends_by_eos:
             return  # the usual case: the grammar's bits are right
         if not row.ends_by_eos and any_set(bits, eos_ids):
             # A control token among the stop tokens is meant as an end: allow it where the grammar may end.
-            set_bits(bits, row.stop_ids[np.isin(row.stop_ids, self._template.special_ids)])
+            set_bits(bits, row.stop_ids[np.isin(row.stop_ids, self._shared.special_ids)])
         if banned is None or not any_set(bits, banned):
             return
         before = bits.copy()

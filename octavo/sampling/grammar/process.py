@@ -21,22 +21,22 @@ from pathlib import Path
 import msgspec
 
 from octavo.ipc.subprocesses import signal_at_parents_end
-from octavo.sampling.grammar.matching import Matching, Template
-from octavo.sampling.grammar.orders import (
+from octavo.sampling.grammar.mask_slots import MaskSlots
+from octavo.sampling.grammar.matching import Matching, SharedVocabulary
+from octavo.sampling.grammar.protocol import (
     Begin,
     Begun,
+    Command,
     Compile,
     End,
     Enter,
     Fill,
     Fork,
     Leave,
-    Order,
-    Request,
+    ServerCommand,
     framed,
     receive,
 )
-from octavo.sampling.grammar.slots import Slots
 
 # The compiler recurses on chains of references. In 256 KiB of text there is room for chains that take less than 64 MiB.
 _STACK_BYTES = 256 * 2**20
@@ -64,21 +64,21 @@ def _serve(line: socket.socket, memory: int) -> None:
     except ImportError:
         line.sendall(framed(Begun("llguidance is not installed")))
         return
-    template = Template(begin)
-    slots = Slots(begin.vocab_size, begin.num_slots, memory)
-    requests = msgspec.msgpack.Decoder[Request](Request)
+    shared = SharedVocabulary(begin)
+    slots = MaskSlots(begin.vocab_size, begin.num_slots, memory)
+    commands = msgspec.msgpack.Decoder[ServerCommand](ServerCommand)
     gc.collect()
     gc.freeze()  # what all processes share is not written to by their collectors
     line.sendall(framed(Begun("")))
     running: set[int] = set()
     ended: OrderedDict[int, int] = OrderedDict()  # process → its exit code
     while True:
-        request = requests.decode(receive(line))
+        command = commands.decode(receive(line))
         while running and (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             _note_end(*found, running, ended)
-        match request:
+        match command:
             case Fork():
-                running.add(_fork(line, template, slots))
+                running.add(_fork(line, shared, slots))
             case End(pid):
                 if pid in running:
                     os.kill(pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ def _note_end(pid: int, status: int, running: set[int], ended: OrderedDict[int, 
         ended.popitem(last=False)
 
 
-def _fork(line: socket.socket, template: Template, slots: Slots) -> int:
+def _fork(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> int:
     theirs, own = socket.socketpair()
     pid = os.fork()
     if pid:
@@ -104,32 +104,32 @@ def _fork(line: socket.socket, template: Template, slots: Slots) -> int:
     signal_at_parents_end(signal.SIGKILL)
     theirs.close()
     line.close()
-    _limit_memory(template.begin.memory_bytes)
+    _limit_memory(shared.begin.memory_bytes)
     threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=_keep_to_grammar, args=(own, template, slots))
+    thread = threading.Thread(target=_keep_to_grammar, args=(own, shared, slots))
     thread.start()
     thread.join()
     os._exit(1)  # it never returns
 
 
-def _keep_to_grammar(line: socket.socket, template: Template, slots: Slots) -> None:
-    """Carry out orders until the socket is closed, or an error ends this process: the rank sees both as its end."""
+def _keep_to_grammar(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> None:
+    """Carry out commands until the socket is closed, or an error ends this process: the rank sees both as its end."""
     try:
-        orders = msgspec.msgpack.Decoder[Order](Order)
-        matching = Matching(template, slots, _limit_time)
+        commands = msgspec.msgpack.Decoder[Command](Command)
+        matching = Matching(shared, slots, _limit_time)
         while True:
-            match orders.decode(receive(line)):
+            match commands.decode(receive(line)):
                 case Compile(grammar):
                     compiled = matching.compile(grammar)
                     line.sendall(framed(compiled))
                     if compiled.error:
                         os._exit(0)
-                case Enter() as order:
-                    matching.enter(order)
+                case Enter() as command:
+                    matching.enter(command)
                 case Leave(number):
                     matching.leave(number)
-                case Fill() as order:
-                    line.sendall(framed(matching.fill(order)))
+                case Fill() as command:
+                    line.sendall(framed(matching.fill(command)))
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:

@@ -18,16 +18,16 @@ import msgspec
 import octavo
 from octavo.errors import ConfigError, OctavoError
 from octavo.ipc.subprocesses import describe_exit
-from octavo.sampling.grammar.orders import (
+from octavo.sampling.grammar.protocol import (
     Begin,
     Begun,
+    Command,
     Compile,
     Compiled,
     End,
     Filled,
     Fork,
     Inbox,
-    Order,
     framed,
     receive,
 )
@@ -106,7 +106,7 @@ class ForkServer:
 
 class GrammarProcess:
     """The process of one grammar, from the start of its compilation to its end. compile() is called by one thread; when it is ready,
-    another gives it orders and reads the results, and never waits for it."""
+    another gives it commands and reads the results, and never waits for it."""
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
@@ -119,7 +119,7 @@ class GrammarProcess:
         self.end_words = "its process has ended"
         self.retired: dict[int, int] = {}  # row that has left → its slot, which the process may still write to
         self.looks_from = 0
-        self.num_unanswered = 0  # Fill orders
+        self.num_unanswered = 0  # Fill commands
         self.filling_since = 0.0  # when the oldest of them was given
         self.pid = 0
         self._is_lowered = False
@@ -171,9 +171,9 @@ class GrammarProcess:
             for thread in os.listdir(f"/proc/{self.pid}/task"):
                 os.setpriority(os.PRIO_PROCESS, int(thread), _NICE)
 
-    def order(self, order: Order) -> None:
-        """Give it an order. It is sent as soon as the process reads it."""
-        self._outbox += framed(order)
+    def queue(self, command: Command) -> None:
+        """Give it a command. send() writes it when the process can read it."""
+        self._outbox += framed(command)
 
     def send(self) -> None:
         if self._line is None or self.is_over:

@@ -1,4 +1,4 @@
-"""Slots: shared memory in which grammar processes leave the masks of rows for their rank."""
+"""MaskSlots: shared memory in which grammar processes leave the masks of rows for their rank."""
 
 import mmap
 import os
@@ -9,11 +9,11 @@ import numpy as np
 from octavo.sampling.grammar.bitmask import WORD, Words
 
 
-class Slots:
+class MaskSlots:
     """`num_slots` masks for a vocabulary. A slot is written by one process at a time, and read once that process has said so."""
 
     def __init__(self, vocab_size: int, num_slots: int, fd: int = -1) -> None:
-        """`fd`: of the memory of another Slots; −1: new memory."""
+        """`fd`: of the memory of another MaskSlots; −1: new memory."""
         self._width = -(-vocab_size // WORD) + 1  # words: one that says that a process is at work, then the mask
         size = 4 * self._width * num_slots
         self.fd = _memory(size) if fd < 0 else fd

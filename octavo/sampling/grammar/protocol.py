@@ -46,7 +46,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, tag=2):
 
 
 class Compile(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    """The first order. The answer is Compiled."""
+    """The first command. The answer is Compiled."""
 
     grammar: str
 
@@ -73,7 +73,7 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, tag=3):
     number: int
 
 
-class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class RowToFill(msgspec.Struct, array_like=True, frozen=True, gc=False):
     number: int
     new_tokens: list[int]  # of its output, since the last time; the first time all of them
     length: int  # tokens of prompt and output
@@ -82,10 +82,10 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Fill(msgspec.Struct, array_like=True, frozen=True, tag=4):
     """Advance rows by their tokens and compute their masks. The answer is Filled."""
 
-    rows: list[Row]
+    rows: list[RowToFill]
 
 
-class Result(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class FilledRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     number: int
     length: int
     is_last: bool  # the token sampled now ends the row, because of max_tokens
@@ -93,11 +93,11 @@ class Result(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Filled(msgspec.Struct, array_like=True, frozen=True):
-    rows: list[Result]
+    rows: list[FilledRow]
 
 
-Request = Fork | End
-Order = Compile | Enter | Leave | Fill
+ServerCommand = Fork | End
+Command = Compile | Enter | Leave | Fill
 
 
 def framed(message: object) -> bytes:
