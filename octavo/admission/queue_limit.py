@@ -1,6 +1,6 @@
 """QueueLimit: refuses requests when too many wait, and estimates from recent admissions how fast the queue moves.
 
-Only primary sequences count against the first part of another (schedule/siblings.py): a response with many prompts fills no queue
+Only primary sequences count against the first part of another (schedule/policy.py): a response with many prompts fills no queue
 but its own. Against its further parts, all prompts that wait count."""
 
 import math

@@ -122,7 +122,8 @@ class Answer:
             return False
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs
-        delta.add_scores_to(self.output.prompt_logprobs)
+        if delta.prompt_logprobs:
+            delta.add_scores_to(self.output.prompt_logprobs)
         if delta.finish is not None:
             self.output.num_cached_tokens = delta.finish.num_cached_tokens
             choice.cumulative_logprob = delta.finish.cumulative_logprob

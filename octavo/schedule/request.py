@@ -88,7 +88,7 @@ class Request:
         self.is_swapped = False
         self.is_finished = False
         self.rank = 0  # by the policy
-        # Open sequences of its response when it came. 0: it was the first, or became primary since (siblings.py).
+        # Open sequences of its response when it came. 0: it was the first, or became primary since (policy.Siblings).
         self.num_siblings_ahead = 0
         self.place = sequence  # among primaries: in the order in which they became primary
         # Not the first sequence of its response: it may be preempted to admit an older primary.
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def is_primary(self) -> bool:
-        """Whether it is the one sequence of its response that has a place in the queue (siblings.py)."""
+        """Whether it is the one sequence of its response that has a place in the queue (policy.Siblings)."""
         return self.num_siblings_ahead == 0
 
     @property

@@ -27,7 +27,7 @@ class Rows:
         return len(self.waiting) + len(self.awaiting_grammar)
 
     def backlog(self, only_primaries: bool) -> tuple[int, int]:
-        """How many prompts wait, and their tokens; or only those of primaries (siblings.py)."""
+        """How many prompts wait, and their tokens; or only those of primaries (policy.Siblings)."""
         queued = self.waiting.primaries if only_primaries else self.waiting.prompts
         held = [
             request.prompt_len

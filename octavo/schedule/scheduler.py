@@ -34,11 +34,10 @@ from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.extras import prefill_progress, prompt_scores, scored, take_scores
 from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
 from octavo.schedule.outcome import Arrivals, finish_after, sampling_of
-from octavo.schedule.policy import Policy, WaitingQueue, arrival
+from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
 from octavo.schedule.request import Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
 from octavo.schedule.rows import Rows, order_of
-from octavo.schedule.siblings import Siblings
 
 # Plans that a row with a late mask sits out: none after the first late step, then one, then twice as many each time, up to this. It
 # sits out none if there is nothing else to compute.
@@ -142,13 +141,13 @@ class Scheduler:
         self.head_waits_for = planned.head_waits_for
         if planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork_all(draft, planned)
-        if draft.is_empty:
-            planned.is_empty = True
+        planned.num_tokens = sum(draft.counts)
+        planned.is_empty = not planned.num_tokens and not draft.moves
+        if planned.is_empty:
             draft.leaves.extend(self.rows.left)  # the next plan that is carried out names them again
         else:
             if self.rows.left:
                 draft.leaves.extend(self.rows.take_left())
-            planned.num_tokens = sum(draft.counts)
             self._in_flight.append(planned)
             self.num_steps += 1
         return planned

@@ -17,12 +17,11 @@ import octavo.schedule.outcome
 import octavo.schedule.policy
 import octavo.schedule.rows
 import octavo.schedule.scheduler
-import octavo.schedule.siblings
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
 SPAN, OUTCOME, ROWS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
-BEAMS, POLICY, SIBLINGS = octavo.schedule.beams.group, octavo.schedule.policy, octavo.schedule.siblings
+BEAMS, POLICY = octavo.schedule.beams.group, octavo.schedule.policy
 MODULES = (
     POOL,
     SPAN,
@@ -30,7 +29,6 @@ MODULES = (
     OUTCOME,
     BEAMS,
     POLICY,
-    SIBLINGS,
     ROWS,
     SCHEDULER,
 )  # a module comes after those it imports
@@ -127,17 +125,17 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "self.rows.promote(sequence, sequence.sequence)",
     ),
     "all sequences of a response are primary": (
-        SIBLINGS,
+        POLICY,
         "request.num_siblings_ahead = len(sequences)",
         "request.num_siblings_ahead = 0",
     ),
-    "none is primary after the first": (SIBLINGS, "if request.is_primary else None", "if False else None"),
+    "none is primary after the first": (POLICY, "if request.is_primary else None", "if False else None"),
     "the youngest becomes primary next": (
-        SIBLINGS,
+        POLICY,
         "next(iter(sequences.values()))",
         "next(reversed(sequences.values()))",
     ),
-    "a response never ends": (SIBLINGS, "del self._open[request.response_id]", "pass"),
+    "a response never ends": (POLICY, "del self._open[request.response_id]", "pass"),
     "what must be computed whole is cut": (SCHEDULER, "request.length if request.needs_one_step else 1", "1"),
     "what must be computed whole begins in the cache": (
         SCHEDULER,

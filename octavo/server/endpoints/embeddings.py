@@ -10,13 +10,11 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.admission.finish_errors import failure_of
-from octavo.admission.request_size import RequestSize
-from octavo.admission.validate import admit_embedding, choose_pooling, cut_to, longest_embedding
+from octavo.admission.validate import RequestSize, admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.errors import Field, InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.generate.offload import offload, offload_prompt, one_of
-from octavo.server.generate.requests import new_id
-from octavo.server.generate.text_len import check_text_len
+from octavo.server.generate.requests import check_text_len, new_id
 from octavo.server.http.sse import until_gone
 from octavo.server.schema.fields import LimitFields, RequestFields, RouteSchema, read_fields
 from octavo.server.schema.shapes import Prompts, Shape

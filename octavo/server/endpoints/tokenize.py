@@ -10,7 +10,7 @@ from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.generate.chat import Chat, check_variables, encode_aside, read_ending, text_for
 from octavo.server.generate.messages import MESSAGES, parse_messages
 from octavo.server.generate.offload import offload, offload_prompt
-from octavo.server.generate.text_len import check_text_len
+from octavo.server.generate.requests import check_text_len
 from octavo.server.schema.fields import RequestFields, RouteSchema, read_fields
 from octavo.server.schema.lists import FirstError
 from octavo.server.schema.shapes import Messages, Shape, Tools

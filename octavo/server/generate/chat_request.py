@@ -20,8 +20,7 @@ from octavo.server.generate.chat import (
 )
 from octavo.server.generate.messages import MESSAGES, parse_messages
 from octavo.server.generate.offload import offload_prompt
-from octavo.server.generate.requests import Prompt, cut_prompt
-from octavo.server.generate.text_len import check_text_len
+from octavo.server.generate.requests import Prompt, check_text_len, cut_prompt
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Messages, ToolChoice, Tools
 from octavo.server.state.service import Service

@@ -212,7 +212,8 @@ class Generation:
         for delta in deltas:
             if delta.finish is not None and delta.finish.reason == "error":
                 raise failure_of(delta.finish)
-            delta.add_scores_to(self.prompt_logprobs[number])
+            if delta.prompt_logprobs:
+                delta.add_scores_to(self.prompt_logprobs[number])
             if delta.progress is not None:  # the newest is enough
                 newest = delta.progress
                 num_prompt = len(self._requests[number].prompt_ids)

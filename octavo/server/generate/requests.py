@@ -1,4 +1,5 @@
-"""Builds GenerateRequests from fields and prompt ids, checked by octavo/admission."""
+"""Builds GenerateRequests from fields and prompt ids, checked by octavo/admission; and checks what a request asks for, as far as that
+is known before its prompts are tokenized."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -7,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from octavo.admission.request_size import RequestSize
-from octavo.admission.validate import MAX_TOKENS, admit
+from octavo.admission.validate import MAX_TOKENS, PROMPT, RequestSize, admit
 from octavo.config import BudgetConfig
-from octavo.errors import Field, InvalidRequest, quote
+from octavo.errors import ContextTooLong, Field, InvalidRequest, quote
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
 from octavo.server.schema.fields import GenerationFields
+from octavo.server.state.service import Service
 from octavo.text import Text
 
 
@@ -105,9 +106,34 @@ def check_size(fields: GenerationFields, num_prompts: int, report: EngineReport,
         fields.num_sequences,
         num_output_tokens=num_prompts * max_tokens,
         max_tokens=max_tokens,
-        choices_field=Field(fields.choices_field),
+        choices_field=fields.choices_field,
         max_tokens_field=limit,
     ).check(budget)
+
+
+def check_text_len(service: Service, num_bytes: int, text: object, field: Field) -> None:
+    """Raise ContextTooLong if the strings in `text` are together longer than one request's may be. `num_bytes`: at least as many
+    as there can be characters in it."""
+    most = service.max_text_len
+    if num_bytes > most and (found := _count_characters(text)) > most:
+        raise ContextTooLong(
+            field + f" has {found} characters of text; at most {most} are tokenized for one request (--max-text-len)"
+        )
+
+
+def _count_characters(value: object) -> int:
+    """Characters of all strings in a JSON value, names of members included."""
+    total, left = 0, [value]
+    while left:
+        match left.pop():
+            case str(text):
+                total += len(text)
+            case Mapping() as members:
+                left += members.keys()
+                left += members.values()
+            case list() | tuple() as entries:
+                left += entries
+    return total
 
 
 def _size_of(
@@ -124,8 +150,8 @@ def _size_of(
         sum(lens),
         sum(outputs),
         max(outputs),
-        field if len(prompts) == 1 else Field("prompt"),
-        Field(fields.choices_field),
+        field if len(prompts) == 1 else PROMPT,
+        fields.choices_field,
         _wanted_tokens(fields)[0],
     )
 
@@ -142,7 +168,7 @@ def check_beams(fields: GenerationFields, report: EngineReport) -> None:
     most = max(1, report.max_num_seqs // 2)
     if fields.use_beam_search and fields.num_sequences > most:
         raise InvalidRequest(
-            Field(fields.choices_field)
+            fields.choices_field
             + f" must be at most {most} for a beam search, half of the rows (--max-num-seqs {report.max_num_seqs}), "
             f"got {fields.num_sequences}"
         )

@@ -204,6 +204,9 @@ class StreamFields(LimitFields):
             raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
 
 
+_CHOICES, _BEST_OF = Field("n"), Field("best_of")
+
+
 class SearchFields(BaseModel):
     """How many choices are answered, and out of how many."""
 
@@ -214,9 +217,9 @@ class SearchFields(BaseModel):
     early_stopping: Any = None  # transformers': true, false or "never"
 
     @property
-    def choices_field(self) -> str:
+    def choices_field(self) -> Field:
         """The field that says how many sequences each prompt has."""
-        return "n" if self.best_of is None else "best_of"
+        return _CHOICES if self.best_of is None else _BEST_OF
 
     @property
     def num_sequences(self) -> int:

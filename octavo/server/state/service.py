@@ -86,6 +86,11 @@ class Service:
         return report
 
     @functools.cached_property
+    def max_text_len(self) -> int:
+        """The most characters of text in one request."""
+        return self.config.budget.text_len(self.report.max_model_len)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Equal fingerprints mean that equal requests with equal seeds give equal bytes. GET /version has its parts."""
         return self.report.system_fingerprint

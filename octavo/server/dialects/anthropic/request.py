@@ -10,7 +10,7 @@ from octavo.server.generate import chat_request
 from octavo.server.generate.field_names import FieldNames
 from octavo.server.generate.messages import MESSAGES
 from octavo.server.generate.offload import offload_prompt
-from octavo.server.generate.text_len import check_text_len
+from octavo.server.generate.requests import check_text_len
 from octavo.server.schema.fields import MAX_STOPS, RequestFields, StreamFields, make_fields
 from octavo.server.schema.lists import AtMost
 from octavo.server.schema.shapes import (

@@ -4,8 +4,7 @@ import functools
 
 from octavo.errors import Field, InvalidRequest
 from octavo.server.generate.offload import offload_prompt
-from octavo.server.generate.requests import Prompt, check_size, cut_prompt
-from octavo.server.generate.text_len import check_text_len
+from octavo.server.generate.requests import Prompt, check_size, check_text_len, cut_prompt
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Prompts
 from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE

@@ -12,7 +12,7 @@ from octavo.server.dialects.openai_responses.request import NAMES, InputRequest
 from octavo.server.dialects.openai_responses.store import KeptResponses, decode_items, not_found
 from octavo.server.generate import chat_request
 from octavo.server.generate.offload import offload_prompt
-from octavo.server.generate.text_len import check_text_len
+from octavo.server.generate.requests import check_text_len
 from octavo.server.state.service import Service
 
 MAX_REFERENCES = 256  # to earlier items, in one request: each may need a query to another process
