@@ -31,7 +31,7 @@ def variable_of(knob: "dataclasses.Field[Any]") -> str:
 
 
 def from_environment(environ: Mapping[str, str], reader: Reader) -> dict[str, Any]:
-    """The config fields that variables set, by name. An empty variable is as good as none. Raises ConfigError."""
+    """The config fields that variables set, by name. An empty variable counts as unset. Raises ConfigError."""
     found: dict[str, Any] = {}
     for _, cls in sections():
         for knob in dataclasses.fields(cls):
@@ -46,7 +46,7 @@ def from_environment(environ: Mapping[str, str], reader: Reader) -> dict[str, An
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables that look like ours and are not."""
+    """Variables with our prefix that no flag has."""
     known = OTHER_VARIABLES | {variable_of(knob) for _, cls in sections() for knob in dataclasses.fields(cls)}
     return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
 

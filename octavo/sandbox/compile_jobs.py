@@ -1,7 +1,7 @@
 """The jobs that compile what clients send: grammars in all their notations, and chat templates. They run in confined processes;
 prepare() runs in the fork server, once.
 
-Imports are few: all of this is in memory for each API process that has met a grammar."""
+Imports are few: each API process that was sent a grammar has a fork server, which keeps all of them in memory."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,7 @@ from octavo.text.grammar.build import framed_grammar, grammar_of, schema_grammar
 from octavo.text.tokenize.vocabulary import Vocabulary
 
 MODULE = __name__
-_LOADED_LATE = ("html", "jinja2.debug")  # by filters and by errors of templates
+_LOADED_LATE = ("html", "jinja2.debug")  # imported by template filters and template errors when they are first used
 
 Path = list[str | int]
 """A Field as plain data."""
@@ -108,6 +108,7 @@ class _Jobs:
 
 
 def _shallow(field: Path, build: Callable[[], str]) -> str:
+    """Build a grammar. One that exceeds Python's recursion limit is refused, not a failure of the job."""
     try:
         return build()
     except RecursionError:

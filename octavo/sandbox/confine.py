@@ -1,4 +1,4 @@
-"""Takes from a process what a job does not need: files, the network, other processes, and more than its share of memory and time."""
+"""Confines a process for one job: no files, network or other processes, and limits on memory and CPU time."""
 
 import contextlib
 import ctypes
@@ -17,16 +17,16 @@ _KILL_FIRST = 1000  # the highest oom_score_adj
 
 
 def offer_to_oom_killer() -> None:
-    """Where memory runs out, have the system end this process and its children before any other."""
+    """Have the kernel kill this process and its children first when the machine runs out of memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(f"{_KILL_FIRST}\n")
 
 
 def confine(seconds: float, memory_bytes: int, parent: int) -> bool:
     """Confine this process for one job. `seconds`: of CPU time, then SIGPROF ends it. `memory_bytes`: that it may allocate.
-    `parent`: its process id; with the parent this process ends. Returns whether system calls are restricted, too."""
+    `parent`: process id of the parent, with which this process ends. Returns whether system calls are restricted, too."""
     signal_at_parents_end(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
     for number, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -34,7 +34,9 @@ def confine(seconds: float, memory_bytes: int, parent: int) -> bool:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_AS, _mapped_bytes() + memory_bytes),
     ):
-        with contextlib.suppress(OSError, ValueError):  # not on every system, and not above a limit that is set already
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # not every system has each of them, and a hard limit may be lower already
             resource.setrlimit(number, (limit, limit))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if sys.platform == "linux":

@@ -10,7 +10,7 @@ _KINDS: dict[str, type[RequestError]] = {kind.__name__: kind for kind in (Invali
 def error_data(error: RequestError) -> list[Any]:
     """The error's kind, its message (texts, and fields as lists), and the path of its field."""
     kind = type(error).__name__
-    assert kind in _KINDS, f"{kind} does not travel"
+    assert kind in _KINDS, f"{kind} cannot be sent"
     parts = [_encodable(part) if isinstance(part, str) else _path(part) for part in error.sentence.parts]
     return [kind, parts, None if error.field is None else _path(error.field)]
 

@@ -1,4 +1,4 @@
-"""FairQueue: jobs that wait, taken from their owners in turn."""
+"""FairQueue: waiting jobs, taken round-robin from their owners."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ T = TypeVar("T", bound=Owned)
 
 class FairQueue(Generic[T]):
     def __init__(self) -> None:
-        self._by_owner: OrderedDict[bytes, deque[T]] = OrderedDict()  # the owner whose turn it is first
+        self._by_owner: OrderedDict[bytes, deque[T]] = OrderedDict()  # the owner to be served next comes first
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def take(self) -> T:
-        """The oldest job of the owner who has waited longest for a turn."""
+        """Take the oldest job of the owner that was served least recently."""
         owner, jobs = next(iter(self._by_owner.items()))
         job = jobs.popleft()
         self._by_owner.move_to_end(owner)

@@ -1,7 +1,7 @@
 """The fork server: loads what jobs need once, and forks a confined process for each of them. Start it with
 octavo.ipc.subprocesses.spawn().
 
-It has one thread and runs no job itself, so that nothing in it is shared with one. It ends when its control socket is closed,
+It has one thread and runs no job itself, so no job can change its state. It ends when its control socket is closed,
 and its children with it. Children have no other descriptor than their job's socket."""
 
 import contextlib
@@ -63,7 +63,9 @@ class _Server:
         self._launch, self._jobs = launch, jobs
         self._control = socket.socket(fileno=launch.control_fd)
         self._null = os.open(os.devnull, os.O_RDWR)
-        self._children: dict[int, int] = {}  # number → process id, until it is reaped: so the id is its own
+        self._children: dict[
+            int, int
+        ] = {}  # number → process id, until it is reaped: until then no other process has this id
         self._woken, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

@@ -3,8 +3,8 @@
 The first job starts a fork server (fork_server.py), which keeps a few forked processes waiting. A job that crashes, or takes more
 than its share of time or memory, ends with its process; the caller gets a JobEnded, and no other job notices.
 
-Owners take turns. A job that has run for QUICK_SECONDS is slow: only half of the processes run slow jobs, and one too many is
-stopped and begins anew when it is its turn, so that quick jobs never wait long for slow ones, even of the same owner."""
+Owners are served round-robin. A job that has run for QUICK_SECONDS is slow: only half of the processes run slow jobs, and one too many
+is stopped and started again later, so that quick jobs never wait long for slow ones, even of the same owner."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ from octavo.sandbox.protocol import (
 log = logging.getLogger("octavo.sandbox")
 
 QUICK_SECONDS = 0.25
-WALL_TIMES = 6  # times its CPU time that a job may take on a clock: other processes compute, too
+WALL_TIMES = 6  # wall-clock limit of a job, as a multiple of its CPU limit: other processes need the cores, too
 MAX_WAITING_BYTES = 64 * 2**20  # of jobs in the queue
 MAX_REPLY_BYTES = 64 * 2**20
 LARGE_REPLY = 2**20  # bytes; decoded in a thread
@@ -68,7 +68,7 @@ class _LostProcess(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _Job:
     """A job that waits or runs."""
 
     owner: bytes
@@ -117,9 +117,9 @@ class SandboxPool:
         self._next_number = 0
         self._children: dict[int, _Child] = {}  # all whose end was not noticed yet
         self._idle: deque[_Child] = deque()
-        self._running: set[_Waiting] = set()
-        self._quick: FairQueue[_Waiting] = FairQueue()
-        self._slow: FairQueue[_Waiting] = FairQueue()
+        self._running: set[_Job] = set()
+        self._quick: FairQueue[_Job] = FairQueue()
+        self._slow: FairQueue[_Job] = FairQueue()
         self._talks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -144,7 +144,7 @@ class SandboxPool:
         if self._is_closed:
             raise EngineUnavailable("the server is shutting down")
         self._make_room(owner, len(payload))
-        job = _Waiting(owner, payload, asyncio.get_running_loop().create_future())
+        job = _Job(owner, payload, asyncio.get_running_loop().create_future())
         self._quick.put(job)
         self._dispatch()
         try:
@@ -235,7 +235,7 @@ class SandboxPool:
             self._children[child.number] = child
             self._idle.append(child)
 
-    def _abandon(self, job: _Waiting) -> None:
+    def _abandon(self, job: _Job) -> None:
         """The caller no longer wants the job, or has its result."""
         for queue in (self._quick, self._slow):
             queue.discard(job)
@@ -244,8 +244,8 @@ class SandboxPool:
 
     # ── one job ──
 
-    async def _talk(self, job: _Waiting, child: _Child) -> None:
-        """Have `child` run the job, and decide what becomes of it."""
+    async def _talk(self, job: _Job, child: _Child) -> None:
+        """Have `child` run the job, and set its result, queue it again or fail it."""
         loop = asyncio.get_running_loop()
         job.child, job.num_attempts = child, job.num_attempts + 1
         child.timers.append(loop.call_later(WALL_TIMES * self._seconds, self._kill, child, "time"))
@@ -274,7 +274,7 @@ class SandboxPool:
             self._running.discard(job)
         self._dispatch()
 
-    async def _exchange(self, job: _Waiting, child: _Child) -> Reply:
+    async def _exchange(self, job: _Job, child: _Child) -> Reply:
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(child.channel, LENGTH.pack(len(job.payload)))
@@ -313,7 +313,7 @@ class SandboxPool:
         detail = describe_exit(code)
         if code in _TIME_SIGNALS:
             return JobEnded("time", detail)
-        # The allocator aborts where the limit is reached, and the system kills where its memory is.
+        # The allocator aborts at the job's limit; the kernel kills when the machine has no memory left.
         is_large = most_kib * 1024 > self._memory_bytes // 4
         if code == EXIT_NO_MEMORY or (code in _OUT_OF_MEMORY_SIGNALS and is_large):
             return JobEnded("memory", detail)
@@ -321,7 +321,7 @@ class SandboxPool:
             return _LostProcess(detail)
         return JobEnded("crash", detail)
 
-    def _slow_down(self, job: _Waiting, child: _Child) -> None:
+    def _slow_down(self, job: _Job, child: _Child) -> None:
         """The job has run for QUICK_SECONDS. It goes on, or gives way to quick ones."""
         if self._num_processes > 1 and sum(other.is_slow for other in self._running) >= self._max_slow:
             self._kill(child, "slow")
@@ -338,7 +338,7 @@ class SandboxPool:
     # ── the fork server ──
 
     def _start(self) -> None:
-        """Start the fork server, where jobs wait for it."""
+        """Start the fork server if jobs wait for it."""
         if self._starting is None and self.num_waiting:
             self._starting = asyncio.get_running_loop().create_task(self._start_server())
             self._starting.add_done_callback(self._started)
@@ -378,7 +378,7 @@ class SandboxPool:
             self._server = None
             if not isinstance(error, OSError):  # TimeoutError is one
                 raise
-            log.error("the process that forks compilers does not start: %s", error)
+            log.error("the fork server for grammars and templates does not start: %s", error)
             raise EngineUnavailable("the process that compiles grammars and templates does not start", 5) from None
         self._control = ours
         self._notices.clear()
@@ -427,7 +427,7 @@ class SandboxPool:
         assert server is not None
         code = _end(server)
         if why:
-            log.error("the process that forks compilers was lost: %s, %s", why, describe_exit(code))
+            log.error("the fork server for grammars and templates was lost: %s, %s", why, describe_exit(code))
             self._start()
 
 

@@ -1,4 +1,4 @@
-"""What the pool and its fork server say to each other, and how a job and its reply travel to and from the process that runs it.
+"""Messages between the pool and its fork server, and the framing of a job and its reply.
 
 The control socket carries commands to the fork server and its notices of processes that ended, all of fixed size. A job has a
 socket of its own: the pool makes a pair and passes one end on with the command."""
@@ -10,14 +10,13 @@ import msgspec
 
 COMMAND = struct.Struct("<cxxxI")  # FORK or KILL, the number of the child
 FORK, KILL = b"F", b"K"
-NOTICE = struct.Struct(
-    "<IiQ"
-)  # the number of the child, how it ended (as subprocess has it), most KiB of memory it had
+# The number of the child, its exit code (negative: a signal), the most KiB of memory that it had.
+NOTICE = struct.Struct("<IiQ")
 READY = 0  # instead of a number in the first notice: commands are carried out from now on
 LENGTH = struct.Struct("<Q")  # before a job, and before a reply
 
-EXIT_NO_MEMORY = 71  # a job's process had no memory left to say so
-EXIT_NO_PROCESS = 72  # instead of a process: the system has none to give
+EXIT_NO_MEMORY = 71  # of a job's process that had too little memory left to send a reply
+EXIT_NO_PROCESS = 72  # instead of an exit code: fork failed, because the system has no process or memory left
 
 Status = Literal["done", "refused", "no_memory", "failed"]
 

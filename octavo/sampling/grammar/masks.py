@@ -440,7 +440,8 @@ class Grammars:
             self._note_ended(process)
 
     def _check_time(self, row: _Row) -> None:
-        """Lower the priority of a process that takes long. End a process that does not answer. The kernel ends one that computes for too long; this one does not get to compute."""
+        """Lower the priority of a process that takes long, and end one that does not answer at all. The kernel ends one that computes
+        for too long; this is for one that gets no processor time."""
         process, limits = row.process, self._limits
         if not process.is_ready or not process.num_unanswered:
             return

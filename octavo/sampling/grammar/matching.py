@@ -62,7 +62,7 @@ class _Row:
 
 
 class Matching:
-    """One grammar. `limit`: ends this process when it has used so many seconds of processor time from now on; 0: never."""
+    """One grammar. `limit(seconds)` has the kernel end this process after that much more processor time; 0: no limit."""
 
     def __init__(self, shared: SharedVocabulary, slots: MaskSlots, limit: Callable[[float], None]) -> None:
         self._shared, self._slots, self._limit = shared, slots, limit
@@ -185,7 +185,7 @@ class Matching:
         if row.matcher is None:
             started = time.thread_time()
             is_restored = self._restore(row, asked.new_tokens)
-            row.credit += time.thread_time() - started  # these tokens were paid for when they were generated
+            row.credit += time.thread_time() - started  # the time for these tokens was counted when they were generated
             return is_restored
         return self._consume(row, row.matcher, asked.new_tokens)
 

@@ -1,9 +1,9 @@
-"""The processes that keep to grammars. One fork server per rank reads the vocabulary once and forks a process for each grammar.
+"""Grammar processes, which compute masks. One fork server per rank reads the vocabulary once and forks a process for each grammar.
 
 A grammar is a client's program, and its compiler bounds neither the time of a call nor its stack: a row of the parser is limited
 once it is complete, and a call can take minutes, hold Python's lock and block every other matcher of its grammar. So each grammar
 has a process of its own. The kernel ends one that uses more processor time than it may (ITIMER_PROF), allocates too much
-(RLIMIT_DATA) or overflows its stack, and its rank hears of that when the socket closes.
+(RLIMIT_DATA) or overflows its stack, and its rank notices when the socket closes.
 
 Started as `python -m octavo.sampling.grammar.process CONTROL MEMORY`: two inherited descriptors, a socket to the rank and the memory of
 its masks."""
@@ -40,9 +40,8 @@ from octavo.sampling.grammar.protocol import (
 
 # The compiler recurses on chains of references. In 256 KiB of text there is room for chains that take less than 64 MiB.
 _STACK_BYTES = 256 * 2**20
-_MAX_ENDED = (
-    256  # exit codes that are kept until the rank asks; it asks for those of processes that ended by themselves
-)
+# Exit codes that are kept until the rank asks for them. It asks for those of processes that ended by themselves.
+_MAX_ENDED = 256
 
 
 def main(arguments: list[str]) -> None:
@@ -106,13 +105,13 @@ def _fork(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> in
     line.close()
     _limit_memory(shared.begin.memory_bytes)
     threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=_keep_to_grammar, args=(own, shared, slots))
+    thread = threading.Thread(target=_run_commands, args=(own, shared, slots))
     thread.start()
     thread.join()
     os._exit(1)  # it never returns
 
 
-def _keep_to_grammar(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> None:
+def _run_commands(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> None:
     """Carry out commands until the socket is closed, or an error ends this process: the rank sees both as its end."""
     try:
         commands = msgspec.msgpack.Decoder[Command](Command)
@@ -138,7 +137,7 @@ def _keep_to_grammar(line: socket.socket, shared: SharedVocabulary, slots: MaskS
 
 
 def _limit_time(seconds: float) -> None:
-    """Have the kernel end this process with SIGPROF when it has used so much processor time from now on; 0: no longer."""
+    """Have the kernel end this process with SIGPROF when it has used so much processor time from now on; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -112,10 +112,12 @@ class GrammarProcess:
         self.grammar = grammar
         self.started = threading.Event()  # compile() is over: it is ready, or it has an error
         self.is_over = False
-        self.error = ""  # why it can keep no row to the grammar
+        self.error = ""  # why it can compute no masks
         self.was_ready = False  # its grammar was compiled
         self.is_slow = False  # it has ended because it took too long
-        self.was_killed = False  # … by something that no grammar causes: another process, or its fork server's end
+        self.was_killed = (
+            False  # it was ended by something other than its grammar: another process, or its fork server's end
+        )
         self.end_words = "its process has ended"
         self.retired: dict[int, int] = {}  # row that has left → its slot, which the process may still write to
         self.looks_from = 0
@@ -138,7 +140,7 @@ class GrammarProcess:
         try:
             pid, line = server().fork()
             self.pid, self._line = pid, line
-            # Its own limit counts processor time. This one is for a machine without that, or a process that sleeps.
+            # Its own limit counts processor time. This one is for a process that waits instead of computing.
             line.settimeout(20 * compile_seconds)
             line.sendall(framed(Compile(self.grammar)))
             if not select.select([line], [], [], _LONG_COMPILE)[0]:
@@ -162,8 +164,8 @@ class GrammarProcess:
             self.started.set()
 
     def lower(self) -> None:
-        """Compute from now on in time that nothing else wants: a process that takes long must not slow down steps. For good: not
-        every user may raise a priority again."""
+        """Lower its priority: a process that takes long must not slow down steps. For good: not every user may raise a priority
+        again."""
         if self._is_lowered:
             return
         self._is_lowered = True
@@ -227,7 +229,7 @@ class GrammarProcess:
         self.close()
 
     def close(self) -> None:
-        """Let the process end. It does so when it has finished what it does."""
+        """Close its socket. The process ends when it next reads from it."""
         self.is_over = True
         if self._line is not None:
             self._line.close()

@@ -36,7 +36,7 @@ async def answer_lines(
     among the lines: answered earlier. An exception, for example of `write`, ends all."""
     in_flight: set[asyncio.Task[None]] = set()
     try:
-        async with asyncio.TaskGroup() as group, contextlib.aclosing(read_aside(lines)) as read:
+        async with asyncio.TaskGroup() as group, contextlib.aclosing(read_in_thread(lines)) as read:
             async for line in read:
                 match line:
                     case Line():
@@ -57,7 +57,7 @@ async def answer_lines(
         raise group.exceptions[0] from None  # the first ended the others
 
 
-async def read_aside(lines: Iterable[Line | BadLine | None]) -> AsyncGenerator[Line | BadLine | None, None]:
+async def read_in_thread(lines: Iterable[Line | BadLine | None]) -> AsyncGenerator[Line | BadLine | None, None]:
     """The lines, read in a thread."""
     iterator = iter(lines)
     while True:

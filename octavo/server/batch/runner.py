@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from octavo.errors import ConfigError, InvalidRequest, NotFound
-from octavo.server.batch.answer_lines import answer_lines, read_aside
+from octavo.server.batch.answer_lines import answer_lines, read_in_thread
 from octavo.server.batch.batches import (
     Batch,
     BatchError,
@@ -254,7 +254,7 @@ class _Run:
                 with memory.trying(batch_id, VALIDATION):
                     total = await BATCHES.run(self._validate)
             counts = RequestCounts(total, self._tally.completed, self._tally.failed)
-            await self._change_aside(
+            await self._change_in_thread(
                 status="in_progress", in_progress_at=int(time.time()), request_counts=counts, model=self._model_name
             )
         suspects = memory.suspects(batch_id)
@@ -266,7 +266,7 @@ class _Run:
             with self._open_input() as file:
                 lines = self._unanswered(file)
                 lines = (line if isinstance(line, Line) and line.number in suspects else None for line in lines)
-                async with contextlib.aclosing(read_aside(lines)) as read:
+                async with contextlib.aclosing(read_in_thread(lines)) as read:
                     async for line in read:
                         if line is not None:
                             await self._try_suspect(line)
@@ -351,7 +351,7 @@ class _Run:
                 raise _Refused([BatchError("storage_full", error.message)]) from None
         if (now := time.monotonic()) >= self._next_save:
             self._next_save = now + 1.0
-            await self._change_aside(request_counts=self._counts(), usage=self._usage())
+            await self._change_in_thread(request_counts=self._counts(), usage=self._usage())
 
     def _decide(self, outcome: Status, reasons: list[BatchError]) -> None:
         """Save the outcome. A process that resumes the batch after this keeps it."""
@@ -401,7 +401,7 @@ class _Run:
         ended = msgspec.structs.replace(self._batch, **{f"{outcome}_at": int(time.time())}, status=outcome)
         self._batches.end(ended, self._owner)
 
-    async def _change_aside(self, **changes: object) -> None:
+    async def _change_in_thread(self, **changes: object) -> None:
         """Replacing a file may wait for the disk: not on the event loop."""
         async with self._changing:
             await finish_in_thread(functools.partial(self._change, **changes))

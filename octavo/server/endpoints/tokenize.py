@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.admission.validate import check_ids
 from octavo.errors import Field, InvalidRequest, Unsupported
-from octavo.server.generate.chat import Chat, check_variables, encode_aside, read_ending, text_for
+from octavo.server.generate.chat import Chat, check_variables, offload_encode, read_ending, text_for
 from octavo.server.generate.messages import MESSAGES, parse_messages
 from octavo.server.generate.offload import offload, offload_prompt
 from octavo.server.generate.requests import check_text_len
@@ -121,7 +121,7 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
         return Chat(messages, tools, parse_tool_choice(None, tools), variables, text, ending)
 
     chat = await offload_prompt(fields.num_bytes, make)
-    return await encode_aside(service, chat, fields.num_bytes, max_tokens=None)
+    return await offload_encode(service, chat, fields.num_bytes, max_tokens=None)
 
 
 async def _encode_prompt(service: Service, fields: TokenizeRequest, prompt: str) -> list[int]:

@@ -163,7 +163,7 @@ def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]
     return text.encode_called(_call(text, chat), max_tokens)
 
 
-async def encode_aside(service: Service, chat: Chat, num_bytes: int, *, max_tokens: int | None) -> list[int]:
+async def offload_encode(service: Service, chat: Chat, num_bytes: int, *, max_tokens: int | None) -> list[int]:
     """The prompt's tokens. A chat of a long request is encoded in a thread; a request's own template is rendered in another
     process. `num_bytes`: the request's size."""
     text = chat.text or service.text

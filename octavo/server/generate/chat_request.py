@@ -14,7 +14,7 @@ from octavo.server.generate.chat import (
     check_variables,
     effort_variables,
     encode,
-    encode_aside,
+    offload_encode,
     read_ending,
     text_for,
 )
@@ -54,7 +54,7 @@ async def parse(service: Service, fields: ChatFields) -> ChatPrompt:
     text = await text_for(service, fields.chat_template)
     chat = await offload_prompt(fields.num_bytes, functools.partial(parse_chat, service, fields, text))
     longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
-    ids = await encode_aside(service, chat, fields.num_bytes, max_tokens=longest)
+    ids = await offload_encode(service, chat, fields.num_bytes, max_tokens=longest)
     if fields.truncate_prompt_tokens is not None:
         ids = cut_prompt(ids, fields, service.report)
     return ChatPrompt(ids, MESSAGES, chat=chat)

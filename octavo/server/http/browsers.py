@@ -89,7 +89,7 @@ class OriginRule:
 def _is_own(scope: Scope, headers: Headers, origins: list[str], site: str | None) -> bool:
     if site is not None:  # the browser's own comparison, which a proxy that rewrites Host does not disturb
         return site in ("same-origin", "none") or _is_navigation(scope, headers)
-    # Without TLS, browsers send it to this machine only.
+    # Over plain HTTP, browsers send Sec-Fetch-Site to this machine only.
     return all(_is_own_origin(scope, headers, origin) for origin in origins)
 
 

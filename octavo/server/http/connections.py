@@ -63,7 +63,7 @@ class HttpServer(uvicorn.Server):
 
     @property
     def has_unsent(self) -> bool:
-        return any(connection.is_owed for connection in self._connections)
+        return any(connection.has_unread for connection in self._connections)
 
     def hang_up(self, seconds: float) -> int:
         """Close connections whose client has read nothing for so long. → how many."""
@@ -88,7 +88,7 @@ class HttpServer(uvicorn.Server):
         if counter % LOOK_TICKS == 0:
             now = asyncio.get_running_loop().time()
             for connection in self._connections:
-                connection.look(now, self._patience)
+                connection.check_times(now, self._patience)
             self._look_for_room()
             self._about_malformed.flush()
             self._about_opening.flush()

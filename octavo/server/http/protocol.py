@@ -78,7 +78,7 @@ class Connection(HttpToolsProtocol):
         self._opened = now
         self._responded = now  # when the last request was answered
         self._head_begun: float | None = None  # None: no partial request head
-        self._is_spoilt = False  # the input is no longer valid HTTP
+        self._is_invalid = False  # the input is no longer valid HTTP
         self._unsent = 0
         self._moved = now  # when that last changed
         if is_refused:
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
     # ── input ──
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_spoilt and not self._is_over:
+        if not self._is_invalid and not self._is_over:
             self._parse(self._held + data)
 
     def _parse(self, data: bytes) -> None:
@@ -122,17 +122,17 @@ class Connection(HttpToolsProtocol):
             num_taken = self._feed(view[at:end])
             self._tail = (self._tail + data[max(at, at + num_taken - _TAIL) : at + num_taken])[-_TAIL:]
             at += num_taken
-        self._held = b"" if self._is_spoilt or self._is_over else data[at:]
+        self._held = b"" if self._is_invalid or self._is_over else data[at:]
         self._regulate_reading()
 
     @property
     def _must_wait(self) -> bool:
-        if self._is_spoilt or self._is_over or self.transport.is_closing():
+        if self._is_invalid or self._is_over or self.transport.is_closing():
             return True
         return bool(self.pipeline) or (self.is_responding and not self.cycle.more_body)
 
     def _regulate_reading(self) -> None:
-        """Pause reading while much input is held. A little is read on, so that a client that disconnects is noticed."""
+        """Pause reading while much input is held. Reading goes on while little is held, so that a disconnect is noticed."""
         assert isinstance(self.flow, _Flow)
         was_full, self.flow.is_full = self.flow.is_full, len(self._held) > self._max_head_bytes
         if self.flow.is_full:
@@ -248,7 +248,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._responded = self.loop.time()
         super().on_response_complete()
-        if self._is_spoilt and not self.is_responding and not self.transport.is_closing():
+        if self._is_invalid and not self.is_responding and not self.transport.is_closing():
             assert self._refusal is not None
             if self._is_in_head:
                 self.refuse(self._refusal)
@@ -264,11 +264,12 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def is_owed(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether sent bytes wait here for the client to read them."""
         return self.transport.get_write_buffer_size() > 0
 
-    def look(self, now: float, patience: Patience) -> None:
+    def check_times(self, now: float, patience: Patience) -> None:
+        """Close the connection if the client is too slow, or idle for too long. To be called regularly."""
         if self.is_stuck(now, patience.reader):
             self.transport.abort()
         elif self.is_responding or self._is_over or self.transport.is_closing():
@@ -281,7 +282,7 @@ class Connection(HttpToolsProtocol):
 
     def is_stuck(self, now: float, seconds: float) -> bool:
         """Whether the client has read nothing for so long although bytes wait. To be called regularly."""
-        if not self.is_owed:
+        if not self.has_unread:
             self._unsent, self._moved = 0, now
             return False
         unsent = self.transport.get_write_buffer_size() + self._num_in_kernel()
@@ -305,7 +306,7 @@ class Connection(HttpToolsProtocol):
         self._on_malformed(kind)
         self._refusal = error
         if self.is_responding and (not self.cycle.more_body or self.cycle.response_started or self.pipeline):
-            self._is_spoilt = True
+            self._is_invalid = True
         elif self._is_in_head or self.is_responding:
             self.refuse(error)
         else:  # the rest of a request that is answered already

@@ -10,13 +10,11 @@ from octavo.errors import Field, InvalidRequest, TooLarge
 MAX_DIGITS = 128
 """Digits of a number: the time to convert an integer grows with the square of its length."""
 
-# What counts for how many values. A number or a comma counts for one; these take as long to decode as several of them.
-BRACKETS, STRING, NAME = (
-    2,
-    2,
-    5,
-)  # a list or an object; a string, be it a value or a name; a name, besides being a string
-OUTSIDE = 32  # so many bytes outside of strings count for one: digits, and space
+# How many values each part counts for. A number counts for one; these take as long to decode as several numbers.
+BRACKETS = 2  # a list or an object
+STRING = 2  # a string, be it a value or a name
+NAME = 5  # a name, besides being a string
+OUTSIDE = 32  # bytes outside of strings (digits, white space) that count for one value
 
 _STEP = 64 * 1024  # bytes: about a millisecond
 _BRACKETS = b"[]{}"

@@ -1,4 +1,4 @@
-"""Compiler: checks what clients send to be compiled, grammars and chat templates, in confined processes (octavo/sandbox).
+"""Compiler: compiles the grammars and chat templates that clients send, in confined processes (octavo/sandbox).
 
 Verdicts are kept: a grammar that was compiled before costs no process. Equal requests at the same time share one job."""
 
@@ -244,7 +244,7 @@ class _Verdicts(Generic[T]):
 
 
 class _Refusal(NamedTuple):
-    """A job's RequestError as data: each that it is raised for gets one of its own, and may rename its fields."""
+    """A job's RequestError as data: each request that it is raised for gets its own exception, and may rename its fields."""
 
     data: list[Any]
 

@@ -5,4 +5,4 @@ from octavo.server.threads import Pool
 FILES = Pool("files", num_threads=4, max_waiting=1024)
 """Reads and writes files and batches for the requests that ask for them."""
 BATCHES = Pool("batches", num_threads=4, max_waiting=1024)
-"""Reads and writes them for the batches that run."""
+"""Reads and writes files and batches for running batches."""
