@@ -214,7 +214,7 @@ def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
         elif before is None:
             together[delta.index] = delta
         else:
-            # Logprobs of the prompt from another place than where the others end: another engine has begun anew.
+            # Prompt logprobs that do not continue the earlier ones come from a new engine, which starts with the first.
             is_next = delta.num_scored == before.num_scored + len(before.prompt_logprobs)
             scores = (*before.prompt_logprobs, *delta.prompt_logprobs) if is_next else delta.prompt_logprobs
             together[delta.index] = msgspec.structs.replace(

@@ -107,7 +107,7 @@ class Rope:
 
 def interleave(weight: SameWeight, head_size: int, rotated: int = 0) -> SameWeight:
     """Rows of a q or k projection (or its bias), reordered within each head from (i, i + D/2) to (2i, 2i + 1).
-    `rotated`: only the first so many of a head are (0: all)."""
+    `rotated`: how many rows of a head are reordered, the first ones (0: all)."""
     if isinstance(weight, Quants):
         return weight.rearranged(lambda rows: interleave(rows, head_size, rotated))
     return _reordered(weight, head_size, rotated, (2, -1))

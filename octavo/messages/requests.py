@@ -195,7 +195,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     vector: bytes = b""  # if pooling was requested: float32, little endian
     logprobs: tuple[Logprobs, ...] = ()  # one for each token, if requested
     # If requested: one for each prompt token but the first, after each step over the prompt, in deltas without tokens; the rest
-    # with the first token. An engine that begins anew sends them from the first on.
+    # with the first token. An engine that replaces another sends them from the first on.
     prompt_logprobs: tuple[Logprobs, ...] = ()
     progress: PrefillProgress | None = None  # if requested: after each step over the prompt, in a delta without tokens
     num_scored: int = 0  # how many prompt_logprobs were sent before these

@@ -185,7 +185,7 @@ class RareWarning:
 
 def install(level: int, kind: str) -> None:
     """Log every record from `level` on to standard error, as text ("text") or JSON ("json"); warnings and uncaught exceptions, too.
-    What is printed to sys.stderr becomes records as well, unless people watch it, who may be shown progress as it is made. (A
+    What is printed to sys.stderr becomes records as well, unless it is a terminal, where progress bars are redrawn in place. (A
     library's C code can still write to the descriptor.)"""
     handler = LineHandler()
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())

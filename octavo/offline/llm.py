@@ -216,7 +216,7 @@ class LLM:
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_word_ids=self.text.bad_word_ids(params.bad_words))
         if params.structured_outputs:
-            # Compiled here and not in a sandbox: who calls this trusts the grammar, which runs with the caller's own rights.
+            # Compiled here and not in a sandbox: the caller trusts its own grammar, which runs with the caller's rights.
             wish, vocabulary = params.structured_outputs, self.text.vocabulary
             grammar = on_stack(STACK_BYTES, lambda: grammar_of(wish, vocabulary))
             params = msgspec.structs.replace(params, grammar=grammar)

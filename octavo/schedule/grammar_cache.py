@@ -1,5 +1,5 @@
 """GrammarCache: which grammars are ready where steps are computed, which are being compiled, and which may be forgotten. It decides
-which compile jobs to start, and hears when one is done.
+which compile jobs to start; prepared() reports that one is done.
 
 A request's wait for its grammar does not depend on requests that come after it. It lasts until these are compiled, two at a time, each
 in a process that is ended when it has used a few seconds of processor time (sampling/grammar/masks.py):

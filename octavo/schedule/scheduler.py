@@ -61,7 +61,7 @@ class Scheduler:
         self.has_priorities = policy is not arrival  # ranks are what clients ask for, not the order of arrival
         self._policy = policy
         self._open: dict[str, list[Request]] = {}  # request id → its choices that are not finished
-        self._watched: set[int] = set()  # sequences of requests that want to hear how far their prompt is
+        self._watched: set[int] = set()  # sequences of requests that asked for the progress of their prompt
         self._in_flight: deque[Planned] = deque()
         self._next_sequence = 0
         self.num_steps = 0  # plans that are to be carried out, so far

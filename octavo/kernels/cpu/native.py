@@ -47,7 +47,7 @@ class Native:
     @contextmanager
     def recording(self, tape: Tape, inputs: Mapping[str, Tensor], num_groups: int = 1) -> Iterator[None]:
         """Operations inside are recorded on the tape. `inputs` stand for those of the steps to come, by Step's names.
-        `num_groups`: so many times slots and page tables lie behind each other, those of `inputs` first."""
+        `num_groups`: how many KV groups there are; their slots and page tables lie one after another, those of `inputs` first."""
         self._tape, self._inputs, self._num_groups = tape, inputs, num_groups
         try:
             yield

@@ -1,7 +1,7 @@
 """CrashMemory: remembers which lines of batches were in flight when their process ended, so that a line that ends processes is
-failed instead of being tried for ever.
+failed instead of being tried again and again.
 
-A line is written to a memory-mapped file before it is asked, and removed from it when its record is written or it is given up in
+A line is written to a memory-mapped file before it is sent, and removed from it when its record is written or it is given up in
 order. The mapping outlives its process, however that ends. The next process that runs batches reads it. Lines that were in flight
 together are suspects: one of them may be the cause. Each suspect is tried again with no other line in flight. A line that was the
 only one in flight at the end of two processes is guilty.
@@ -148,7 +148,7 @@ def _read_suspects(path: Path) -> _Suspects:
     except FileNotFoundError:
         return _Suspects()
     except msgspec.MsgspecError:
-        log.error("%s cannot be read and is begun anew", path.name)
+        log.error("%s cannot be read and is replaced by an empty one", path.name)
         return _Suspects()
 
 

@@ -30,7 +30,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/resp
 MAX_LIMIT = 100
 MAX_HOURS = 14 * 24
 ROWS_PER_SLOT = 4
-"""Batches get one row in so many: three quarters of the rows are left for interactive requests."""
+"""Batches get one of this many rows: three quarters of the rows are left for interactive requests."""
 
 
 class OutputExpiresAfter(BaseModel):

@@ -89,7 +89,7 @@ class Generation:
     ) -> None:
         """`tokens_per_event`: tokens of a choice that are collected into one piece, after the first token.
         `every_token`: a piece for each delta, even where its tokens give no text yet. `marks`: special tokens whose text is not
-        skipped. `num_kept`: return only so many of each prompt's choices, the likeliest."""
+        skipped. `num_kept`: how many of each prompt's choices are returned, the likeliest first; None: all."""
         self._service = service
         self._every_token = every_token or num_kept is not None  # comparing choices needs the logprobs of all tokens
         self.prompt_logprobs: list[list[Logprobs]] = [[] for _ in requests]

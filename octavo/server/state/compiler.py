@@ -126,7 +126,7 @@ class Compiler:
     async def template(self, source: str) -> DescribedTemplate:
         """Compile a request's own template."""
         check_length(source)
-        # Keyed by the owner, too: the compiled code is only ever executed for the one who sent the template.
+        # Keyed by the owner, too: the compiled code is executed only for the key that sent the template.
         key = hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16, key=_owner()).digest()
         payload = _encoded(TEMPLATE, "template", source)
 
@@ -208,8 +208,8 @@ class _Verdicts(Generic[T]):
         self._open: dict[bytes, _Shared[T]] = {}
 
     async def get(self, key: bytes, job: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, str]:
-        """The result, and whether it was "kept" or is just "done". Raises the job's error. The job is cancelled when all who wait
-        for it are."""
+        """The result, and whether it was "kept" or is just "done". Raises the job's error. The job is cancelled when no caller
+        waits for it any more."""
         if key in self._kept:
             self._kept.move_to_end(key)
             return _result(self._kept[key][0]), "kept"

@@ -109,8 +109,8 @@ class HeldWeight(Held):
         """[T, in] → x · Wᵀ + bias + residual, [T, out]. The residual may be changed, and may be the result."""
 
     def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
-        """activation(gate) · up of norm(x) · Wᵀ + bias, [T, out / 2], as part of the product. None: for this activation and
-        so many rows it is not, so use product() and then product_after_gate() of the weight that comes next."""
+        """activation(gate) · up of norm(x) · Wᵀ + bias, [T, out / 2], as part of the product. None: not offered for this
+        activation and number of rows; use product(), then product_after_gate() of the next weight."""
         return None
 
     def product_after_gate(
