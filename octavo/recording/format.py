@@ -65,7 +65,7 @@ class Arrived(msgspec.Struct, array_like=True, tag=1, gc=False):
     wants_progress: bool
     priority: int
     received: int  # microseconds, when the server received it; 0: not known
-    response_id: str = ""  # as in GenerateRequest; recordings of before there were turns do not have it
+    response_id: str = ""  # as in GenerateRequest; recordings from before decision 035 do not have it
 
 
 class Aborted(msgspec.Struct, array_like=True, tag=2, gc=False):

@@ -104,7 +104,9 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 async def test_what_a_job_does_costs_that_job_alone(start: Start, name: str) -> None:
-    pool = start(seconds=0.5 if name == "spin" else 10.0)  # touching the memory up to its limit takes processor time, too
+    pool = start(
+        seconds=0.5 if name == "spin" else 10.0
+    )  # touching the memory up to its limit takes processor time, too
     cause, detail = ENDS[name]
     beside = asyncio.gather(*[run(pool, "echo", number) for number in range(10)])
     with pytest.raises(JobEnded, match=detail) as caught:

@@ -17,7 +17,7 @@ LONG_LIST = 4_000
 LONG_TEXT = 20_000
 """Bytes of a request: prompts of longer ones are made in a thread."""
 
-# Few threads: every one that runs Python takes its turn with the event loop, and makes it wait.
+# Few threads: each that runs Python shares the GIL with the event loop, and makes it wait.
 PROMPTS = Pool("prompts", num_threads=2, max_waiting=256)
 """Makes prompts: parses messages, renders templates, encodes texts (which releases the GIL)."""
 ANSWERS = Pool("answers", num_threads=1, max_waiting=1024)
