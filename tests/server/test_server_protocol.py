@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from octavo.config import BudgetConfig
@@ -240,6 +241,18 @@ async def test_a_body_in_chunks_of_a_byte_is_no_framing_without_end() -> None:
     conversation = Conversation()
     await conversation.send(CHUNKED, *[b"1\r\na\r\n"] * 10_000, b"0\r\n\r\n")
     assert conversation.answers == [(200, b"/c 10000")]
+
+
+async def test_chunks_that_arrive_together_are_given_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    give = HttpToolsProtocol.on_body
+    monkeypatch.setattr(
+        HttpToolsProtocol, "on_body", lambda connection, body: (given.append(len(body)), give(connection, body))[1]
+    )
+    conversation = Conversation()
+    await conversation.send(CHUNKED + b"1\r\na\r\n" * 30_000, b"2\r\nbb\r\n" * 10 + b"0\r\n\r\n")
+    assert conversation.answers == [(200, b"/c 30020")]
+    assert sum(given) == 30_020 and len(given) <= 3
 
 
 async def test_a_body_is_no_head() -> None:

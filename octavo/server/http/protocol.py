@@ -69,6 +69,7 @@ class Connection(HttpToolsProtocol):
         self._num_framing = 0  # bytes of the head, or around the chunks of the body
         self._num_fields = 0  # headers of the head, or trailers
         self._num_body_bytes = 0
+        self._parts: list[bytes] = []  # of the body, parsed and not yet given to the application
         self._body_left: int | None = 0  # bytes of the body to come; None: it is chunked
         self._is_body_unparsed = False  # the parser takes the request for an upgrade, and would not parse its body
         self._refusal: OctavoError | None = None  # raised in a callback of the parser, which has errors of its own
@@ -173,6 +174,8 @@ class Connection(HttpToolsProtocol):
             refusal = self._refusal or InvalidRequest("this is not a valid HTTP request")
             self._malformed("head" if isinstance(refusal, HeadTooLarge) else "syntax", refusal)
             return len(piece)
+        finally:
+            self._give_body()
         if not was_in_head and not self._is_in_head and was_chunked:
             self._num_framing += len(piece) - (self._num_body_bytes - num_body_bytes)
             if self._num_framing > self._max_head_bytes + FRAMING_PER_BYTE * self._num_body_bytes:
@@ -187,7 +190,9 @@ class Connection(HttpToolsProtocol):
     def _take_unparsed(self, piece: bytes) -> None:
         """Take a body that the parser left alone, because its request asked for an upgrade."""
         self.on_body(piece)
-        if not self._body_left:
+        if self._body_left:
+            self._give_body()
+        else:
             self._is_body_unparsed = False
             self._end_message()
 
@@ -235,13 +240,22 @@ class Connection(HttpToolsProtocol):
         self._num_body_bytes += len(body)
         if self._body_left is not None:
             self._body_left -= len(body)
-        super().on_body(body)
+        self._parts.append(body)
+
+    def _give_body(self) -> None:
+        """Give the application what was parsed of the body. Once for each piece of input: for each chunk, uvicorn would copy the
+        body and wake the application, a million times for a body in chunks of one byte."""
+        if self._parts:
+            body = b"".join(self._parts)
+            self._parts.clear()
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self._is_body_unparsed:
             self._end_message()
 
     def _end_message(self) -> None:
+        self._give_body()
         self._is_in_head, self._num_framing, self._num_fields = True, 0, 0
         super().on_message_complete()
 
