@@ -33,9 +33,15 @@ class Edits:
         return cls(
             np.array([*bias], dtype=np.int64),
             np.array([*bias.values()], dtype=np.float32),
-            None if allowed is None else np.unique([token for token in allowed if 0 <= token < vocab_size]),
+            None if allowed is None else _within(allowed, vocab_size),
             words,
         )
+
+
+def _within(tokens: Sequence[int], vocab_size: int) -> Ints:
+    """The ids of the vocabulary among `tokens`, sorted, each once."""
+    ids = np.array(tokens, dtype=np.int64)
+    return np.unique(ids[(ids >= 0) & (ids < vocab_size)])
 
 
 def apply(

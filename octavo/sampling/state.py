@@ -39,6 +39,7 @@ class SamplingState:
         self.stop_ids: list[Ints] = [np.zeros(0, dtype=np.int64)] * max_rows
         # These hold only rows that use the feature: if they are empty, a step pays nothing for it.
         self.edits: dict[int, Edits] = {}
+        self._latest_edits: tuple[SamplingParams, Edits] | None = None
         self.num_logprobs: dict[int, int] = {}
         self.num_prompt_logprobs: dict[int, int] = {}
         self.num_candidates: dict[int, int] = {}  # rows that are beams
@@ -78,8 +79,7 @@ class SamplingState:
         self.stop_ids[row] = np.array([t for t in stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
         self.records[row] = self._record(row)
         self.leave(row)
-        edits = Edits.of(params, self.vocab_size)
-        if edits is not None:
+        if (edits := self._edits_of(params)) is not None:
             self.edits[row] = edits
         if params.use_beam_search:  # logprobs come with the candidates
             self.num_candidates[row] = params.num_candidates(len(stop_ids))
@@ -89,6 +89,17 @@ class SamplingState:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
         if params.grammar:
             self.grammars.enter(row, params, prompt_len, output_ids, stop_ids)
+
+    def _edits_of(self, params: SamplingParams) -> Edits | None:
+        """The sequences of one request enter together and share their edits: a list of the whole vocabulary takes milliseconds."""
+        if not (params.logit_bias or params.allowed_token_ids is not None or params.bad_word_ids):
+            return None
+        latest = self._latest_edits
+        if latest is not None and (latest[0] is params or latest[0] == params):
+            return latest[1]
+        edits = Edits.of(params, self.vocab_size)
+        self._latest_edits = None if edits is None else (params, edits)
+        return edits
 
     def leave(self, row: int) -> None:
         """Drop the row's entries that a step would still read."""

@@ -85,3 +85,12 @@ def test_a_row_that_left_takes_its_edits_along() -> None:
     assert state.needs_logits(np.array([0])) and not state.needs_logits(np.array([1]))
     state.enter(0, SamplingParams(), 0, 3, [])
     assert not (state.edits or state.num_logprobs or state.num_prompt_logprobs)
+
+
+def test_equal_parameters_share_their_edits_and_others_do_not() -> None:
+    state = SamplingState(4, VOCAB)
+    ids = [3, -1, 3, 49, 50, 1]
+    for row, allowed in enumerate((ids, [*ids], [4], ids)):
+        state.enter(row, SamplingParams(allowed_token_ids=allowed), 0, 3, [])
+    assert [state.edits[row].allowed.tolist() for row in range(4)] == [[1, 3, 49], [1, 3, 49], [4], [1, 3, 49]]
+    assert state.edits[0] is state.edits[1], "the sequences of one request"
