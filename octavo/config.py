@@ -395,7 +395,7 @@ class BudgetConfig:
         most=MAX_SECONDS,
     )
     grammar_memory_bytes: int | str = knob(
-        512 * 2**20, "most memory for the same", kind="bytes", flag="grammar-memory", least=2**20
+        192 * 2**20, "most memory for the same", kind="bytes", flag="grammar-memory", least=2**20
     )
     grammar_processes: int = knob(
         2, "processes of each API process that do the same, started with the first grammar", least=1, most=64
