@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,6 +13,7 @@ from octavo.errors import EngineDead, Field, InvalidRequest, Overloaded
 from octavo.messages import GenerateRequest, TokenDelta
 from octavo.server.generate.field_names import FieldNames
 from octavo.server.http.errors import describe
+from octavo.server.http.middleware import Entrance
 from tests.doubles import REPORT, ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of
 
@@ -350,3 +352,23 @@ def test_fields_are_renamed_by_their_paths() -> None:
     with pytest.raises(InvalidRequest, match=r"^stop: ends\[1\] and n stop$"), names.in_errors():
         raise error
     assert error.message == "stop: ends[1] and n stop" and InvalidRequest(Field("a") / 0 + "!").param == "a[0]"
+
+
+async def test_a_burst_begins_in_order_and_few_at_a_time() -> None:
+    entrance, begun, iteration = Entrance(), [], 0
+
+    async def request(number: int) -> None:
+        await entrance.enter()
+        begun.append((number, iteration))
+
+    tasks = [asyncio.create_task(request(number)) for number in range(50)]
+    while len(begun) < 49:
+        await asyncio.sleep(0)
+        iteration += 1
+        if iteration == 1:
+            tasks[30].cancel()  # a client that leaves gives its place to the next
+        assert iteration < 100
+    assert [number for number, _ in begun] == [number for number in range(50) if number != 30]
+    starts = Counter(at for _, at in begun)
+    assert max(starts.values()) <= Entrance.MAX_STARTS and len(starts) <= 50 // Entrance.MAX_STARTS + 2
+    await entrance.enter()  # at once: nothing waits
