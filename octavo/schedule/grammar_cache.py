@@ -13,7 +13,9 @@ unused: k is its place among the requests that lack a slot, counting each gramma
 from collections import OrderedDict
 from typing import NamedTuple
 
-MAX_UNUSED = 64  # ready grammars without a request that are kept for the next one that asks for the same
+# Ready grammars without a request that are kept for the next one that asks for the same. Each is a process of 2 to 7 MB; compiling it
+# again takes some ten milliseconds, beside the steps.
+MAX_UNUSED = 16
 # Jobs that are out at one time; both run, so that a grammar that takes long does not hold up the next. A job that is out cannot be
 # withdrawn, so requests that come and go leave at most these for others to wait for.
 MAX_JOBS = 2
