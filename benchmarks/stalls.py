@@ -143,7 +143,17 @@ class Side:
 
 @contextlib.contextmanager
 def serving(side: Side, flags: list[str]) -> Iterator[None]:
-    command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", str(side.port), "--record-bytes", "0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "octavo.cli.main",
+        "serve",
+        "--port",
+        str(side.port),
+        "--record-bytes",
+        "0",
+        *flags,
+    ]
     if side.setting != "none":  # a server without the flag
         command += ["--max-inter-token-ms", side.setting]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -19,13 +19,13 @@ class CostMeter(StepObserver):
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
         plan, num_tokens = committed.plan, committed.num_tokens
+        # Moving pages, and logits of prompt tokens, take time that no shape explains.
+        if plan.moves or committed.result.prompt_logprobs or not num_tokens:
+            return
         if num_tokens == len(plan.rows):
             self._num_decodes += 1
             if self._num_decodes % _DECODE_EVERY != 1:
                 return
-        # Moving pages, and logits of prompt tokens, take time that no shape explains.
-        if plan.moves or committed.result.prompt_logprobs or not num_tokens:
-            return
         self._has_new_kind |= self._samples.add(shape_of(plan, num_tokens), times.compute_seconds)
         self._num_since_fit += 1
         pause = (_FIT_NEW_EVERY if self._has_costs else 1) if self._has_new_kind else _FIT_EVERY
