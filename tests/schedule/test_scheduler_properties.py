@@ -111,7 +111,7 @@ def test_prompts_beside_streams_keep_to_the_time_there_is(has_beams):
     """Whatever the limit and the costs: no step is longer than it may be, the oldest prompt goes on, none overtakes another, streams keep
     their place, and every token stays what it is alone."""
     total: Counter[str] = Counter()
-    for seed in range(800):
+    for seed in range(500):
         options = {"has_windows": seed % 3 == 0, "has_grammars": seed % 5 == 0, "has_late": seed % 10 == 0}
         options |= {"is_mortal": seed % 7 == 0, "has_responses": seed % 4 == 0}
         try:
@@ -132,7 +132,7 @@ def test_prompts_beside_streams_keep_to_the_time_there_is(has_beams):
         "aborts",
         "deaths",
     ):
-        assert total[what] > 50, (what, total)
+        assert total[what] > 20, (what, total)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
