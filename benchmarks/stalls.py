@@ -2,15 +2,17 @@
 throughput, with --max-inter-token-ms and without, in turn. Both servers run all the time, one of them idle.
 
     python -m benchmarks.stalls
-    python -m benchmarks.stalls --sides auto,off,100 --loads short,mixed,long --rounds 3 --seconds 15
+    python -m benchmarks.stalls --sides auto,off,100 --loads short,mixed,long --rounds 1
 
 short: every client sends prompts of 128 tokens, 128 tokens out. mixed: the same, and beside them one prompt of 4,096 tokens after the
-other, with a pause of two seconds. long: every client sends prompts of 4,096 tokens, 64 tokens out; prompts take most of the time."""
+other, with --pause seconds between them. long: every client sends prompts of 4,096 tokens, 64 tokens out; prompts take most of the
+time. Where more than half of the steps compute prompts, the median of the limited side is the limit."""
 
 import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -31,10 +33,9 @@ from octavo.cli.bench.report import percentile
 NUM_CLIENTS = 32
 SHORT, SHORT_OUT = 128, 128
 LONG, LONG_OUT = 4096, 64
-PAUSE_S = 2.0
 WARM_S = 4.0  # of each load: the first requests come all at once
 START_S = 120.0
-TARGETS = {"p99": 3.0, "p50": 1.15, "throughput": 0.95}  # of the side without a limit: p99 of its median
+SECONDS = {"short": 12.0, "mixed": 25.0, "long": 60.0}  # that are measured of each load, side and round
 
 
 @dataclass
@@ -81,8 +82,9 @@ class Measured:
 class Load:
     """Clients that send one request after the other until the time is over. What comes before `counts_from` is not counted."""
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int, pause: float) -> None:
         self._client, self._random = Client(Target.parse(url)), random.Random(seed)
+        self._pause = pause
         self.measured = Measured()
         self._counts_from = self._ends_at = 0.0
 
@@ -92,7 +94,7 @@ class Load:
         length, output = (LONG, LONG_OUT) if name == "long" else (SHORT, SHORT_OUT)
         clients = [self._clients(length, output, 0.0) for _ in range(NUM_CLIENTS)]
         if name == "mixed":
-            clients.append(self._clients(LONG, LONG_OUT, PAUSE_S))
+            clients.append(self._clients(LONG, LONG_OUT, self._pause))
         await asyncio.gather(*clients)
         self.measured.seconds = seconds
         await self._client.close()
@@ -173,9 +175,9 @@ def serving(side: Side, flags: list[str]) -> Iterator[None]:
         process.wait(30)
 
 
-def measure(side: Side, load: str, seconds: float, seed: int) -> Measured:
+def measure(side: Side, load: str, seconds: float, seed: int, pause: float) -> Measured:
     before, steps, capped = processes.work(side.pid), side.count("octavo:steps"), side.count("octavo:capped_steps")
-    own, started, driver = time.process_time(), time.perf_counter(), Load(side.url, seed)
+    own, started, driver = time.process_time(), time.perf_counter(), Load(side.url, seed, pause)
     asyncio.run(driver.run(load, seconds))
     after, took = processes.work(side.pid), time.perf_counter() - started
     mine = after.server - before.server + time.process_time() - own
@@ -207,6 +209,14 @@ def show(load: str, found: dict[str, Measured]) -> None:
             "TTFT of 4,096 p50 / off": _ratio(mine["TTFT of 4,096 p50, ms"], base["TTFT of 4,096 p50, ms"]),
         }
         print(f"  {setting}: " + ", ".join(f"{name} {value}" for name, value in ratios.items() if value is not None))
+        print(
+            f"  {setting}, targets: p99 of at most 3 medians off: {_met(ratios['p99 / median off'], most=3.0)}, p50 of at most 1.15 off: "
+            f"{_met(ratios['p50 / off'], most=1.15)}, at least 0.95 of the tokens/s: {_met(ratios['tokens/s / off'], least=0.95)}"
+        )
+
+
+def _met(ratio: float | None, least: float = 0.0, most: float = math.inf) -> str:
+    return "not measured" if ratio is None else "met" if least <= ratio <= most else "missed"
 
 
 def _ratio(mine: float | None, base: float | None) -> float | None:
@@ -218,7 +228,10 @@ def main() -> int:
     parser.add_argument("--sides", default="auto,off", help="values of --max-inter-token-ms (default: auto,off)")
     parser.add_argument("--loads", default="short,mixed", help="short, mixed, long (default: short,mixed)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0, help="measured of each load and side in a round")
+    parser.add_argument("--seconds", type=float, help=f"measured of each load and side in a round (default: {SECONDS})")
+    parser.add_argument(
+        "--pause", type=float, default=5.0, help="seconds between two prompts of 4,096 tokens (default: 5)"
+    )
     parser.add_argument("--port", type=int, default=8100, help="of the first server; the others follow")
     parser.add_argument("--result", type=Path, help="also write all figures to this JSON file")
     parser.add_argument("flags", nargs="*", help="further flags of the servers, after --")
@@ -233,7 +246,9 @@ def main() -> int:
             for load in arguments.loads.split(","):
                 # The order changes from round to round; prompts are the same on both sides.
                 for side in sides if number % 2 == 0 else sides[::-1]:
-                    measured = measure(side, load, arguments.seconds, 1000 * number + len(load))
+                    measured = measure(
+                        side, load, arguments.seconds or SECONDS[load], 1000 * number + len(load), arguments.pause
+                    )
                     rounds.append({"round": number + 1, "load": load, "side": side.setting, **measured.figures()})
                     print(json.dumps(rounds[-1]), file=sys.stderr, flush=True)
                     found.setdefault(load, {}).setdefault(side.setting, Measured()).add(measured)

@@ -62,7 +62,7 @@ class Planned(msgspec.Struct):
     head: Request | None = None  # the queue's head, where it was not admitted
     head_waits_for: HeadWaitReason | None = None
     # The first prompt that got less of this step than it has room for, or nothing, so that running streams get their next token
-    # within `limit_seconds`.
+    # within `limit_seconds`; 0: it is not known yet what steps cost.
     capped: Request | None = None
     limit_seconds: float = 0.0
 

@@ -40,8 +40,8 @@ from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
 from octavo.schedule.request import Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
 from octavo.schedule.rows import Rows, order_of
-from octavo.schedule.stall_limit import PromptAllowance, StallLimit
-from octavo.schedule.step_costs import UNBOUNDED, StepCosts, StepShape
+from octavo.schedule.stall_limit import UNKNOWN_PART, PromptAllowance, StallLimit
+from octavo.schedule.step_costs import NO_COSTS, UNBOUNDED, StepCosts, StepShape
 
 # Plans that a row with a late mask sits out: none after the first late step, then one, then twice as many each time, up to this. It
 # sits out none if there is nothing else to compute.
@@ -77,7 +77,7 @@ class Scheduler:
         self._next_sequence = 0
         self.num_steps = 0  # plans that are to be carried out, so far
         self.stall_limit = stall_limit
-        self.costs: StepCosts | None = None  # None: not known yet, so that no step is limited
+        self.costs: StepCosts | None = None  # None: not known yet
         self._allowance: PromptAllowance | None = None  # of the plan that is being made; None: it has no prompts yet
 
     # ── verbs ──
@@ -159,7 +159,8 @@ class Scheduler:
             self._plan_late(resting[: self.max_step_tokens], draft, planned)
         self.head_waits_for = planned.head_waits_for
         if (allowance := self._allowance) is not None and allowance.capped is not None:
-            planned.capped, planned.limit_seconds = allowance.capped, allowance.limit
+            planned.capped = allowance.capped
+            planned.limit_seconds = 0.0 if math.isinf(allowance.limit) else allowance.limit
         if planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork_all(draft, planned)
         planned.num_tokens = sum(draft.counts)
@@ -469,19 +470,19 @@ class Scheduler:
     ) -> tuple[int, int]:
         """(how many of its next `count` tokens the request may compute in this step, what they take of the budget). (0, 0): it waits,
         because running streams do. `is_new`: it was admitted by this plan."""
-        if count > 1 and self.stall_limit is not None and self.costs is not None:
-            return self._allow(draft, self.stall_limit, self.costs).share(request, count, budget, is_new)
+        if count > 1 and self.stall_limit is not None:
+            return self._allow(draft, self.stall_limit).share(request, count, budget, is_new)
         return request.share(count, budget)
 
     def _may_begin(self, request: Request, draft: StepPlan) -> bool:
         """Whether a request that has no row yet could compute a part of its prompt in this step."""
-        if self.stall_limit is None or self.costs is None:
+        if self.stall_limit is None:
             return True
         if request.is_swapped and request.length - request.computed == 1:
             return True
-        return self._allow(draft, self.stall_limit, self.costs).admits(request)
+        return self._allow(draft, self.stall_limit).admits(request)
 
-    def _allow(self, draft: StepPlan, stall_limit: StallLimit, costs: StepCosts) -> PromptAllowance:
+    def _allow(self, draft: StepPlan, stall_limit: StallLimit) -> PromptAllowance:
         """What this plan may compute of prompts. Found when the first prompt is planned: most plans have none."""
         if self._allowance is None:
             planned = set(draft.rows)  # these have been advanced: each by one token, for all others are prompts
@@ -493,12 +494,14 @@ class Scheduler:
                     context += request.computed - is_planned
                     has_output = length - is_planned > request.prompt_len
                     num_streams += has_output and not isinstance(request.special, BeamGroup)
-            seconds = costs.seconds(StepShape(num_rows, 0, context, 0))
-            if num_streams:
-                limit, tokens = stall_limit.within(costs, seconds), self.max_step_tokens - num_rows
-                self._allowance = PromptAllowance(costs, limit, seconds, tokens)
+            costs, tokens = self.costs, self.max_step_tokens - num_rows
+            if not num_streams:
+                self._allowance = PromptAllowance(NO_COSTS, math.inf, 0.0, UNBOUNDED)
+            elif costs is None:
+                self._allowance = PromptAllowance(NO_COSTS, math.inf, 0.0, tokens // UNKNOWN_PART)
             else:
-                self._allowance = PromptAllowance(costs, math.inf, seconds, UNBOUNDED)
+                seconds = costs.seconds(StepShape(num_rows, 0, context, 0))
+                self._allowance = PromptAllowance(costs, stall_limit.within(costs, seconds), seconds, tokens)
         return self._allowance
 
     def _issue(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> None:

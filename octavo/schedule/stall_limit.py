@@ -11,15 +11,19 @@ from octavo.schedule.step_costs import UNBOUNDED, StepCosts
 AUTO_STEPS = 2.5
 """With `auto`, a step with prompts takes so many times as long as one without. So the longest times between tokens stay
 within three times the usual one, with some room for what the costs do not foresee."""
-AUTO_SECONDS = 0.05
-"""… but nothing is cut to stay below this: 20 tokens a second are more than people read."""
+AUTO_SECONDS = 0.06
+"""… but nothing is cut to stay below this: 16 tokens a second are more than people read."""
 AUTO_OVERHEAD = 8
-"""… nor to stay below so many times the constant part of a step. More steps repeat that part, and the prompts of all requests together are
-delayed by it: by less than an eighth."""
+"""… nor to stay below so many times the constant part of a step. More steps repeat that part, and nothing else: where prompts take all
+of the time, they lose an eighth of it at most."""
 MIN_SHARE = 0.25
 """Where a step without prompts takes as long as the limit, or longer, prompts get this share of its time all the same."""
 MIN_PROMPT_TOKENS = 16
 """The oldest prompt advances by so many tokens in each step, whatever the costs say. None gets fewer, unless it ends with them."""
+
+UNKNOWN_PART = 4
+"""Before costs are known, prompts beside streams get one in so many of a step's tokens. It is from steps of several sizes that costs are
+learned: where the queue never empties, all others are as large as can be."""
 
 
 class StallLimit(NamedTuple):

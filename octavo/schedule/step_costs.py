@@ -87,6 +87,9 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return min(int(most), UNBOUNDED)
 
 
+NO_COSTS = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 class Sample(NamedTuple):
     shape: StepShape
     seconds: float
@@ -131,16 +134,14 @@ class StepSamples:
         return len(cell) == 1
 
     def fit(self) -> StepCosts | None:
-        """None: no step with prompt tokens, or none without, was measured."""
+        """None: steps of one size say nothing of another. There must be two sizes, one of them with prompts."""
         points: list[tuple[Sample, float]] = []
         for key, cell in self._cells.items():
             middle = sorted(cell, key=lambda sample: sample.seconds)[(len(cell) - 1) // 2]
             age = 1 + (self.num_added - self._added[key]) / _AGE
             # By its square, a deviation counts relative to the step's duration.
             points.append((middle, len(cell) / age / middle.seconds**2))
-        has_prompt = any(sample.shape.more_tokens for sample, _ in points)
-        has_decode = any(not sample.shape.more_tokens for sample, _ in points)
-        if not (has_prompt and has_decode):
+        if len({sample.shape.more_tokens.bit_length() for sample, _ in points}) < 2:
             return None
         first = fit(points)
         again = []
@@ -177,7 +178,7 @@ def fit(points: Sequence[tuple[Sample, float]]) -> StepCosts:
             parts = {i: value / scales[i] for i, value in zip(used, found, strict=True)}
             return StepCosts(*(parts.get(i, 0.0) for i in range(size)))
         used.remove(used[found.index(min(found))])
-    return StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+    return NO_COSTS
 
 
 def _solve(matrix: list[list[float]], values: list[float]) -> list[float]:

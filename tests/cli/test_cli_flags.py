@@ -101,7 +101,7 @@ def test_milliseconds() -> None:
         assert parse("--max-inter-token-ms", text).scheduler.max_inter_token_ms == value
     assert parse(environ={"OCTAVO_MAX_INTER_TOKEN_MS": "off"}).scheduler.max_inter_token_ms == 0
     assert parse().scheduler.max_inter_token_ms == AUTO
-    with pytest.raises(ConfigError, match="--max-inter-token-ms must be between 0 and 1000000000, got -1.0"):
+    with pytest.raises(ConfigError, match=r"--max-inter-token-ms must be between 0 and 1000000000, got -1\.0"):
         parse("--max-inter-token-ms", "-1")
     assert offline(parse()).scheduler.max_inter_token_ms == 0, "no reader waits for the next token"
     assert offline(parse("--max-inter-token-ms", "75")).scheduler.max_inter_token_ms == 75

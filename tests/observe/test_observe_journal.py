@@ -10,6 +10,7 @@ import pytest
 
 from octavo.cache import KVCache
 from octavo.engine.build import build_engine
+from octavo.engine.cost_meter import CostMeter
 from octavo.messages import Abort, EngineReport, GenerateRequest, PoolingParams, SamplingParams, StepPlan, StepResult
 from octavo.observe.journeys.stages import FOLD_AT, MAX_STAGES, EngineJourney, Stage, Track, fold
 from octavo.observe.journeys.step_totals import Look, StepTotals, between, histogram
@@ -211,6 +212,8 @@ def test_waits_name_rows_budget_and_order() -> None:
 def test_a_prompt_that_was_cut_for_streams_says_so() -> None:
     """Which chunks, to which limit; and the head of the queue what it waited for."""
     engine = Engine(num_pages=64, budget=64, stall_limit=StallLimit(0.04))
+    meter = next(observer for observer in engine.loop.observers if isinstance(observer, CostMeter))
+    engine.loop.observers.remove(meter)  # it would measure the looks at the clock
     engine.loop.scheduler.learn(StepCosts(0.01, 0.0, 0.001, 0.0, 0.0))
     engine.add("stream", [1, 2, 3], max_tokens=12)
     engine.loop.step()

@@ -14,6 +14,7 @@ from octavo.schedule.stall_limit import (
     AUTO_STEPS,
     MIN_PROMPT_TOKENS,
     MIN_SHARE,
+    UNKNOWN_PART,
     StallLimit,
 )
 from octavo.schedule.step_costs import StepCosts
@@ -83,13 +84,25 @@ def test_a_prompt_beside_a_stream_is_computed_in_parts():
     assert computed(planned) == {"stream": 1, "long": 1} and planned.capped is None
 
 
-@pytest.mark.parametrize("options", [{"limit": None}, {"costs": None}])
-def test_without_a_limit_or_before_costs_are_known_it_is_not(options):
-    engine = Engine(**options)
+def test_without_a_limit_it_is_not():
+    engine = Engine(limit=None)
     engine.stream()
-    engine.add("long", 120)
+    engine.add("long", 400)
     planned = engine.planned()
-    assert computed(planned) == {"stream": 1, "long": 120} and planned.capped is None
+    assert computed(planned) == {"stream": 1, "long": 400} and planned.capped is None
+
+
+def test_before_costs_are_known_prompts_get_a_part_of_the_budget():
+    """Where requests always wait, all steps would be as large as can be, and nothing could be learned from them."""
+    engine = Engine(costs=None)
+    engine.stream()
+    engine.add("a", 200)
+    engine.add("b", 200, first=700)
+    planned = engine.planned()
+    assert computed(planned) == {"stream": 1, "a": 511 // UNKNOWN_PART}
+    assert planned.capped.id == "a" and planned.limit_seconds == 0, "not known"
+    engine.scheduler.learn(COSTS)
+    assert engine.step() == {"stream": 1, "a": 50}
 
 
 def test_without_a_stream_it_is_not():

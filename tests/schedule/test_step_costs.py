@@ -111,7 +111,7 @@ def test_memory_is_bounded_and_nonsense_is_ignored():
     assert min(samples.fit().seconds(any_shape(r)) for _ in range(100)) >= 0
 
 
-def test_nothing_is_claimed_before_both_kinds_of_steps_were_measured():
+def test_nothing_is_claimed_of_another_size_before_two_were_measured():
     samples = StepSamples()
     assert samples.fit() is None
     assert samples.add(StepShape(1, 100, 0, 5050), 0.05), "the first of its kind"
@@ -119,6 +119,12 @@ def test_nothing_is_claimed_before_both_kinds_of_steps_were_measured():
     assert samples.fit() is None
     samples.add(StepShape(1, 0, 100, 0), 0.01)
     assert samples.fit() is not None
+    samples = StepSamples()
+    for more in (100, 500):
+        samples.add(StepShape(4, more, 300, pairs_of(0, more)), 0.01 + 0.001 * more)
+    assert samples.fit().seconds(StepShape(4, 0, 300, 0)) == pytest.approx(0.01, rel=0.5), (
+        "without a step of streams alone"
+    )
 
 
 @given(

@@ -14,7 +14,7 @@ from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
 from octavo.schedule.request import Request
 from octavo.schedule.results import Planned
-from octavo.schedule.stall_limit import MIN_PROMPT_TOKENS, MIN_SHARE, StallLimit
+from octavo.schedule.stall_limit import MIN_PROMPT_TOKENS, MIN_SHARE, UNKNOWN_PART, StallLimit
 from octavo.schedule.step_costs import StepCosts, StepShape
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
@@ -57,6 +57,7 @@ class Tally:
     held: int = 0  # … in which the queue's head was not admitted for that
     least: int = 0  # … in which a prompt got more than there was time for, because it has to go on
     whole: int = 0  # … because it must be computed in one step
+    unknown: int = 0  # plans in which a prompt was cut before costs were known
     free: int = 0  # plans with prompts and a limit, and without streams
 
 
@@ -211,7 +212,7 @@ class Workload:
             self.tally.kept_out += 1
 
     def _learn(self, dice: random.Random) -> None:
-        if self.has_limit and (dice.random() < 0.2 or self.scheduler.costs is None) and dice.random() < 0.9:
+        if self.has_limit and dice.random() < 0.2:
             costs = (dice.choice([0.0, 0.004]), dice.choice([0.0, 0.001, 0.01]), dice.choice([0.0, 0.0005, 0.002]))
             self.scheduler.learn(StepCosts(*costs, dice.choice([0.0, 0.0001]), dice.choice([0.0, 0.00002, 0.0001])))
 
@@ -224,7 +225,7 @@ class Workload:
     def _check_limit(self, planned: Planned, one: list[Request], several: list[Request], had_output: set[int]) -> None:
         """Beside streams, a step computes as much of prompts as there is time for, the oldest first, and never nothing of the oldest."""
         costs, plan = self.scheduler.costs, planned.plan
-        if self.stall_limit is None or costs is None:
+        if self.stall_limit is None:
             assert planned.capped is None
             return
         columns = list(zip(planned.requests, plan.starts, plan.counts, strict=True))
@@ -236,6 +237,12 @@ class Workload:
         if not streams:
             assert planned.capped is None, "no stream, and yet a limit"
             self.tally.free += bool(chunks)
+            return
+        if costs is None:
+            most = max((self.budget - len(one)) // UNKNOWN_PART, MIN_PROMPT_TOKENS)
+            is_whole = any(request.needs_one_step for request, _, _ in chunks)
+            assert is_whole or sum(count for _, _, count in chunks) <= most, "more than a part of the budget"
+            self.tally.unknown += planned.capped is not None
             return
         context = sum(self._computed[request.sequence] for request in one)
         seconds = costs.seconds(StepShape(len(one), 0, context, 0))
