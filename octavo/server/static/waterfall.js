@@ -72,7 +72,8 @@ function chunks(stage) {
 function capped(stage) {
   const limit = Math.max(0, ...(stage.chunks || []).map((chunk) => chunk.limit_ms || 0));
   const within = limit ? ` within ${Math.round(limit)} ms` : "";
-  return `prompt chunks capped in ${count(stage.capped_steps)} steps, to keep running streams' tokens${within}`;
+  const steps = stage.capped_steps === 1 ? "1 step" : `${count(stage.capped_steps)} steps`;
+  return `prompt chunks capped in ${steps}, to keep running streams' tokens${within}`;
 }
 
 export function facts(journey) {
