@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "self._seconds -= self._costs.chunk_seconds(request.computed, cost)",
         "pass",
     ),
-    "steps without streams have a limit": (SCHEDULER, "            if num_streams:\n", "            if True:\n"),
+    "steps without streams have a limit": (SCHEDULER, "            if not num_streams:\n", "            if False:\n"),
     "rows of streams take no time": (
         SCHEDULER,
         "costs.seconds(StepShape(num_rows, 0, context, 0))",
@@ -235,6 +235,7 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "if not is_planned and length - request.computed == 1 and length < request.max_len:",
     ),
     "what must be computed whole is cut to the limit": (STALLS, "UNBOUNDED if request.needs_one_step else max", "max"),
+    "before costs are known there is no limit": (SCHEDULER, "tokens // UNKNOWN_PART", "tokens"),
     "the policy does not say who leaves": (ROWS, 'attrgetter("order")', 'attrgetter("sequence")'),
 }
 
