@@ -139,6 +139,15 @@ class SchedulerConfig:
     max_num_batched_tokens: int | str = knob(
         AUTO, "most tokens that one step computes, prefill chunks and decodes together", kind="tokens", least=1
     )
+    max_inter_token_ms: float | str = knob(
+        AUTO,
+        "most milliseconds that a step should take while streams are running, so that prompts do not keep their tokens waiting: a "
+        "step computes only as much of prompts as fits, by the measured costs of steps. auto: 2.5 times as long as a step without "
+        "prompts, and at least 60 ms or 8 times a step's fixed cost; off, or 0: no limit. Without a server, auto is off",
+        kind="ms",
+        least=0,
+        most=MAX_SECONDS,
+    )
     max_waiting_requests: int = knob(
         4096, "most requests in the queue; further requests get status 429; 0: no limit", least=0
     )
@@ -561,6 +570,12 @@ def replace(config: Config, **values: Any) -> Config:
         known = sorted(name for section, _ in sections() for name in field_names(section).values())
         raise ConfigError(f"unknown option {sorted(values)[0]!r}; the options are {', '.join(dict.fromkeys(known))}")
     return dataclasses.replace(config, **changed)
+
+
+def offline(config: Config) -> Config:
+    """A copy for work without a server: all of it is wanted soon, and no reader waits for the next token."""
+    is_auto = config.scheduler.max_inter_token_ms == AUTO
+    return replace(config, max_inter_token_ms=0.0) if is_auto else config
 
 
 def without_keys(config: Config) -> Config:

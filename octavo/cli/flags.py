@@ -176,8 +176,8 @@ def _show_default(knob: "dataclasses.Field[Any]") -> str:
 
 
 def _metavar(knob: "dataclasses.Field[Any]") -> str:
-    if knob.metadata["kind"] in ("tokens", "bytes"):
-        return {"tokens": "N", "bytes": "BYTES"}[knob.metadata["kind"]]
+    if knob.metadata["kind"] in ("tokens", "bytes", "ms"):
+        return {"tokens": "N", "bytes": "BYTES", "ms": "MS"}[knob.metadata["kind"]]
     match knob.type:
         case builtins.int:
             return "N"
@@ -194,6 +194,8 @@ def _reader(knob: "dataclasses.Field[Any]") -> Callable[[str], Any]:
         return lambda text: _automatic(text) or count(text)
     if knob.metadata["kind"] == "bytes":
         return lambda text: _automatic(text) or size(text)
+    if knob.metadata["kind"] == "ms":
+        return milliseconds
     if knob.metadata["kind"] == "list":
         return entries
     match knob.type:
@@ -254,6 +256,17 @@ def finite(text: str) -> float:
     if math.isinf(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
+
+
+def milliseconds(text: str) -> float | str:
+    """Parse a number of milliseconds, `auto`, or `off`, which is 0."""
+    word = text.strip().lower()
+    if word in (AUTO, "off"):
+        return AUTO if word == AUTO else 0.0
+    try:
+        return finite(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds, auto or off") from None
 
 
 def count(text: str) -> int:

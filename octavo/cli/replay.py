@@ -14,8 +14,9 @@ from octavo.replay.recompute import Findings, Recomputation
 from octavo.replay.replay import ReplayedCommit, ReplayedPlan
 from octavo.replay.simulate import SimulatedRun
 from octavo.replay.stats import RunStats, at
-from octavo.replay.what_if import Learned, ScheduleSettings, StepCost, fit, learn
+from octavo.replay.what_if import Learned, ScheduleSettings, learn, pace_of
 from octavo.schedule.request import Request
+from octavo.schedule.step_costs import StepCosts
 
 EXIT_DIFFERS = 1
 _NAMES = 6  # requests named in one line
@@ -218,7 +219,7 @@ def totals(tally: RunStats) -> dict[str, Any]:
         "first token, s, p99": at(tally.first_seconds, 0.99),
         **{
             f"waits for {reason}, requests × steps": tally.waits[reason]
-            for reason in ("rows", "pages", "budget", "order", "turn")
+            for reason in ("rows", "pages", "budget", "streams", "order", "turn")
         },
         "preemptions": tally.preemptions,
         "prompt tokens found cached": tally.hit_tokens,
@@ -229,7 +230,7 @@ def totals(tally: RunStats) -> dict[str, Any]:
 
 def _compare(recording: Recording, learned: Learned, changed: ScheduleSettings) -> dict[str, Any]:
     """Compare the recorded run with two simulated ones: with the recorded settings and with the changed ones."""
-    pace, settings = fit(learned.samples), ScheduleSettings.of(recording)
+    pace, settings = pace_of(learned.samples), ScheduleSettings.of(recording)
     if changed.enable_prefix_caching and not settings.enable_prefix_caching and not recording.header.with_tokens:
         raise ConfigError(
             "--what-if enable_prefix_caching: the recording has neither token ids nor page keys; record with --record-tokens"
@@ -239,7 +240,7 @@ def _compare(recording: Recording, learned: Learned, changed: ScheduleSettings) 
     differs = {name for name in settings.__struct_fields__ if getattr(settings, name) != getattr(changed, name)}
     return {
         "settings": {name: [getattr(settings, name), getattr(changed, name)] for name in sorted(differs)},
-        "pace": pace._asdict(),
+        "pace": msgspec.structs.asdict(pace),
         "recorded": totals(learned.tally),
         "as recorded, estimated": totals(same),
         "what if, estimated": totals(other),
@@ -295,10 +296,10 @@ def _print_what_if(compared: dict[str, Any]) -> None:
     for row in compared["recorded"]:
         cells = [_cell(compared[name][row]) for name in names]
         print(f"{row:42}" + "".join(f"{cell:>12}" for cell in cells))
-    pace = StepCost(**compared["pace"])
+    pace = StepCosts(**compared["pace"])
     print(
         f"Times of the last two columns are estimates: {pace.step * 1e3:.3f} ms a step, {pace.row * 1e3:.4f} ms a row, "
-        f"{pace.token * 1e3:.4f} ms a prompt token, fitted to the recorded steps. The difference between the first two columns "
+        f"{pace.token * 1e3:.4f} ms a prompt token, {pace.context * 1e6:.3f} ms for 1,000 tokens of context, fitted to the recorded steps. The difference between the first two columns "
         "shows how far to trust the third."
     )
 

@@ -81,6 +81,8 @@ def _argument(file: str, name: str, value: object) -> list[str]:
     match value:
         case True:
             return [flag]
+        case False if flag in _may_be_off():  # `off` is false in YAML
+            return [f"{flag}=off"]
         case False:
             return ["--no-" + flag[2:]]
         case None:
@@ -92,6 +94,12 @@ def _argument(file: str, name: str, value: object) -> list[str]:
         case dict():
             return [f"{flag}={json.dumps(value)}"]
     raise ConfigError(f"--config {file}: {name} must be a text, a number, true, false or a list of texts")
+
+
+def _may_be_off() -> set[str]:
+    """Flags with a number that may be `off`."""
+    knobs = [knob for _, cls in sections() for knob in dataclasses.fields(cls)]
+    return {"--" + knob.name.replace("_", "-") for knob in knobs if knob.metadata["kind"] == "ms"}
 
 
 def _switch(text: str) -> bool:

@@ -13,6 +13,7 @@ from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
 from octavo.config import Config
 from octavo.engine.control import EngineControl
+from octavo.engine.cost_meter import CostMeter
 from octavo.engine.live_view import LiveView
 from octavo.engine.loop import EngineLoop
 from octavo.engine.step_heartbeat import StepHeartbeat
@@ -24,6 +25,7 @@ from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.step_observer import Observers, StepObserver
 from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule.stall_limit import StallLimit
 from octavo.weights.sources.source import ModelSource
 
 EXECUTORS = {"local": "octavo.executor.local:LocalExecutor", "processes": "octavo.executor.processes:ProcessExecutor"}
@@ -46,7 +48,9 @@ def start_engine(
     executor = load_executor(config, source)
     try:
         policy = config.scheduler.scheduling_policy
-        report = msgspec.structs.replace(executor.start(), scheduling_policy=policy)
+        report = msgspec.structs.replace(
+            executor.start(), scheduling_policy=policy, max_inter_token_ms=config.scheduler.max_inter_token_ms
+        )
     except BaseException:
         executor.close()
         raise
@@ -67,6 +71,7 @@ def start_engine(
         report.max_num_batched_tokens,
         swap_min_tokens=report.page_size,
         policy=POLICIES[policy],
+        stall_limit=StallLimit.of(report.max_inter_token_ms),
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
@@ -88,7 +93,7 @@ def build_engine(
     `queue_limit`: None: any number of requests may wait."""
     heartbeat = Heartbeat() if heartbeat is None else heartbeat
     queue_limit = QueueLimit() if queue_limit is None else queue_limit
-    journal, live_view = EngineJournal(), LiveView(scheduler, metrics)
+    journal, live_view, cost_meter = EngineJournal(), LiveView(scheduler, metrics), CostMeter()
     # Everything that hears of every step, in this order. A recorder comes last (EngineLoop.record).
     observers: list[StepObserver] = [
         queue_limit,
@@ -97,8 +102,9 @@ def build_engine(
         metrics,
         journal,
         live_view,
+        cost_meter,
     ]
-    loop = EngineLoop(scheduler, executor, Observers(observers, clock))
+    loop = EngineLoop(scheduler, executor, Observers(observers, clock), cost_meter)
     ring = JourneyRing(max_ring_bytes)
     control = EngineControl(loop, metrics, journal, live_view, queue_limit, heartbeat, ring, clock)
     return Engine(loop, metrics.report, control)

@@ -129,7 +129,7 @@ class EngineControl:
     def state(self) -> EngineState:
         scheduler, pool = self._scheduler, self._scheduler.cache.pool
         waiting = len(scheduler.waiting)
-        reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order", "turn", "step"), 0)
+        reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "streams", "order", "turn", "step"), 0)
         reasons["grammar"] = len(scheduler.awaiting_grammar)
         if (head := scheduler.waiting.head()) is not None:
             num_primaries = scheduler.waiting.primaries.num_requests

@@ -216,4 +216,5 @@ def _standing(scheduler: Scheduler, metrics: EngineMetrics, num_open_pages: int,
         num_preempted=num_preempted,
         is_cpu=report.device.startswith("cpu"),
         has_swap=report.num_host_pages > 0,
+        limit_ms=metrics.limit_seconds * 1e3,
     )

@@ -8,6 +8,7 @@ import queue
 from collections import deque
 from collections.abc import Callable
 
+from octavo.engine.cost_meter import CostMeter
 from octavo.executor.base import Executor
 from octavo.messages import Abort, GenerateRequest, StepPlan, TokenDelta
 from octavo.observe.step_observer import Observers
@@ -17,8 +18,12 @@ from octavo.schedule.grammar_cache import GrammarJob
 
 
 class EngineLoop:
-    def __init__(self, scheduler: Scheduler, executor: Executor, observers: Observers) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, observers: Observers, cost_meter: CostMeter | None = None
+    ) -> None:
+        """`cost_meter`: one of the observers; None: costs of steps are not measured."""
         self.scheduler, self.executor, self.observers = scheduler, executor, observers
+        self._cost_meter = CostMeter() if cost_meter is None else cost_meter
         self.on_grammar_ready: Callable[[], None] = lambda: None  # called by any thread: there is work again
         self._ready_grammars: queue.SimpleQueue[str] = queue.SimpleQueue()  # compiled; the scheduler does not know yet
         self._in_flight: deque[StepPlan] = deque()
@@ -33,6 +38,9 @@ class EngineLoop:
         scheduler, executor, observers, in_flight = self.scheduler, self.executor, self.observers, self._in_flight
         if scheduler.rows.awaiting_grammar or not self._ready_grammars.empty():
             self._take_ready_grammars()
+        if (costs := self._cost_meter.take()) is not None:
+            scheduler.learn(costs)
+            observers.costs_learned(costs)
         observers.began()
         planned = scheduler.plan()
         observers.planned(planned)

@@ -28,6 +28,7 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
     num_preempted: int  # lately
     is_cpu: bool = False
     has_swap: bool = False  # preempted requests may go to host memory
+    limit_ms: float = 0.0  # that a step may take beside running streams; 0: no step was limited yet
 
 
 def advice(standing: Standing) -> str:
@@ -75,6 +76,13 @@ def _budget(standing: Standing) -> str:
     )
 
 
+def _streams(standing: Standing) -> str:
+    return (
+        f"{_many(standing)}: prompts are computed in parts, to keep the running streams' tokens within {standing.limit_ms:,.0f} ms. Raise "
+        "--max-inter-token-ms, or set it to off: prompts are computed sooner, and the longest times between tokens grow."
+    )
+
+
 def _preempted(standing: Standing) -> str:
     times = "1 preemption" if standing.num_preempted == 1 else f"{standing.num_preempted:,} preemptions"
     sentence = f"{times} in the last {LATELY_SECONDS:.0f} s, because KV pages ran out"
@@ -96,5 +104,6 @@ _SENTENCES: dict[str, Callable[[Standing], str]] = {
     "rows": _rows,
     "pages": _pages,
     "budget": _budget,
+    "streams": _streams,
     "grammar": _grammar,
 }

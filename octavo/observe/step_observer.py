@@ -15,6 +15,7 @@ from octavo.messages import Abort, GenerateRequest
 
 if TYPE_CHECKING:  # API processes import from this room, and have no use for a scheduler
     from octavo.schedule.results import Committed, GrammarsReady, Planned, Removed
+    from octavo.schedule.step_costs import StepCosts
 
 log = logging.getLogger("octavo.engine")
 
@@ -57,6 +58,9 @@ class StepObserver:
 
     def prefixes_reset(self, now: float) -> None:
         """The prefix cache was emptied."""
+
+    def costs_learned(self, costs: "StepCosts", now: float) -> None:
+        """The scheduler was given new costs of steps."""
 
     def began(self) -> None:
         """A step begins."""
@@ -118,6 +122,7 @@ class Observers:
         self._on_removed = self._overriding("removed")
         self._on_grammars_ready = self._overriding("grammars_ready")
         self._on_prefixes_reset = self._overriding("prefixes_reset")
+        self._on_costs_learned = self._overriding("costs_learned")
         self._on_began = self._overriding("began")
         self._on_rows_changed = self._overriding("rows_changed")
         self._on_planned = self._overriding("planned")
@@ -175,6 +180,14 @@ class Observers:
         for notify in self._on_prefixes_reset:
             try:
                 notify(now)
+            except Exception:
+                self._drop(notify)
+
+    def costs_learned(self, costs: "StepCosts") -> None:
+        now = self._clock()
+        for notify in self._on_costs_learned:
+            try:
+                notify(costs, now)
             except Exception:
                 self._drop(notify)
 

@@ -45,7 +45,7 @@ class LLM:
         for name in options:
             if name in of_servers:
                 raise ConfigError(f"{name} is an option of the server, which LLM does not start: leave it out")
-        self.config = configuration.replace(configuration.Config(), model=model, **options)
+        self.config = configuration.offline(configuration.replace(configuration.Config(), model=model, **options))
         source = resolve(
             model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
         )

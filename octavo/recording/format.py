@@ -16,6 +16,7 @@ import msgspec
 from octavo.errors import ConfigError
 from octavo.messages import Candidates, EngineReport, FinishReason, PoolingParams, SamplingParams, StepPlan
 from octavo.schedule.snapshot import SchedulerState, Wishes
+from octavo.schedule.step_costs import StepCosts
 
 FORMAT = 2
 _CHUNK = struct.Struct("<4sBQII")  # magic, kind, position in the stream, bytes, checksum
@@ -88,6 +89,13 @@ class Prepared(msgspec.Struct, array_like=True, tag=8, gc=False):
     grammar: str
 
 
+class Costed(msgspec.Struct, array_like=True, tag=9, gc=False):
+    """What steps were measured to cost. It limits the prompts in later plans."""
+
+    micros: int
+    costs: StepCosts
+
+
 class Outcome(msgspec.Struct, array_like=True, gc=False):
     """The result of a step, as far as later plans depend on it."""
 
@@ -139,7 +147,7 @@ class Lost(msgspec.Struct, array_like=True, tag=6, gc=False):
     micros: int
 
 
-Record = Arrived | Aborted | Forgotten | Prepared | Stepped | Ticked | Marked | Lost
+Record = Arrived | Aborted | Forgotten | Prepared | Costed | Stepped | Ticked | Marked | Lost
 KEY_BYTES = 16
 
 _encode = msgspec.msgpack.Encoder().encode

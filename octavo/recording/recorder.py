@@ -21,6 +21,7 @@ from octavo.recording.format import (
     SEGMENT,
     Aborted,
     Arrived,
+    Costed,
     Forgotten,
     Header,
     Lost,
@@ -44,6 +45,7 @@ from octavo.recording.ring import SIZE, RecordingRing
 from octavo.schedule import Scheduler
 from octavo.schedule.results import Committed, GrammarsReady, Removed
 from octavo.schedule.snapshot import Manner, take
+from octavo.schedule.step_costs import StepCosts
 
 log = logging.getLogger("octavo.engine")
 
@@ -121,6 +123,9 @@ class Recorder(StepObserver):
 
     def prefixes_reset(self, now: float) -> None:
         self._put(Forgotten(int(now * 1e6)))
+
+    def costs_learned(self, costs: StepCosts, now: float) -> None:
+        self._put(Costed(int(now * 1e6), costs))
 
     def needs_drain(self) -> bool:
         return self.is_due

@@ -16,6 +16,7 @@ from octavo.recording.format import (
     KEY_BYTES,
     Aborted,
     Arrived,
+    Costed,
     Forgotten,
     Header,
     Marked,
@@ -33,6 +34,7 @@ from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
 from octavo.schedule.results import Planned, Returned
 from octavo.schedule.snapshot import RecordedLoops, RequestState, restore
+from octavo.schedule.stall_limit import StallLimit
 
 _NO_SCORES = Logprobs(0, [], [])
 
@@ -59,7 +61,7 @@ class ReplayedCommit(NamedTuple):
     candidates: dict[tuple[str, int, int], Candidates]  # of beams: request, place in its group, tokens so far
 
 
-Happening = Arrived | Aborted | Forgotten | Prepared | Marked | ReplayedPlan | ReplayedCommit
+Happening = Arrived | Aborted | Forgotten | Prepared | Costed | Marked | ReplayedPlan | ReplayedCommit
 
 
 def prompt_token(first_sequence: int) -> int:
@@ -131,6 +133,7 @@ class Replay:
             report.max_num_batched_tokens,
             swap_min_tokens=report.page_size,
             policy=POLICIES[report.scheduling_policy],
+            stall_limit=StallLimit.of(report.max_inter_token_ms),
         )
         self._records = recording.records
         self.sources: dict[str, GenerateRequest] = {}  # the request of the Arrived that was yielded last
@@ -176,6 +179,9 @@ class Replay:
                 case Prepared():
                     yield record
                     self._start_all(self.scheduler.prepared([record.grammar]).jobs)
+                case Costed():
+                    self.scheduler.learn(record.costs)
+                    yield record
                 case Marked():
                     self._num_rows, self.cache._head = -1, (-1, 0, [])
                     yield record

@@ -6,7 +6,7 @@ from octavo.cache import KVCache
 from octavo.cache.span import pages_of, pages_of_beams
 from octavo.messages import Candidates, GenerateRequest, Logprobs, StepPlan, StepResult
 from octavo.replay.stats import RunStats
-from octavo.replay.what_if import Learned, ScheduleSettings, StepCost
+from octavo.replay.what_if import Learned, ScheduleSettings
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.grammar_cache import GrammarJob
@@ -14,6 +14,8 @@ from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
 from octavo.schedule.results import Planned
 from octavo.schedule.snapshot import RecordedLoops
+from octavo.schedule.stall_limit import StallLimit
+from octavo.schedule.step_costs import StepCosts, shape_of
 
 _NO_SCORES = Logprobs(0, [], [])
 _AGAIN = "later"  # the end of a choice that was open when the recording ended
@@ -34,7 +36,7 @@ class _Cache(KVCache):
 
 
 class SimulatedRun:
-    def __init__(self, learned: Learned, settings: ScheduleSettings, pace: StepCost) -> None:
+    def __init__(self, learned: Learned, settings: ScheduleSettings, pace: StepCosts) -> None:
         self._learned, self._pace = learned, pace
         header = learned.replay.header
         report = header.report
@@ -46,8 +48,9 @@ class SimulatedRun:
         self._cache.known, self._cache.has_recorded_keys = learned.keys, not header.with_tokens
         self._scheduler = Scheduler(
             self._cache, settings.max_num_seqs, settings.max_num_batched_tokens, report.page_size,
-            POLICIES[settings.scheduling_policy],
+            POLICIES[settings.scheduling_policy], StallLimit.of(settings.max_inter_token_ms),
         )  # fmt: skip
+        self._scheduler.learn(pace)
         self._now = learned.start
         self._arrivals = deque(sorted(learned.requests, key=lambda recorded: recorded.seconds))
         leaving = [(recorded.left, recorded.source.id) for recorded in learned.requests if recorded.left is not None]
@@ -135,7 +138,7 @@ class SimulatedRun:
     def _commit(self, planned: Planned) -> None:
         plan = planned.plan
         result, leaving = self._result(plan, planned.requests)
-        seconds = self._pace.seconds(len(plan.rows), planned.num_tokens)
+        seconds = self._pace.seconds(shape_of(plan, planned.num_tokens))
         self._now += seconds
         self.tally.seconds += seconds
         committed = self._scheduler.commit(plan, result)

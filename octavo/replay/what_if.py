@@ -5,17 +5,20 @@ Plans are exact for the settings; times are an estimate, and requests arrive at 
 request produces the tokens that it produced; one that was open when the recording ended stops there."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
+from octavo.config import AUTO
 from octavo.errors import ConfigError
 from octavo.messages import Candidates, FinishReason, GenerateRequest
 from octavo.recording.format import Aborted, Arrived, Recording
 from octavo.replay.replay import Replay, ReplayedCommit, ReplayedPlan
 from octavo.replay.stats import RunStats
 from octavo.schedule import POLICIES
+from octavo.schedule.step_costs import Sample, StepCosts, fit, shape_of
 
 
 class ScheduleSettings(msgspec.Struct, frozen=True):
@@ -27,6 +30,7 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
     num_host_pages: int
     enable_prefix_caching: bool
     scheduling_policy: str
+    max_inter_token_ms: float | str  # 0: no limit
 
     @classmethod
     def of(cls, recording: Recording) -> "ScheduleSettings":
@@ -38,6 +42,7 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
             report.num_host_pages,
             bool(recording.header.options["cache"]["enable_prefix_caching"]),
             report.scheduling_policy,
+            report.max_inter_token_ms,
         )
 
     def changed(self, texts: list[str]) -> "ScheduleSettings":
@@ -56,7 +61,7 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
 _WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
-def _value_of(name: str, value: str, text: str) -> int | str | bool:
+def _value_of(name: str, value: str, text: str) -> float | str | bool:
     if name == "enable_prefix_caching":
         if value.lower() not in _WORDS:
             raise ConfigError(f"--what-if {text}: {name} is on or off")
@@ -65,10 +70,24 @@ def _value_of(name: str, value: str, text: str) -> int | str | bool:
         if value not in POLICIES:
             raise ConfigError(f"--what-if {text}: {name} is one of {', '.join(POLICIES)}")
         return value
+    if name == "max_inter_token_ms":
+        return _milliseconds(value, text)
     least = 0 if name == "num_host_pages" else 1
     if not value.isdecimal() or not least <= int(value) < 2**31:
         raise ConfigError(f"--what-if {text}: {name} is a whole number of at least {least}")
     return int(value)
+
+
+def _milliseconds(value: str, text: str) -> float | str:
+    if value == AUTO:
+        return value
+    try:
+        number = 0.0 if value == "off" else float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"--what-if {text}: max_inter_token_ms is a number of milliseconds, auto or off")
+    return number
 
 
 # ── what the recording holds of each request ────────────────────────────────────────────────────────
@@ -91,7 +110,7 @@ class Learned(NamedTuple):
     requests: list[RecordedRequest]  # in the order of their arrival
     keys: dict[tuple[int, int], bytes]
     tally: RunStats  # of the recorded run
-    samples: list[tuple[int, int, float]]  # of each step: rows, tokens, seconds
+    samples: list[Sample]  # one of each step
     depth: int
     start: float
     replay: Replay
@@ -108,7 +127,7 @@ def learn(recording: Recording, watch: Callable[[object], None] = lambda happeni
             tally.left(name)  # it has its first token already
     preemptions = replay.scheduler.num_preemptions
     queried, hit = replay.cache.queried_tokens, replay.cache.hit_tokens
-    samples: list[tuple[int, int, float]] = []
+    samples: list[Sample] = []
     for happening in replay.follow():
         match happening:
             case Arrived():
@@ -125,7 +144,7 @@ def learn(recording: Recording, watch: Callable[[object], None] = lambda happeni
                 seconds = happening.outcome.micros / 1e6
                 tally.gave(happening.deltas, happening.micros / 1e6)
                 tally.seconds += seconds
-                samples.append((len(happening.plan.rows), sum(happening.plan.counts), seconds))
+                samples.append(Sample(shape_of(happening.plan, happening.outcome.num_tokens), seconds))
         watch(happening)
     tally.end(replay.scheduler, preemptions)
     tally.queried_tokens = replay.cache.queried_tokens - queried
@@ -175,45 +194,6 @@ def _note_outcome(requests: dict[str, RecordedRequest], happening: ReplayedCommi
 # ── the clock ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class StepCost(NamedTuple):
-    """Seconds of a step: a constant, plus so much for each row, plus so much for each token beyond one a row."""
-
-    step: float
-    row: float
-    token: float
-
-    def seconds(self, num_rows: int, num_tokens: int) -> float:
-        return self.step + self.row * num_rows + self.token * (num_tokens - num_rows)
-
-
-def fit(samples: list[tuple[int, int, float]]) -> StepCost:
-    """Least squares with coefficients of at least 0."""
-    points = [((1.0, float(rows), float(tokens - rows)), seconds) for rows, tokens, seconds in samples]
-    used = [0, 1, 2]
-    while used:
-        found = _solve(
-            [[sum(x[i] * x[j] for x, _ in points) for j in used] for i in used],
-            [sum(x[i] * y for x, y in points) for i in used],
-        )
-        if found is not None and min(found) >= 0:
-            parts = dict(zip(used, found, strict=True))
-            return StepCost(*(parts.get(i, 0.0) for i in range(3)))
-        # Drop a coefficient that cannot be separated from the others, or that is negative.
-        used.remove(used[-1] if found is None else used[found.index(min(found))])
-    return StepCost(0.0, 0.0, 0.0)
-
-
-def _solve(matrix: list[list[float]], values: list[float]) -> list[float] | None:
-    """Gaussian elimination with partial pivoting. None: there is no unique solution."""
-    rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
-    size = len(rows)
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda j: abs(rows[j][i]))
-        if abs(rows[pivot][i]) <= 1e-9 * max(1.0, abs(matrix[i][i])):
-            return None
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for j in range(size):
-            if j != i:
-                share = rows[j][i] / rows[i][i]
-                rows[j] = [a - share * b for a, b in zip(rows[j], rows[i], strict=True)]
-    return [rows[i][size] / rows[i][i] for i in range(size)]
+def pace_of(samples: list[Sample]) -> StepCosts:
+    """The costs that fit the recorded steps best: a second counts as much in a short step as in a long one."""
+    return fit([(sample, 1.0) for sample in samples])

@@ -33,6 +33,9 @@ def arrival(source: GenerateRequest) -> int:
 
     A prompt that must be computed whole, in one step, has the same bounds: at worst all older primaries end before it.
 
+    Where a step beside running streams has a limit (stall_limit.py), it computes at least MIN_PROMPT_TOKENS of the oldest prompt: the
+    bounds hold with that in place of `budget`, if it is less.
+
     A sequence that is not primary runs in what primaries leave free. It becomes primary after all older sequences of its response
     have ended, so a response of k sequences waits k times at most as one sequence does.
 

@@ -10,8 +10,8 @@ from octavo.messages import StepPlan, StepResult, TokenDelta
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
 
-HeadWaitReason = Literal["rows", "pages", "budget"]
-"""What the queue's head lacks."""
+HeadWaitReason = Literal["rows", "pages", "budget", "streams"]
+"""What the queue's head lacks. streams: time in a step that running streams must not wait longer for."""
 
 
 class Returned(NamedTuple):
@@ -61,6 +61,10 @@ class Planned(msgspec.Struct):
     queued: list[Request] = []  # choices that found no row beside their leader: each waits as a request of its own now
     head: Request | None = None  # the queue's head, where it was not admitted
     head_waits_for: HeadWaitReason | None = None
+    # The first prompt that got less of this step than it has room for, or nothing, so that running streams get their next token
+    # within `limit_seconds`; 0: it is not known yet what steps cost.
+    capped: Request | None = None
+    limit_seconds: float = 0.0
 
 
 class Committed(msgspec.Struct):

@@ -3,6 +3,7 @@ while the next is made.
 
 The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
 A prompt token whose logprobs are wanted takes as much of the budget as several others.
+Beside running streams, a step computes only so much of prompts that it takes no longer than a limit (stall_limit.py).
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
 When pages run out the youngest running request is preempted. So the oldest always advances, and none is overtaken.
 "Oldest" is what the policy says it is: by default the order of arrival over responses, each of which has one primary sequence at a time.
@@ -12,6 +13,7 @@ A request for a vector ends when its prompt is computed; some must be computed w
 A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step.
 A row whose mask was late has sampled nothing: it computes its last token again, in a later step, and samples after that."""
 
+import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -38,6 +40,8 @@ from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
 from octavo.schedule.request import Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
 from octavo.schedule.rows import Rows, order_of
+from octavo.schedule.stall_limit import UNKNOWN_PART, PromptAllowance, StallLimit
+from octavo.schedule.step_costs import NO_COSTS, UNBOUNDED, StepCosts, StepShape
 
 # Plans that a row with a late mask sits out: none after the first late step, then one, then twice as many each time, up to this. It
 # sits out none if there is nothing else to compute.
@@ -46,9 +50,16 @@ MAX_SIT_OUT = 8
 
 class Scheduler:
     def __init__(
-        self, cache: KVCache, max_rows: int, max_step_tokens: int, swap_min_tokens: int = 0, policy: Policy = arrival
+        self,
+        cache: KVCache,
+        max_rows: int,
+        max_step_tokens: int,
+        swap_min_tokens: int = 0,
+        policy: Policy = arrival,
+        stall_limit: StallLimit | None = None,
     ) -> None:
-        """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped."""
+        """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped. `stall_limit`: None:
+        a step may take any time."""
         assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
         self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
         self.swap_min_tokens = swap_min_tokens
@@ -65,6 +76,9 @@ class Scheduler:
         self._in_flight: deque[Planned] = deque()
         self._next_sequence = 0
         self.num_steps = 0  # plans that are to be carried out, so far
+        self.stall_limit = stall_limit
+        self.costs: StepCosts | None = None  # None: not known yet
+        self._allowance: PromptAllowance | None = None  # of the plan that is being made; None: it has no prompts yet
 
     # ── verbs ──
 
@@ -131,14 +145,22 @@ class Scheduler:
             ready.let_in += self._let_in(same)
         return ready
 
+    def learn(self, costs: StepCosts) -> None:
+        """What steps were measured to cost, for the plans from now on."""
+        self.costs = costs
+
     def plan(self) -> Planned:
         draft = StepPlan(self.num_steps, [], [], [], [], [], [], [], [], [], [], [])
         planned = Planned(draft, [], [], [], [], [], [])
         resting: list[Request] = []
+        self._allowance = None
         self._plan_in_order(draft, planned, resting)
         if resting and not planned.returned and not draft.rows and not self._in_flight:
             self._plan_late(resting[: self.max_step_tokens], draft, planned)
         self.head_waits_for = planned.head_waits_for
+        if (allowance := self._allowance) is not None and allowance.capped is not None:
+            planned.capped = allowance.capped
+            planned.limit_seconds = 0.0 if math.isinf(allowance.limit) else allowance.limit
         if planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork_all(draft, planned)
         planned.num_tokens = sum(draft.counts)
@@ -291,6 +313,7 @@ class Scheduler:
         self, running: list[Request], budget: int, draft: StepPlan, planned: Planned, resting: list[Request]
     ) -> int:
         """Advance requests that run, oldest first. Returns the budget left."""
+        search: BeamGroup | None = None  # the last that was planned: its beams are next to each other
         for request in running:
             if budget == 0:
                 break
@@ -302,12 +325,25 @@ class Scheduler:
                 continue
             cost = count
             if count > 1:
-                count, cost = request.share(count, budget)
+                if isinstance(request.special, BeamGroup):
+                    if request.special is not search:
+                        search = request.special
+                        budget = self._plan_beams(search, budget, draft, planned)
+                    continue
+                if (
+                    request.late_steps and not request.capacity
+                ):  # late, and a step planned before is in flight: see below
+                    continue
+                count, cost = self._share(request, count, budget, draft)
+                if not count:
+                    continue
             if request.computed + count > request.capacity:
                 # A search has a capacity of 0, and so has a request whose mask was late, so that they always come here: other
                 # requests need not be checked at every step.
                 if request.special is not None and isinstance(request.special, BeamGroup):
-                    budget = self._plan_beams(request.special, budget, draft, planned)
+                    if request.special is not search:
+                        search = request.special
+                        budget = self._plan_beams(search, budget, draft, planned)
                     continue
                 if not request.capacity and request.late_steps:
                     if request.pending:  # a step that was planned before it was known to be late is still in flight
@@ -347,8 +383,8 @@ class Scheduler:
     def _begin(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> int:
         """Compute the first tokens of a request that was admitted. Returns the budget left."""
         if isinstance(request.special, BeamGroup):
-            return self._plan_beams(request.special, budget, draft, planned)
-        count, cost = request.share(request.length - request.computed, budget)
+            return self._plan_beams(request.special, budget, draft, planned, is_new=True)
+        count, cost = self._share(request, request.length - request.computed, budget, draft, is_new=True)
         self._issue(request, count, draft, planned)
         return budget - cost
 
@@ -356,7 +392,7 @@ class Scheduler:
         """Admit a primary before the younger sequences that run, none of which is in the plan yet. If it lacks rows or pages, those
         that give way are preempted, youngest first; none is where all of them together do not hold what it lacks."""
         lacks = self._admit(primary, budget, draft, planned)
-        if lacks is None or lacks == "budget":
+        if lacks is None or lacks in ("budget", "streams"):  # preempting others would give it neither
             return lacks
         younger = [request for request in self.rows.running if request.gives_way and request.order > primary.order]
         if not self._would_fit(primary, younger):
@@ -387,6 +423,8 @@ class Scheduler:
         others = [] if beams is None else beams.others
         if len(self.rows.free) < 1 + len(others):
             return "rows"
+        if not self._may_begin(request, draft):
+            return "streams"
         assert request.pending == 0, "its last token has arrived: none enters in the step of a preemption"
         # Room for half of the running requests to grow by a page (in each group): to be admitted and preempted at once
         # costs twice.
@@ -425,6 +463,47 @@ class Scheduler:
             other.computed = other.length  # nothing to do until it forks
         return None
 
+    # ── prompts beside running streams ──
+
+    def _share(
+        self, request: Request, count: int, budget: int, draft: StepPlan, is_new: bool = False
+    ) -> tuple[int, int]:
+        """(how many of its next `count` tokens the request may compute in this step, what they take of the budget). (0, 0): it waits,
+        because running streams do. `is_new`: it was admitted by this plan."""
+        if count > 1 and self.stall_limit is not None:
+            return self._allow(draft, self.stall_limit).share(request, count, budget, is_new)
+        return request.share(count, budget)
+
+    def _may_begin(self, request: Request, draft: StepPlan) -> bool:
+        """Whether a request that has no row yet could compute a part of its prompt in this step."""
+        if self.stall_limit is None:
+            return True
+        if request.is_swapped and request.length - request.computed == 1:
+            return True
+        return self._allow(draft, self.stall_limit).admits(request)
+
+    def _allow(self, draft: StepPlan, stall_limit: StallLimit) -> PromptAllowance:
+        """What this plan may compute of prompts. Found when the first prompt is planned: most plans have none."""
+        if self._allowance is None:
+            planned = set(draft.rows)  # these have been advanced: each by one token, for all others are prompts
+            num_rows = num_streams = context = 0
+            for request in self.rows.running:
+                is_planned, length = request.row in planned, len(request.tokens) + request.pending
+                if is_planned or (length - request.computed == 1 and length < request.max_len):
+                    num_rows += 1
+                    context += request.computed - is_planned
+                    has_output = length - is_planned > request.prompt_len
+                    num_streams += has_output and not isinstance(request.special, BeamGroup)
+            costs, tokens = self.costs, self.max_step_tokens - num_rows
+            if not num_streams:
+                self._allowance = PromptAllowance(NO_COSTS, math.inf, 0.0, UNBOUNDED)
+            elif costs is None:
+                self._allowance = PromptAllowance(NO_COSTS, math.inf, 0.0, tokens // UNKNOWN_PART)
+            else:
+                seconds = costs.seconds(StepShape(num_rows, 0, context, 0))
+                self._allowance = PromptAllowance(costs, stall_limit.within(costs, seconds), seconds, tokens)
+        return self._allowance
+
     def _issue(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> None:
         start = request.computed
         end = start + count
@@ -462,9 +541,11 @@ class Scheduler:
         request.capacity = self.cache.capacity(request.sequence)
         return True
 
-    def _plan_beams(self, group: BeamGroup, budget: int, draft: StepPlan, planned: Planned) -> int:
+    def _plan_beams(
+        self, group: BeamGroup, budget: int, draft: StepPlan, planned: Planned, is_new: bool = False
+    ) -> int:
         """Advance all beams, or the prompt that they share. Returns the budget left. Pages first: a group is preempted as a whole,
-        and must not be once some of it is in the plan."""
+        and must not be once some of it is in the plan. `is_new`: it was admitted by this plan."""
         leader, left = group.leader, budget
         if not group.is_spread and leader.computed >= leader.prompt_len:
             group.spread(self.cache)
@@ -472,9 +553,12 @@ class Scheduler:
         for request in group.requests if group.is_spread else [leader]:
             end = request.length if group.is_spread else request.prompt_len
             if left and end > request.computed:
-                count, cost = request.share(end - request.computed, left)
-                counts.append((request, count))
-                left -= cost
+                count, cost = self._share(request, end - request.computed, left, draft, is_new)
+                if count:
+                    counts.append((request, count))
+                    left -= cost
+        if not counts:
+            return budget
         for request, count in counts:
             growths = self._extend(request, count, draft, planned)
             if growths is None:

@@ -20,6 +20,7 @@ from octavo.schedule.request import Request
 from octavo.schedule.results import HeadWaitReason
 from octavo.schedule.rows import order_of
 from octavo.schedule.scheduler import Scheduler
+from octavo.schedule.step_costs import StepCosts
 
 Wishes = dict[str, Any]
 """SamplingParams as a dict, without defaults."""
@@ -108,6 +109,7 @@ class SchedulerState(msgspec.Struct, array_like=True, gc=False):
     grammar_cache: GrammarCacheState
     beams: list[BeamState]
     cache: CacheState
+    costs: StepCosts | None = None
 
 
 def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
@@ -132,6 +134,7 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         _grammar_cache_state(scheduler.grammar_cache, manner.grammar),
         [_beam_state(group, manner) for group in groups.values()],
         take_cache(scheduler.cache),
+        scheduler.costs,
     )
 
 
@@ -145,6 +148,7 @@ def restore(
     restore_cache(scheduler.cache, state.cache)
     scheduler.num_steps, scheduler._next_sequence = state.step, state.next_sequence
     scheduler.num_preemptions, scheduler.head_waits_for = state.num_preemptions, state.head_waits_for
+    scheduler.costs = state.costs
     rows = scheduler.rows
     rows.free, rows.left = list(state.free_rows), list(state.leaves)
     scheduler._watched = set(state.watched)

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from octavo.client.client import ZmqClient
-from octavo.config import Config
+from octavo.config import Config, offline
 from octavo.errors import EngineDead
 from octavo.ipc.launch import EngineLaunch
 from octavo.ipc.subprocesses import describe_exit, spawn
@@ -23,7 +23,7 @@ class StandaloneEngine:
 
     def __init__(self, config: Config) -> None:
         model = config.model
-        self._config = config
+        self._config = offline(config)
         self._source = resolve(model.model, model.revision, allow_missing_weights=model.load_format == "dummy")
         self.name = model.served_model_name or self._source.name
         self._folder = RuntimeDir()

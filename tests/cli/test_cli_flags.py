@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.cli.flags import OFFLINE, Parser, add_config_flags, config_from, count, options_from, size
-from octavo.config import AUTO, Config, replace, sections, split_list
+from octavo.config import AUTO, Config, offline, replace, sections, split_list
 from octavo.errors import ConfigError
 
 
@@ -36,6 +36,8 @@ def test_every_knob_is_a_flag_and_reads_back_a_value() -> None:
                 text, value = (knob.metadata["choices"][-1],) * 2
             elif knob.metadata["kind"] in ("tokens", "bytes"):
                 text, value = "2k", 2048
+            elif knob.metadata["kind"] == "ms":
+                text, value = "75", 75.0
             else:
                 text, value = samples[knob.type]
             # Alone: some flags need another one, which the configuration checks.
@@ -84,6 +86,25 @@ def test_sizes(text: str, value: int) -> None:
 def test_auto(text: str) -> None:
     assert parse("--max-model-len", text).model.max_model_len == AUTO
     assert parse("--kv-cache-memory-bytes", text).cache.kv_cache_memory_bytes == AUTO
+
+
+def test_milliseconds() -> None:
+    for text, value in (
+        ("auto", AUTO),
+        ("AUTO", AUTO),
+        ("off", 0.0),
+        ("Off", 0.0),
+        ("0", 0.0),
+        ("75", 75.0),
+        ("12.5", 12.5),
+    ):
+        assert parse("--max-inter-token-ms", text).scheduler.max_inter_token_ms == value
+    assert parse(environ={"OCTAVO_MAX_INTER_TOKEN_MS": "off"}).scheduler.max_inter_token_ms == 0
+    assert parse().scheduler.max_inter_token_ms == AUTO
+    with pytest.raises(ConfigError, match=r"--max-inter-token-ms must be between 0 and 1000000000, got -1\.0"):
+        parse("--max-inter-token-ms", "-1")
+    assert offline(parse()).scheduler.max_inter_token_ms == 0, "no reader waits for the next token"
+    assert offline(parse("--max-inter-token-ms", "75")).scheduler.max_inter_token_ms == 75
 
 
 def test_the_key_comes_from_the_environment_unless_a_flag_brings_one() -> None:
@@ -201,6 +222,8 @@ MISTAKES = [
     (("--shutdown-timeout", "1e400"), "--shutdown-timeout: '1e400' is not a finite number"),
     (("--gpu-memory-utilization", "inf"), "--gpu-memory-utilization: 'inf' is not a finite number"),
     (("--max-num-seqs", "9" * 400 + ".5"), f"--max-num-seqs: '{'9' * 400}.5' is not a count: give 8192, 8k (k = 1024), or auto if the flag accepts it"),
+    (("--max-inter-token-ms", "soon"), "--max-inter-token-ms: 'soon' is not a number of milliseconds, auto or off"),
+    (("--max-inter-token-ms", "inf"), "--max-inter-token-ms: 'inf' is not a number of milliseconds, auto or off"),
     (("--max-model-len", "8q"), "--max-model-len: '8q' is not a count: give 8192, 8k (k = 1024), or auto if the flag accepts it"),
     (("--max-model-len", "0.3k"), "--max-model-len: '0.3k' is not a count: give 8192, 8k (k = 1024), or auto if the flag accepts it"),
     (("--max-num-seqs", "1.2.3"), "--max-num-seqs: '1.2.3' is not a count: give 8192, 8k (k = 1024), or auto if the flag accepts it"),

@@ -35,6 +35,15 @@ def test_a_file_sets_flags_by_their_names(file: Path) -> None:
     assert (config.cache.gpu_memory_utilization, config.server.api_keys) == (0.5, ["one", "two"])
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("off", 0.0), ("false", 0.0), ("75", 75.0), ("auto", "auto"), ("'off'", 0.0)]
+)
+def test_a_number_that_may_be_off(file: Path, text: str, value: float | str) -> None:
+    """To YAML, off is a truth value."""
+    file.write_text(f"max-inter-token-ms: {text}\n")
+    assert parse("--config", str(file)).scheduler.max_inter_token_ms == value
+
+
 def test_serve_reads_the_file(file: Path) -> None:
     file.write_text("port: 9\n")
     assert config_from(build_parser().parse_args(["serve", "--config", str(file)]), {}).server.port == 9

@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from octavo import LLM, SamplingParams
 from octavo.messages import TokenDelta
+from octavo.schedule.step_costs import StepCosts
 from tests.engine.exactness import Reference, assert_same, check, greedy_references
 
 VOCABULARY = 97
@@ -66,6 +67,43 @@ def test_every_chunk_size(model, budget):
     assert max(len(reference.prompt) for reference in references) < 80
     with engine(folder, max_num_batched_tokens=budget) as llm:
         check(llm, references[:8], f"chunks of {budget}")
+
+
+def test_prompts_cut_for_streams(model):
+    """However much of prompts a step may compute beside streams, and however that changes: the same tokens and the same logprobs, to
+    the bit."""
+    folder, references = model
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+
+    def run(limit_ms: float, seed: int) -> tuple[dict[str, list[TokenDelta]], int]:
+        r, num_capped, boxes = random.Random(seed), 0, []
+        with engine(folder, max_inter_token_ms=limit_ms) as llm:
+            scheduler = llm._loop.scheduler
+            waiting = [llm._request(reference.prompt, params) for reference in references]
+            while waiting or llm._loop.has_work:
+                if waiting and r.random() < 0.3:
+                    boxes.append((waiting[0].id, []))
+                    llm._submit(waiting.pop(0), boxes[-1][1])
+                # As if steps had taken any time.
+                scheduler.learn(StepCosts(*(r.choice([0.0, 1e-6, 1e-3]) for _ in range(5))))
+                if llm._loop.has_work:
+                    llm._step()
+                    allowance = scheduler._allowance
+                    num_capped += allowance is not None and allowance.capped is not None
+        return dict(boxes), num_capped
+
+    whole, num_capped = run(0, 1)
+    assert num_capped == 0
+    for limit_ms, seed in ((0.001, 2), (3.0, 3), (20.0, 4)):
+        cut, num_capped = run(limit_ms, seed)
+        assert num_capped > 3, limit_ms
+        assert {name: _said(box) for name, box in cut.items()} == {name: _said(box) for name, box in whole.items()}
+    for reference, box in zip(references, whole.values(), strict=False):
+        assert_same([token for delta in box for token in delta.token_ids], reference, "whole")
+
+
+def _said(box: list[TokenDelta]) -> list[object]:
+    return [(delta.token_ids, delta.logprobs) for delta in box if delta.token_ids]
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])

@@ -10,11 +10,14 @@ import pytest
 
 from octavo.cache import KVCache
 from octavo.engine.build import build_engine
+from octavo.engine.cost_meter import CostMeter
 from octavo.messages import Abort, EngineReport, GenerateRequest, PoolingParams, SamplingParams, StepPlan, StepResult
 from octavo.observe.journeys.stages import FOLD_AT, MAX_STAGES, EngineJourney, Stage, Track, fold
 from octavo.observe.journeys.step_totals import Look, StepTotals, between, histogram
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
+from octavo.schedule.stall_limit import StallLimit
+from octavo.schedule.step_costs import StepCosts
 
 PAGE_SIZE = 4
 
@@ -59,11 +62,12 @@ class Engine:
         overlap: bool = False,
         host: int = 0,
         pooled: bool = False,
+        stall_limit: StallLimit | None = None,
     ) -> None:
         self.now = 1000.0
         report = EngineReport("cpu", "float32", 100, 64, rows, budget, PAGE_SIZE, num_pages, host, 1, 1)
         cache = KVCache(num_pages, PAGE_SIZE, host)
-        scheduler = Scheduler(cache, rows, budget, swap_min_tokens=PAGE_SIZE)
+        scheduler = Scheduler(cache, rows, budget, swap_min_tokens=PAGE_SIZE, stall_limit=stall_limit)
         self.loop, _, self.control = build_engine(
             scheduler, Tokens(overlap, pooled), EngineMetrics("m", report), self.tick
         )
@@ -147,7 +151,7 @@ def test_further_sequences_of_a_request_wait_for_their_turn() -> None:
     engine.add("b", [9], max_tokens=2)
     engine.loop.step()
     assert engine.control.state().waiting_by_reason == {
-        "rows": 1, "pages": 0, "budget": 0, "order": 0, "turn": 1, "step": 0, "grammar": 0,
+        "rows": 1, "pages": 0, "budget": 0, "streams": 0, "order": 0, "turn": 1, "step": 0, "grammar": 0,
     }  # fmt: skip
     engine.run()
     for journey in engine.ended.values():
@@ -203,6 +207,26 @@ def test_waits_name_rows_budget_and_order() -> None:
     assert set(waits["c"]["order"].behind) == {"budget", "rows"}
     for name in "abc":
         adds_up(engine.ended[name].tracks[0], 8)
+
+
+def test_a_prompt_that_was_cut_for_streams_says_so() -> None:
+    """Which chunks, to which limit; and the head of the queue what it waited for."""
+    engine = Engine(num_pages=64, budget=64, stall_limit=StallLimit(0.04))
+    meter = next(observer for observer in engine.loop.observers if isinstance(observer, CostMeter))
+    engine.loop.observers.remove(meter)  # it would measure the looks at the clock
+    engine.loop.scheduler.learn(StepCosts(0.01, 0.0, 0.001, 0.0, 0.0))
+    engine.add("stream", [1, 2, 3], max_tokens=12)
+    engine.loop.step()
+    engine.add("long", list(range(100, 150)), max_tokens=2)
+    engine.add("next", list(range(200, 220)), max_tokens=2)
+    engine.run()
+    prefill = next(stage for stage in engine.ended["long"].tracks[0].stages if stage.name == "prefill")
+    assert [(chunk.tokens, chunk.limit_ms) for chunk in prefill.chunks] == [(31, 40.0), (19, 0.0)]
+    assert prefill.capped_steps == 1
+    waits = {wait.reason: wait for wait in engine.ended["next"].tracks[0].stages[0].waits}
+    assert waits["streams"].steps == 2 and waits["streams"].seconds > 0
+    for name, prompt_len in (("stream", 3), ("long", 50), ("next", 20)):
+        adds_up(engine.ended[name].tracks[0], prompt_len)
 
 
 @pytest.mark.parametrize("host", [0, 16])

@@ -29,6 +29,7 @@ from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.http_metrics import BOUNDS, HIGH_BOUNDS, OUTCOMES
 from octavo.observe.metrics.pace import HOST_BOUNDS
 from octavo.schedule import Scheduler
+from octavo.schedule.step_costs import StepSamples, StepShape
 from tests.observe import test_observe_metrics
 
 STEP_SECONDS = 0.5
@@ -91,7 +92,16 @@ VALUES: Mapping[str, Mapping[str, float]] = {
     "vllm:num_requests_running": {"": 1},
     "vllm:num_requests_waiting": {"": 2},
     "vllm:num_requests_waiting_by_reason": {"capacity": 2, "deferred": 0},
-    "octavo:waiting_by_reason": {"rows": 0, "pages": 0, "budget": 0, "order": 1, "turn": 0, "step": 1, "grammar": 0},
+    "octavo:waiting_by_reason": {
+        "rows": 0,
+        "pages": 0,
+        "budget": 0,
+        "streams": 0,
+        "order": 1,
+        "turn": 0,
+        "step": 1,
+        "grammar": 0,
+    },
     # C has a page. A's first, which B shared, stays cached; their second ones were not full.
     "vllm:kv_cache_usage_perc": {"": 1 / 12},
     "vllm:gpu_cache_usage_perc": {"": 1 / 12},
@@ -125,13 +135,17 @@ VALUES: Mapping[str, Mapping[str, float]] = {
     "octavo:forbidden_requests_total": {"host": 1, "origin": 0, "content_type": 0},
     "octavo:steps_total": {"": 4},
     "octavo:device_busy_seconds_total": {"": 2.0},
-    "octavo:queue_blocked_seconds_total": {"rows": 1.0, "pages": 0, "budget": 0},
+    "octavo:capped_steps_total": {"": 0},
+    "octavo:step_limit_seconds": {"": 0},
+    "octavo:queue_blocked_seconds_total": {"rows": 1.0, "pages": 0, "budget": 0, "streams": 0},
     "octavo:compile_jobs_total": {**dict.fromkeys(OUTCOMES, 0), "done": 2, "kept": 1},
     "http_requests_total": {"/v1/completions,POST,2xx": 1},
 }
 ELSEWHERE = {
     "vllm:num_preemptions_total": test_observe_metrics.test_a_second_admission_is_not_a_second_wait,
     "vllm:request_num_preemptions": test_observe_metrics.test_a_second_admission_is_not_a_second_wait,
+    "octavo:capped_steps_total": test_observe_metrics.test_steps_with_a_limit_and_their_costs,
+    "octavo:step_limit_seconds": test_observe_metrics.test_steps_with_a_limit_and_their_costs,
     "octavo:host_pages_used": test_observe_metrics.test_gauges_show_pages_and_waste,
     "octavo:host_step_seconds": test_observe_metrics.test_host_time_and_busy_time_of_overlapping_steps,
 }
@@ -271,6 +285,10 @@ def expected() -> dict[str, dict[str, Any]]:
     for name, (bounds, seen) in HISTOGRAMS.items():
         wanted[f"{name}_bucket"] = buckets(bounds, seen)
         wanted[f"{name}_count"], wanted[f"{name}_sum"] = {"": len(seen)}, {"": sum(seen)}
+    samples = StepSamples()  # two sizes are enough for the first fit; the next comes after four steps more
+    for shape in (StepShape(1, 19, 0, 210), StepShape(2, 3, 20, 17 + 18 + 19 + 20)):
+        samples.add(shape, 0.5)
+    wanted["octavo:step_cost_seconds"] = msgspec.structs.asdict(samples.fit())
     route = "/v1/completions,POST"
     name = "http_request_duration_seconds"
     wanted[f"{name}_bucket"] = {f"{route},{bound}": value for bound, value in buckets(list(BOUNDS), [0.3]).items()}
@@ -294,7 +312,7 @@ def test_what_tells_little_here_is_known_elsewhere() -> None:
 
 
 def test_vllms_names_are_offered_or_said_not_to_be() -> None:
-    offered = {*VALUES, *HISTOGRAMS, "http_request_duration_seconds"}
+    offered = {*VALUES, *HISTOGRAMS, "http_request_duration_seconds", "octavo:step_cost_seconds"}
     assert not offered & set(NOT_OFFERED)
     vllm = {name for name in offered if name.startswith("vllm:")}
     assert len(vllm) + len(NOT_OFFERED) == 53, (

@@ -26,7 +26,9 @@ from octavo.observe.metrics.exposition import Histogram, Scrape
 from octavo.observe.metrics.gauges import EngineState
 from octavo.observe.metrics.pace import Pace
 from octavo.observe.step_observer import Observers, StepObserver
+from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Planned
+from octavo.schedule.step_costs import StepCosts
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "octavo.json"
 
@@ -337,3 +339,20 @@ def test_the_dashboard_names_nothing_that_is_not_there() -> None:
     texts += [variable["query"] for variable in board["templating"]["list"]]
     named = {name for text in texts for name in re.findall(r"\b(?:vllm:|octavo:|http_)\w+", text)}
     assert len(named) > 20 and named <= known, named - known
+
+
+def test_steps_with_a_limit_and_their_costs() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    plan = StepPlan(0, [], [], [], [], [], [], [], [], [], [])
+    metrics.planned(Planned(plan, [], [], [], [], [], []), 1.0)
+    before = samples(metrics)
+    assert before["octavo:capped_steps_total", ""] == 0 == before["octavo:step_limit_seconds", ""]
+    assert not any(name == "octavo:step_cost_seconds" for name, _ in before), "not known yet"
+    capped = Request(0, request("a"), 0)
+    for seconds in (0.05, 0.0625):
+        metrics.planned(Planned(plan, [], [], [], [], [], [], capped=capped, limit_seconds=seconds), 1.0)
+    metrics.costs_learned(StepCosts(0.5, 0.25, 0.125, 0.0, 0.0625), 2.0)
+    found = samples(metrics)
+    assert found["octavo:capped_steps_total", ""] == 2 and found["octavo:step_limit_seconds", ""] == 0.0625
+    parts = {part: value for (name, part), value in found.items() if name == "octavo:step_cost_seconds"}
+    assert parts == {"step": 0.5, "row": 0.25, "token": 0.125, "context": 0.0, "pair": 0.0625}

@@ -23,21 +23,33 @@ from octavo.messages import Abort, GenerateRequest, RepetitionDetectionParams, S
 from octavo.recording import format as recording_file
 from octavo.recording import recorder as recorder_file
 from octavo.recording.crash_files import MOST_KEPT, CrashFiles
-from octavo.recording.format import Arrived, Marked, Recording, State, Stepped, chunks_in, gap_chunk, read, stream_chunk
+from octavo.recording.format import (
+    Arrived,
+    Costed,
+    Marked,
+    Recording,
+    State,
+    Stepped,
+    chunks_in,
+    gap_chunk,
+    read,
+    stream_chunk,
+)
 from octavo.recording.recorder import RETRY_SECONDS, TICKS_PER_RECORD, Segments
 from octavo.recording.ring import RecordingRing
 from octavo.replay.recompute import Recomputation
 from octavo.replay.replay import Replay, ReplayedPlan
 from octavo.replay.simulate import SimulatedRun
-from octavo.replay.what_if import ScheduleSettings, fit, learn
+from octavo.replay.what_if import ScheduleSettings, learn, pace_of
 from octavo.sampling.grammar import masks
 from octavo.sampling.grammar.masks import GrammarLimits
+from octavo.schedule.step_costs import Sample, StepCosts, StepShape
 from tests.doubles import write_byte_tokenizer
 from tests.recording.recorded import Recorded
 from tests.schedule.workload import Workload
 from tests.worker.tiny import write_tiny_llama
 
-KINDS = ["has_windows", "has_beams", "has_grammars", "has_late", "has_responses"]
+KINDS = ["has_windows", "has_beams", "has_grammars", "has_late", "has_responses", "has_limit"]
 
 
 def replayed(recording: Recording) -> Replay:
@@ -70,6 +82,33 @@ def test_any_load_gives_the_same_plans_again(tmp_path_factory, seed, kinds, with
     for segment in sorted(folder.glob("*.segment"))[1:]:
         replay = replayed(read(segment))
         assert replay.num_same == replay.num_steps
+
+
+def test_what_steps_cost_is_an_input(tmp_path):
+    """Costs are measured by a clock, so plans that depend on them can be made again only because they are on record."""
+    recorded = Recorded(Workload(21, has_limit=True), tmp_path, False)
+    recorded.load.arrivals = []
+    loop, num_capped = recorded.loop, 0
+    for number in range(400):
+        recorded.recorder.is_due |= number % 150 == 149
+        if len(loop.scheduler.running) < 3 and not len(loop.scheduler.waiting):
+            params = SamplingParams(max_tokens=12, seed=0)
+            loop.add(GenerateRequest(f"r{number}", [number] * 40, params, []))
+        loop.step()
+        num_capped += loop.scheduler._allowance is not None and loop.scheduler._allowance.capped is not None
+    loop.close()
+    recording = read(tmp_path)
+    costed = [at for at, record in enumerate(recording.records) if isinstance(record, Costed)]
+    assert len(costed) > 3 and num_capped > 20
+    replay = replayed(recording)
+    assert replay.num_same == replay.num_steps > 100
+    for segment in sorted(tmp_path.glob("*.segment"))[1:]:
+        assert read(segment).state.scheduler.costs is not None
+    # Without one of them, or with others, plans differ.
+    cheap = Costed(0, StepCosts(0.0, 0.0, 0.0, 0.0, 0.0))
+    changed = [cheap if isinstance(record, Costed) else record for record in recording.records]
+    replay = replayed(Recording(recording.state, changed, []))
+    assert replay.num_same < replay.num_steps
 
 
 def test_a_recording_of_before_masks_could_be_late_is_read(tmp_path):
@@ -350,20 +389,27 @@ def test_other_settings_serve_the_same_requests(tmp_path_factory, seed, has_wind
     recording = read(folder)
     learned = learn(recording)
     truth = ScheduleSettings.of(recording)
-    for changes in ([], ["max_num_seqs=4"], ["max_num_batched_tokens=3"], [f"num_pages={2 * truth.num_pages}"]):
-        tally = SimulatedRun(learned, truth.changed(changes), fit(learned.samples)).run()
+    for changes in (
+        [],
+        ["max_num_seqs=4"],
+        ["max_num_batched_tokens=3"],
+        [f"num_pages={2 * truth.num_pages}"],
+        ["max_inter_token_ms=0.01"],
+    ):
+        tally = SimulatedRun(learned, truth.changed(changes), pace_of(learned.samples)).run()
         assert tally.num_refused + tally.num_requests == len(learned.requests)
         if not tally.num_refused:
             assert tally.num_output == learned.tally.num_output, changes
 
 
 def test_times_are_fitted():
-    pace = fit(
-        [(rows, tokens, 0.01 + 0.001 * rows + 0.0001 * (tokens - rows)) for rows in (1, 5, 9) for tokens in (9, 99)]
-    )
-    assert pace == pytest.approx((0.01, 0.001, 0.0001))
-    assert fit([(1, 1, 0.02), (1, 1, 0.04)]) == pytest.approx((0.03, 0, 0)), "no telling rows from steps"
-    assert fit([]) == (0, 0, 0)
+    true = StepCosts(0.01, 0.001, 0.0001, 0.0, 0.0)
+    shapes = [StepShape(rows, more, 0, 0) for rows in (1, 5, 9) for more in (0, 8, 90)]
+    pace = pace_of([Sample(shape, true.seconds(shape)) for shape in shapes])
+    assert msgspec.structs.astuple(pace) == pytest.approx(msgspec.structs.astuple(true), rel=1e-3)
+    alike = StepShape(1, 0, 0, 0)  # no telling rows from steps
+    assert pace_of([Sample(alike, 0.02), Sample(alike, 0.04)]).seconds(alike) == pytest.approx(0.03, rel=1e-3)
+    assert pace_of([]) == StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_the_command_tells_what_there_is(tmp_path, capsys):
@@ -396,6 +442,9 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         ([str(file), "--what-if", "pages=3"], "NAME is one of max_num_seqs"),
         ([str(file), "--what-if", "num_pages=0"], "num_pages is a whole number of at least 1"),
         ([str(file), "--what-if", "scheduling_policy=lifo"], "one of fcfs, priority"),
+        ([str(file), "--what-if", "max_inter_token_ms=soon"], "a number of milliseconds, auto or off"),
+        ([str(file), "--what-if", "max_inter_token_ms=-1"], "a number of milliseconds, auto or off"),
+        ([str(file), "--what-if", "max_inter_token_ms=nan"], "a number of milliseconds, auto or off"),
         ([str(file), "--request", "nobody"], "no such request"),
         ([str(file), "--model"], "--record-tokens"),
     ):

@@ -17,21 +17,14 @@ import octavo.schedule.outcome
 import octavo.schedule.policy
 import octavo.schedule.rows
 import octavo.schedule.scheduler
+import octavo.schedule.stall_limit
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
 SPAN, OUTCOME, ROWS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
-BEAMS, POLICY = octavo.schedule.beams.group, octavo.schedule.policy
-MODULES = (
-    POOL,
-    SPAN,
-    CACHE,
-    OUTCOME,
-    BEAMS,
-    POLICY,
-    ROWS,
-    SCHEDULER,
-)  # a module comes after those it imports
+BEAMS, POLICY, STALLS = octavo.schedule.beams.group, octavo.schedule.policy, octavo.schedule.stall_limit
+# A module comes after those it imports.
+MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, POLICY, ROWS, STALLS, SCHEDULER)
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -224,6 +217,25 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "elif request.is_swapped and request.computed > last:",
         "elif False:",
     ),
+    "the oldest prompt may get nothing": (STALLS, "if is_new or not self._has_begun:", "if is_new:"),
+    "the time that prompts take is not counted": (
+        STALLS,
+        "self._seconds -= self._costs.chunk_seconds(request.computed, cost)",
+        "pass",
+    ),
+    "steps without streams have a limit": (SCHEDULER, "            if not num_streams:\n", "            if False:\n"),
+    "rows of streams take no time": (
+        SCHEDULER,
+        "costs.seconds(StepShape(num_rows, 0, context, 0))",
+        "costs.seconds(StepShape(0, 0, 0, 0))",
+    ),
+    "streams that were planned already do not count": (
+        SCHEDULER,
+        "if is_planned or (length - request.computed == 1 and length < request.max_len):",
+        "if not is_planned and length - request.computed == 1 and length < request.max_len:",
+    ),
+    "what must be computed whole is cut to the limit": (STALLS, "UNBOUNDED if request.needs_one_step else max", "max"),
+    "before costs are known there is no limit": (SCHEDULER, "tokens // UNKNOWN_PART", "tokens"),
     "the policy does not say who leaves": (ROWS, 'attrgetter("order")', 'attrgetter("sequence")'),
 }
 
@@ -243,7 +255,7 @@ def plant(fault: str | None) -> Callable[[int], Workload]:
     finally:
         sys.modules.update({module.__name__: module for module in MODULES})
     # Every second one with windows, every second pair with beam searches, three of five with masks that are late, two of three
-    # with responses of many sequences.
+    # with responses of many sequences, three of seven with a limit beside streams.
     types_ = (copies[SCHEDULER].Scheduler, copies[CACHE].KVCache)
     return lambda seed: Workload(
         seed,
@@ -253,6 +265,7 @@ def plant(fault: str | None) -> Callable[[int], Workload]:
         has_grammars=seed % 5 > 1,
         has_late=seed % 5 > 1,
         has_responses=seed % 3 > 0,
+        has_limit=seed % 7 > 3,
     )
 
 

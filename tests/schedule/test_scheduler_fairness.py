@@ -3,7 +3,8 @@
 The bounds are those of octavo/schedule/policy.py, in steps of the loop. They count older primaries, one for each response that is open
 when a sequence becomes primary, however many sequences those have. Of an older primary: `longest` is what it will hold at most (prompt
 and max_tokens), `open` what it may still sample, `uncomputed` what of `longest` has no keys and values yet. `budget` is what a step
-may compute, `depth` how many plans are in flight while the next is made.
+may compute, `depth` how many plans are in flight while the next is made. Where steps beside streams have a limit, `budget` is what
+they compute of the oldest prompt at least (MIN_PROMPT_TOKENS), if that is less.
 
 one after the other   Σ (2 ⌈longest / budget⌉ + open + depth + 2) + 1: whatever happens, with pages for one request only
 all at once           ⌊Σ uncomputed / budget⌋ + max open + depth + 3: of the queue's head, if older ones do not lack pages meanwhile
@@ -23,6 +24,8 @@ from octavo.cache import KVCache, audit
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams, StepResult
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
+from octavo.schedule.stall_limit import MIN_PROMPT_TOKENS, StallLimit
+from octavo.schedule.step_costs import StepCosts
 
 PAGE_SIZE, LONGEST = 4, 40
 STOP = 9
@@ -64,6 +67,7 @@ class Queue:
     num_pages: int
     num_host_pages: int
     depth: int
+    is_limited: bool = False  # to the least beside streams: steps take longer than they may anyway
     now: int = 0  # steps so far
     closest: int = 1000  # steps that were left to a primary when it was admitted
     num_waits: int = 0
@@ -72,7 +76,13 @@ class Queue:
     heads: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence → (since, bound)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(KVCache(self.num_pages, PAGE_SIZE, self.num_host_pages), self.rows, self.budget)
+        cache = KVCache(self.num_pages, PAGE_SIZE, self.num_host_pages)
+        self.scheduler = Scheduler(cache, self.rows, self.budget)
+        self.least = self.budget  # tokens that a step computes, unless it advances all
+        if self.is_limited:
+            self.scheduler.stall_limit, self.least = StallLimit(0.001), min(self.budget, MIN_PROMPT_TOKENS)
+            self.scheduler.learn(StepCosts(0.0, 1.0, 1.0, 1.0, 1.0))
+        self.num_capped = 0
         self.primaries: dict[int, tuple[int, int]] = {}  # primaries that wait: sequence → (since, bound)
         self.stops: dict[str, int] = {}
         self.flight: deque = deque()
@@ -103,6 +113,7 @@ class Queue:
         self._note_head()
         planned = scheduler.plan()
         plan = planned.plan
+        self.num_capped += planned.capped is not None
         for request in planned.admitted:
             self._admitted(request)
         if planned.returned:
@@ -135,7 +146,7 @@ class Queue:
         return STOP if request.length - request.prompt_len >= self.stops[request.id] else 7
 
     def _alone(self, older: Request) -> int:
-        return 2 * -(-older.max_len // self.budget) + older.max_len - len(older.tokens) + self.depth + 2
+        return 2 * -(-older.max_len // self.least) + older.max_len - len(older.tokens) + self.depth + 2
 
     def _older(self, primary: Request) -> list[Request]:
         """One sequence of each response that comes before it."""
@@ -160,7 +171,7 @@ class Queue:
         assert all(request.row >= 0 for request in older)
         uncomputed = sum(request.max_len - request.computed for request in older)
         most_open = max((request.max_len - len(request.tokens) for request in older), default=0)
-        bound = uncomputed // self.budget + most_open + self.depth + 3
+        bound = uncomputed // self.least + most_open + self.depth + 3
         self.heads[head.sequence] = (self.now, bound)
 
     def _admitted(self, request: Request) -> None:
@@ -203,10 +214,20 @@ class Queue:
     st.sampled_from([0, 0, 2, 10]),
     st.sampled_from([0, 12]),
     st.integers(0, 1),
+    st.booleans(),
     st.lists(ASKED, min_size=2, max_size=12),
 )
-def test_every_lead_is_admitted_in_time(rows, budget, more_pages, num_host_pages, depth, asked):
-    Queue(rows, budget, LONGEST // PAGE_SIZE + more_pages, num_host_pages, depth).run(asked)
+def test_every_lead_is_admitted_in_time(rows, budget, more_pages, num_host_pages, depth, is_limited, asked):
+    Queue(rows, budget, LONGEST // PAGE_SIZE + more_pages, num_host_pages, depth, is_limited).run(asked)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_limit_beside_streams_delays_and_starves_none(depth):
+    """The harshest one: each step computes the least of the oldest prompt, and streams never end before it is done."""
+    queue = Queue(5, 32, 200, 0, depth, is_limited=True)
+    stream = Asked(0, 0, 4, 36, 1, 99, 0)
+    queue.run([stream, *(Asked(4, 0, 24, 8, 1, 99, 0) for _ in range(12))])
+    assert queue.num_capped > 5 and queue.num_waits > 5 and queue.closest >= 0
 
 
 @pytest.mark.parametrize("depth", [0, 1])

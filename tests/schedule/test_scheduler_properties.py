@@ -106,7 +106,37 @@ def test_a_thousand_seeded_workloads_of_responses_with_many_sequences(has_beams)
         assert total[what] > 100, (what, total)
 
 
+@pytest.mark.parametrize("has_beams", [False, True], ids=["fcfs", "priorities and beams"])
+def test_prompts_beside_streams_keep_to_the_time_there_is(has_beams):
+    """Whatever the limit and the costs: no step is longer than it may be, the oldest prompt goes on, none overtakes another, streams keep
+    their place, and every token stays what it is alone."""
+    total: Counter[str] = Counter()
+    for seed in range(500):
+        options = {"has_windows": seed % 3 == 0, "has_grammars": seed % 5 == 0, "has_late": seed % 10 == 0}
+        options |= {"is_mortal": seed % 7 == 0, "has_responses": seed % 4 == 0}
+        try:
+            total.update(asdict(Workload(seed, has_limit=True, has_beams=has_beams, **options).run()))
+        except BaseException:
+            print(f"workload seed {seed}")
+            raise
+    for what in (
+        "capped",
+        "held",
+        "least",
+        "whole",
+        "free",
+        "preemptions",
+        "swaps",
+        "forks",
+        "vectors",
+        "aborts",
+        "deaths",
+    ):
+        assert total[what] > 20, (what, total)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(min_value=2**32, max_value=2**64), st.booleans(), st.booleans(), st.booleans())
-def test_any_workload(seed, has_windows, has_beams, has_responses):
-    Workload(seed, has_windows=has_windows, has_beams=has_beams, has_responses=has_responses).run()
+@given(st.integers(min_value=2**32, max_value=2**64), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_any_workload(seed, has_windows, has_beams, has_responses, has_limit):
+    options = {"has_windows": has_windows, "has_beams": has_beams, "has_responses": has_responses}
+    Workload(seed, has_limit=has_limit, **options).run()

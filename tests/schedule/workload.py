@@ -14,6 +14,8 @@ from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
 from octavo.schedule.request import Request
 from octavo.schedule.results import Planned
+from octavo.schedule.stall_limit import MIN_PROMPT_TOKENS, MIN_SHARE, UNKNOWN_PART, StallLimit
+from octavo.schedule.step_costs import StepCosts, StepShape
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
 
@@ -51,6 +53,12 @@ class Tally:
     promoted: int = 0  # sequences that became the primary of their response
     kept_out: int = 0  # steps in which a primary had no row, rightly, while there were pages for it
     apart: int = 0  # choices that found no row with their leader, and went on as requests of their own
+    capped: int = 0  # plans in which a prompt got less than the step had room for, because of streams
+    held: int = 0  # … in which the queue's head was not admitted for that
+    least: int = 0  # … in which a prompt got more than there was time for, because it has to go on
+    whole: int = 0  # … because it must be computed in one step
+    unknown: int = 0  # plans in which a prompt was cut before costs were known
+    free: int = 0  # plans with prompts and a limit, and without streams
 
 
 @dataclass
@@ -65,6 +73,7 @@ class Workload:
     has_beams: bool = False
     has_grammars: bool = False
     has_late: bool = False  # has grammars, and masks may be late
+    has_limit: bool = False  # steps beside streams have a limit, and costs are learned now and then
     has_responses: bool = False  # several prompts are parts of one response, and have more choices than there are rows
     policy: str = "fcfs"
     tally: Tally = field(default_factory=Tally)
@@ -77,6 +86,11 @@ class Workload:
         self.budget = r.choice([1, 2, 3, 8, 32])
         self.rows = r.choice([1, 2, 3, 5, 9])
         longest = r.choice([6, 12, 20])
+        self.stall_limit: StallLimit | None = None
+        if self.has_limit:  # longer prompts, or none is ever cut
+            dice = random.Random(self.seed + 8 * 10**9)
+            longest, self.budget = dice.choice([20, 80]), dice.choice([4, 64, 128])
+            self.stall_limit = StallLimit.of(dice.choice(["auto", 1.0, 60.0, 120.0]))
         self.windows = (0,)
         if self.has_windows:
             narrow = r.choice([1, 2, 3, 5, 8])
@@ -84,6 +98,8 @@ class Workload:
         # What the longest request needs: with less, it could never end.
         least = self.least_pages = pages_of(2 * longest, self.page_size, self.windows, self.budget)
         self.num_pages = least + r.choice([0, 1, 3, 20]) * len(self.windows)
+        if self.has_limit:  # and several of them at the same time
+            self.num_pages, self.rows = self.num_pages * dice.choice([1, 3, 6]), dice.choice([2, 5, 9])
         self.num_host_pages = r.choice([0, 0, 3, 30])
         self.shares, self.swap_min_tokens = r.random() < 0.8, r.choice([0, 4])
         self._start_engine()
@@ -115,7 +131,9 @@ class Workload:
             self.num_pages, self.page_size, self.num_host_pages, self.shares, None, self.windows, self.budget
         )
         policy = POLICIES[self.policy]
-        self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, self.swap_min_tokens, policy)
+        self.scheduler = self.scheduler_type(
+            self.cache, self.rows, self.budget, self.swap_min_tokens, policy, self.stall_limit
+        )
         lateness = random.Random(self.seed + 6 * 10**9) if self.has_late else None
         self.device = OracleDevice(self.page_size, self.rows, self.windows, lateness)
         self.ready: set[str] = set()  # grammars, where steps are computed
@@ -193,6 +211,65 @@ class Workload:
             assert len(scheduler.rows.free) + len(younger) < width, "kept from a row"
             self.tally.kept_out += 1
 
+    def _learn(self, dice: random.Random) -> None:
+        if self.has_limit and dice.random() < 0.2:
+            costs = (dice.choice([0.0, 0.004]), dice.choice([0.0, 0.001, 0.01]), dice.choice([0.0, 0.0005, 0.002]))
+            self.scheduler.learn(StepCosts(*costs, dice.choice([0.0, 0.0001]), dice.choice([0.0, 0.00002, 0.0001])))
+
+    def _before(self) -> tuple[list[Request], list[Request]]:
+        """Of those that run, in their order: who computes one token next, and who several."""
+        left = [(request, request.length - request.computed) for request in self.scheduler.running]
+        one = [request for request, count in left if count == 1 and request.length < request.max_len]
+        return one, [request for request, count in left if count > 1 and not search_of(request) and request.capacity]
+
+    def _check_limit(self, planned: Planned, one: list[Request], several: list[Request], had_output: set[int]) -> None:
+        """Beside streams, a step computes as much of prompts as there is time for, the oldest first, and never nothing of the oldest."""
+        costs, plan = self.scheduler.costs, planned.plan
+        if self.stall_limit is None:
+            assert planned.capped is None
+            return
+        columns = list(zip(planned.requests, plan.starts, plan.counts, strict=True))
+        came_back = {request for request in planned.admitted if request.has_output}
+        if planned.returned or any(count == 1 and request in came_back for request, _, count in columns):
+            return  # the limit was found with rows that then left, or that came from host pages meanwhile
+        streams = [request for request in one if request.sequence in had_output and not search_of(request)]
+        chunks = [(request, start, count) for request, start, count in columns if count > 1]
+        if not streams:
+            assert planned.capped is None, "no stream, and yet a limit"
+            self.tally.free += bool(chunks)
+            return
+        if costs is None:
+            most = max((self.budget - len(one)) // UNKNOWN_PART, MIN_PROMPT_TOKENS)
+            is_whole = any(request.needs_one_step for request, _, _ in chunks)
+            assert is_whole or sum(count for _, _, count in chunks) <= most, "more than a part of the budget"
+            self.tally.unknown += planned.capped is not None
+            return
+        context = sum(self._computed[request.sequence] for request in one)
+        seconds = costs.seconds(StepShape(len(one), 0, context, 0))
+        left = max(self.stall_limit.within(costs, seconds) - seconds, MIN_SHARE * seconds)
+        for at, (request, start, count) in enumerate(chunks):
+            took = costs.chunk_seconds(start, count)
+            if took > left * (1 + 1e-9) + 1e-12:
+                must = at == 0 or request in planned.admitted
+                assert must and (count <= MIN_PROMPT_TOKENS or request.needs_one_step), "longer than it may take"
+                self.tally.whole += request.needs_one_step
+                self.tally.least += not request.needs_one_step
+            left -= took
+        is_whole = [start + count >= request.length - 1 or bool(search_of(request)) for request, start, count in chunks]
+        assert all(is_whole[:-1]), "a prompt goes on after an older one was cut"
+        new = [request for request, _, count in columns if count > 1 and request in planned.admitted]
+        prompts = sorted([*several, *new], key=lambda request: request.order)
+        in_plan = [request in planned.requests for request in prompts if not search_of(request)]
+        assert in_plan == sorted(in_plan, reverse=True), "a younger prompt goes on before an older one"
+        is_full = sum(plan.counts) == self.budget or any(search_of(request) for request, _, _ in chunks)
+        assert not in_plan or in_plan[0] or is_full, "the oldest prompt starves"
+        whole = any(request.needs_one_step for request in planned.admitted)
+        if self.budget >= len(one) + MIN_PROMPT_TOKENS and not whole:
+            missing = [request for request in streams if request not in planned.requests and not request.late_steps]
+            assert not missing, "prompts took a stream's place"
+        self.tally.capped += planned.capped is not None
+        self.tally.held += planned.head_waits_for == "streams"
+
     def _check_late(self, planned: Planned) -> None:
         """A row whose mask was late samples the same position again, alone of all rows sits out, and only beside others."""
         for request in self.scheduler.running:
@@ -266,6 +343,7 @@ class Workload:
         fate = random.Random(
             self.seed + 2 * 10**9
         )  # by dice of its own, so that cases without deaths stay what they were
+        dice = random.Random(self.seed + 9 * 10**9)
         sources = {request.id: request for _, request in self.arrivals}
         got: dict[tuple[str, int], list[int]] = {
             (request.id, index): [] for request in sources.values() for index in range(request.params.n)
@@ -290,8 +368,13 @@ class Workload:
             if r.random() < 0.01:
                 self.cache.reset_prefixes()
             self._compile(fate)
+            self._learn(dice)
+            one, several = self._before()
+            had_output = {request.sequence for request in one if request.length > request.prompt_len}
+            self._computed = {request.sequence: request.computed for request in one}
             preemptions = scheduler.num_preemptions
             planned = scheduler.plan()
+            self._check_limit(planned, one, several, had_output)
             plan = planned.plan
             self._check_entries(planned)
             self._check_late(planned)

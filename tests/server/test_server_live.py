@@ -206,6 +206,7 @@ STANDING = Standing(
         ({"reason": "pages", "num_open_pages": 12}, ["up to 11 KV pages for 170 tokens, with 4 more reserved", "12 of 100 are free", "--gpu-memory-utilization"]),
         ({"reason": "pages", "is_cpu": True, "num_waiting": 1}, ["1 request waits", "(--kv-cache-memory-bytes)"]),
         ({"reason": "budget"}, ["all 512 tokens of a step", "--max-num-batched-tokens"]),
+        ({"reason": "streams", "limit_ms": 62.4}, ["tokens within 62 ms", "--max-inter-token-ms, or set it to off"]),
         ({}, ["3 requests wait for the current step to end."]),
         ({"num_waiting": 0, "num_preempted": 2}, ["2 preemptions in the last 10 s, because KV pages ran out; preempted requests are recomputed (--swap-space", "--max-num-seqs, now 8"]),
         ({"num_waiting": 0, "num_preempted": 1, "has_swap": True}, ["1 preemption in the last 10 s", "wait in host memory or are recomputed"]),

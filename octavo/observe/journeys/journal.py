@@ -5,6 +5,8 @@ compute a part of their prompt, go back to the queue or end are touched, and the
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
+
 from octavo.messages import Abort, GenerateRequest, StepPlan
 from octavo.observe.journeys.stages import (
     MAX_CHUNKS,
@@ -54,6 +56,7 @@ class _Track:
 
     __slots__ = (
         "cached",
+        "capped_steps",
         "chunks",
         "computed",
         "dropped",
@@ -116,7 +119,7 @@ class _Track:
         self.own_waits[reason] = (before[0] + seconds, before[1] + steps)
 
     def enter_row(self, cached: int) -> None:
-        self.cached, self.computed = cached, 0
+        self.cached, self.computed, self.capped_steps = cached, 0, 0
         self.chunks: list[Chunk] = []
         self.first_look = Look()
 
@@ -127,7 +130,7 @@ class _Track:
             return
         last = self.chunks[-1]
         tokens, seconds = last.tokens + chunk.tokens, last.seconds + chunk.seconds
-        self.chunks[-1] = Chunk(last.step, last.start, tokens, seconds, last.merged + 1)
+        self.chunks[-1] = Chunk(last.step, last.start, tokens, seconds, last.merged + 1, chunk.limit_ms)
 
 
 class _Journey:
@@ -185,7 +188,7 @@ class EngineJournal(StepObserver):
         if reason is not None or queue.reason is not None:
             queue.planned(None if planned.head is None else self._track(planned.head), reason, now)
         if self._prompting:
-            self._note_chunks(planned.plan, now)
+            self._note_chunks(planned, now)
         if planned.forked:
             self._fork(planned.forked, now)
         if planned.queued:
@@ -305,7 +308,7 @@ class EngineJournal(StepObserver):
             if track.epoch != epoch:
                 continue  # it has left its row since
             seconds = now - planned.seconds  # when it was planned
-            track.add_chunk(Chunk(planned.step, planned.start, planned.tokens, seconds))
+            track.add_chunk(msgspec.structs.replace(planned, seconds=seconds))
             if samples:
                 track.num_output += not track.is_pooled
                 self._next_stage(track, "decode", now)
@@ -342,15 +345,20 @@ class EngineJournal(StepObserver):
                     del self._prompting[row]
                     return
 
-    def _note_chunks(self, plan: StepPlan, now: float) -> None:
-        parts = []
+    def _note_chunks(self, planned: Planned, now: float) -> None:
+        plan, parts = planned.plan, []
+        capped, limit_ms = planned.capped, round(planned.limit_seconds * 1e3, 3)
+        if capped is not None and capped.row >= 0 and (track := self._prompting.get(capped.row)) is not None:
+            track.capped_steps += 1
         for row, track in list(self._prompting.items()):
             try:
                 at = plan.rows.index(row)
             except ValueError:
                 continue  # no room in this step
             samples = plan.samples[at]
-            parts.append((track, track.epoch, Chunk(plan.step, plan.starts[at], plan.counts[at], now), samples))
+            cut_to = limit_ms if capped is not None and capped.row == row else 0.0
+            chunk = Chunk(plan.step, plan.starts[at], plan.counts[at], now, limit_ms=cut_to)
+            parts.append((track, track.epoch, chunk, samples))
             if samples:
                 del self._prompting[row]
         if parts:
@@ -401,6 +409,7 @@ class EngineJournal(StepObserver):
                     cached_tokens=cached,
                     computed_tokens=computed,
                     chunks=chunks,
+                    capped_steps=track.capped_steps,
                     grammar_seconds=grammar,
                 )
 

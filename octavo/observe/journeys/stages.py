@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-WaitReason = Literal["grammar", "rows", "pages", "budget", "order", "turn", "step"]
+WaitReason = Literal["grammar", "rows", "pages", "budget", "streams", "order", "turn", "step"]
 """What a request in the queue waits for: its grammar to be compiled, a free row, free pages, room in the step's token budget,
-earlier requests (order), sequences of other requests that go first because this is not the first of its own (turn), or only the
+time that the step may take beside running streams (--max-inter-token-ms), earlier requests (order), sequences of other requests that go first because this is not the first of its own (turn), or only the
 end of the running step."""
 StageName = Literal[
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
@@ -39,6 +39,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     tokens: int
     seconds: float  # from its plan to its commit; steps overlap, so these may sum to more than the stage
     merged: int = 0  # how many further chunks are counted in this one
+    # It was cut so that running streams get their next token within so many milliseconds; 0: it was not. Of merged chunks: the last.
+    limit_ms: float = 0.0
 
 
 class Stage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -54,6 +56,9 @@ class Stage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     cached_tokens: int = 0  # prefill, recompute: found in the prefix cache
     computed_tokens: int = 0  # prefill, recompute
     chunks: list[Chunk] = []  # prefill, recompute
+    capped_steps: int = (
+        0  # prefill, recompute: steps that computed less of it, or nothing, because streams were running
+    )
     steps: int = 0  # decode: steps of the engine meanwhile
     mixed_steps: int = 0  # decode: … that computed prompts of other requests too
     mean_rows: float = 0.0  # decode: rows of those steps

@@ -4,6 +4,8 @@ Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."
 
 from typing import get_args
 
+import msgspec
+
 from octavo.messages import Abort, EngineReport, FinishReason, GenerateRequest, Responded, TokenDelta
 from octavo.observe.live_state import LiveTotals
 from octavo.observe.metrics.exposition import Histogram, Scrape
@@ -12,6 +14,7 @@ from octavo.observe.metrics.http_metrics import HttpMetrics
 from octavo.observe.metrics.pace import Pace
 from octavo.observe.step_observer import StepObserver, StepTimes
 from octavo.schedule.results import Committed, Planned, Removed
+from octavo.schedule.step_costs import StepCosts
 
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -85,6 +88,9 @@ class EngineMetrics(StepObserver):
         self._http = HttpMetrics()
         self._open: dict[str, _Open] = {}
         self._num_steps = 0
+        self._num_capped_steps = 0
+        self.limit_seconds = 0.0  # of the last step whose prompts were limited
+        self._costs: StepCosts | None = None
         self._num_preemptions = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -116,6 +122,14 @@ class EngineMetrics(StepObserver):
             self.preempted(leaver.request.id)
         for request in planned.admitted:
             self.admitted(request.id, now, request.num_cached)
+
+    def planned(self, planned: Planned, now: float) -> None:
+        if planned.capped is not None:
+            self._num_capped_steps += 1
+            self.limit_seconds = planned.limit_seconds
+
+    def costs_learned(self, costs: StepCosts, now: float) -> None:
+        self._costs = costs
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
         self.step(times.now, committed.num_tokens, committed.deltas)
@@ -275,9 +289,26 @@ class EngineMetrics(StepObserver):
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", self._prefix_hits),
             ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed.", self._prefix_hits),
             ("octavo:steps", "Steps computed.", self._num_steps),
+            (
+                "octavo:capped_steps",
+                "Steps that computed less of prompts than they have room for, because of --max-inter-token-ms.",
+                self._num_capped_steps,
+            ),
             ("octavo:device_busy_seconds", "Time in which a step was being computed.", self.pace.busy_seconds),
         ):
             scrape.counter(name, help, [({}, value)])
+        scrape.gauge(
+            "octavo:step_limit_seconds",
+            "Time that the last of these steps was to take at most. 0: there was none.",
+            [({}, self.limit_seconds)],
+        )
+        costs = {} if self._costs is None else msgspec.structs.asdict(self._costs)
+        scrape.gauge(
+            "octavo:step_cost_seconds",
+            "Measured cost of a step by part: a step, a row, a further token of a row, a position before a row's one token, and one "
+            "before each of a row's several tokens.",
+            [({"part": part}, seconds) for part, seconds in costs.items()],
+        )
         scrape.counter(
             "vllm:prompt_tokens_by_source",
             "Prompt tokens by where their keys and values came from.",

@@ -7,6 +7,8 @@ from typing import Literal
 from octavo.messages import EngineReport
 from octavo.observe.metrics.exposition import Scrape
 
+BLOCKED = ("rows", "pages", "budget", "streams")
+"""What the first request of the queue may lack."""
 PageState = Literal["used", "cached", "free"]
 
 
@@ -85,7 +87,7 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
     scrape.counter(
         "octavo:queue_blocked_seconds",
         "Time for which the first request of the queue could not be admitted, by what it lacked.",
-        [({"reason": reason}, state.blocked_seconds.get(reason, 0.0)) for reason in ("rows", "pages", "budget")],
+        [({"reason": reason}, state.blocked_seconds.get(reason, 0.0)) for reason in BLOCKED],
     )
     scrape.counter(
         "octavo:page_audits",

@@ -139,6 +139,7 @@ def stage_attributes(stage: Stage) -> dict[str, Any]:
         "cached_tokens": stage.cached_tokens,
         "computed_tokens": stage.computed_tokens,
         "chunks": sum(1 + chunk.merged for chunk in stage.chunks),
+        "capped_steps": stage.capped_steps,
         "swapped_tokens": stage.swapped_tokens,
         "dropped_tokens": stage.dropped_tokens,
         "steps": stage.steps,

@@ -19,7 +19,7 @@ const STAGES = [
   ["decode", "⑦ decode", "Generated tokens, and rows that decode"],
   ["stream", "⑧ stream", "Finished requests, and the time to write their last bytes"],
 ];
-const REASONS = { grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", order: "earlier requests", turn: "other requests' turns", step: "the end of the step" };
+const REASONS = { grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", streams: "running streams' tokens", order: "earlier requests", turn: "other requests' turns", step: "the end of the step" };
 const LANES = { new: "new", preempted: "preempted", grammar: "waiting for their grammars" };
 
 const map = new PageMap(find("map")), batch = new Batch(find("batch"));

@@ -6,7 +6,7 @@ const KINDS = {
   queue: "wait", preempted: "wait", restart: "wait", prefill: "prompt", recompute: "prompt", decode: "decode", several: "decode", engine: "decode",
 };
 const WAITS = {
-  grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", order: "earlier requests", turn: "other requests' turns", step: "the end of the step",
+  grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", streams: "running streams' tokens", order: "earlier requests", turn: "other requests' turns", step: "the end of the step",
 };
 
 const EXPLANATIONS = {
@@ -49,6 +49,7 @@ function describe(stage) {
   if (stage.dropped_tokens) parts.push(`${count(stage.dropped_tokens)} tokens dropped, to be computed again`);
   if (stage.cached_tokens) parts.push(`${count(stage.cached_tokens)} tokens found in the prefix cache`);
   if (stage.computed_tokens) parts.push(`${count(stage.computed_tokens)} tokens computed in ${chunks(stage)}`);
+  if (stage.capped_steps) parts.push(capped(stage));
   if (stage.steps) parts.push(`${count(stage.steps)} steps, ${stage.mean_rows.toFixed(1)} rows on average` + (stage.mixed_steps ? `, ${count(stage.mixed_steps)} with prompts of other requests` : ""));
   if (stage.grammar_seconds) parts.push(`${seconds(stage.grammar_seconds)} of it on grammars`);
   if (stage.ms) parts.push(`most steps up to ${most(stage.ms)} ms`);
@@ -65,6 +66,14 @@ function most(histogram) {
 function chunks(stage) {
   const number = (stage.chunks || []).reduce((sum, chunk) => sum + 1 + (chunk.merged || 0), 0);
   return number === 1 ? "one chunk" : `${number} chunks`;
+}
+
+// Why a prompt took more chunks than the step's budget asks for.
+function capped(stage) {
+  const limit = Math.max(0, ...(stage.chunks || []).map((chunk) => chunk.limit_ms || 0));
+  const within = limit ? ` within ${Math.round(limit)} ms` : "";
+  const steps = stage.capped_steps === 1 ? "1 step" : `${count(stage.capped_steps)} steps`;
+  return `prompt chunks capped in ${steps}, to keep running streams' tokens${within}`;
 }
 
 export function facts(journey) {

@@ -1,0 +1,197 @@
+"""StepCosts: how long a step takes, as a function of what it computes. It is fitted to measured steps, and pure: who measures is not
+its concern (engine/cost_meter.py), and a scheduler is given costs as one more input, which is recorded.
+
+A step's seconds are a sum: a constant (reading the weights), so much for each row, for each further token of a row that computes
+several, for each position that a row with one token looks back at, and for each pair of a token and a position before it in the other
+rows. On a GPU the weights are read while the products are computed, so steps of middling size are shorter than this sum says."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from octavo.messages import StepPlan
+
+UNBOUNDED = 2**31  # tokens: more than any step computes
+MAX_CELLS, SAMPLES_PER_CELL = 64, 5
+_AGE = 2048  # samples, after which an old one counts for half as much as a new one
+_OUTLIER = 0.2  # a cell that is off by this share of its seconds counts for half in the second pass
+# Where two coefficients cannot be told apart, each gets a part: positions a small one, because prompts of one length look like a
+# cost of positions, which would be far too high for longer ones.
+_RIDGE = (1e-6, 1e-6, 1e-6, 1e-4, 1e-4)
+
+
+class StepShape(NamedTuple):
+    """What a step computes, as far as its duration depends on it."""
+
+    rows: int
+    more_tokens: int  # beyond one in each row
+    context: int  # tokens before the one that is computed, summed over the rows that compute one
+    pairs: int  # of a token and a token at or before it, over the other rows
+
+
+def pairs_of(start: int, count: int) -> int:
+    """How many positions `count` tokens look at, the first of which is at `start`."""
+    return count * start + count * (count + 1) // 2
+
+
+def shape_of(plan: StepPlan, num_tokens: int) -> StepShape:
+    """`num_tokens`: the sum of the plan's counts."""
+    num_rows = len(plan.rows)
+    if num_tokens == num_rows:  # as in most steps
+        return StepShape(num_rows, 0, sum(plan.starts), 0)
+    context = pairs = 0
+    for start, count in zip(plan.starts, plan.counts, strict=True):
+        if count == 1:
+            context += start
+        else:
+            pairs += pairs_of(start, count)
+    return StepShape(num_rows, num_tokens - num_rows, context, pairs)
+
+
+class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Seconds, none of them negative."""
+
+    step: float
+    row: float
+    token: float
+    context: float
+    pair: float
+
+    def seconds(self, shape: StepShape) -> float:
+        return (
+            self.step
+            + self.row * shape.rows
+            + self.token * shape.more_tokens
+            + self.context * shape.context
+            + self.pair * shape.pairs
+        )
+
+    def chunk_seconds(self, start: int, count: int) -> float:
+        """What a row with this part of a prompt adds to a step."""
+        return self.row + self.token * (count - 1) + self.pair * pairs_of(start, count)
+
+    def tokens_within(self, seconds: float, start: int) -> int:
+        """The longest part of a prompt, from position `start` on, that adds no more than this to a step."""
+        # row + token (n − 1) + pair (n start + n (n + 1) / 2) ≤ seconds
+        square, linear = self.pair / 2, self.token + self.pair * (start + 0.5)
+        rest = seconds - self.row + self.token
+        if rest <= 0:
+            return 0
+        if linear == 0 or math.isinf(rest):
+            return UNBOUNDED
+        # The root of the quadratic, in the form that is exact for a small square, too.
+        most = 2 * rest / (linear + math.sqrt(linear * linear + 4 * square * rest))
+        return min(int(most), UNBOUNDED)
+
+
+NO_COSTS = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Sample(NamedTuple):
+    shape: StepShape
+    seconds: float
+
+
+class StepSamples:
+    """Measured steps, of every kind that came up a few: as many of a kind that is rare as of one that is not. Memory and the time of
+    a fit are bounded.
+
+    A cell holds the last samples of steps that are alike: each number of their shapes has as many bits. It stands for itself
+    with the one whose duration is the median, so a step that was held up once, or was the first of its kind, changes nothing."""
+
+    def __init__(self) -> None:
+        self._cells: OrderedDict[tuple[int, ...], list[Sample]] = (
+            OrderedDict()
+        )  # the one that was added to last is last
+        self._added: dict[tuple[int, ...], int] = {}  # when that was
+        self.num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def add(self, shape: StepShape, seconds: float) -> bool:
+        """True: it is the first of its kind."""
+        if not 0 < seconds < math.inf:
+            return False
+        self.num_added += 1
+        rows, more_tokens, context, pairs = shape
+        key = (rows.bit_length(), more_tokens.bit_length(), context.bit_length(), pairs.bit_length())
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = []
+            if len(self._cells) > MAX_CELLS:
+                oldest, _ = self._cells.popitem(last=False)
+                del self._added[oldest]
+        else:
+            self._cells.move_to_end(key)
+        self._added[key] = self.num_added
+        if len(cell) == SAMPLES_PER_CELL:
+            del cell[0]
+        cell.append(Sample(shape, seconds))
+        return len(cell) == 1
+
+    def fit(self) -> StepCosts | None:
+        """None: steps of one size say nothing of another. There must be two sizes, one of them with prompts."""
+        points: list[tuple[Sample, float]] = []
+        for key, cell in self._cells.items():
+            middle = sorted(cell, key=lambda sample: sample.seconds)[(len(cell) - 1) // 2]
+            age = 1 + (self.num_added - self._added[key]) / _AGE
+            # By its square, a deviation counts relative to the step's duration.
+            points.append((middle, len(cell) / age / middle.seconds**2))
+        if len({sample.shape.more_tokens.bit_length() for sample, _ in points}) < 2:
+            return None
+        first = fit(points)
+        again = []
+        for sample, weight in points:
+            deviation = (first.seconds(sample.shape) - sample.seconds) / sample.seconds
+            again.append((sample, weight / (1 + (deviation / _OUTLIER) ** 2)))
+        return fit(again)
+
+
+def fit(points: Sequence[tuple[Sample, float]]) -> StepCosts:
+    """Least squares of (sample, weight), with coefficients of at least 0."""
+    columns = [(1.0, *map(float, sample.shape)) for sample, _ in points]
+    size = len(StepCosts.__struct_fields__)
+    # Numbers of about 1 in all columns: positions are thousands of times as many as rows.
+    scales = [max((column[i] for column in columns), default=0.0) for i in range(size)]
+    used = [i for i in range(size) if scales[i] > 0]
+    while used:
+        matrix = [[0.0] * len(used) for _ in used]
+        values = [0.0] * len(used)
+        for column, (sample, weight) in zip(columns, points, strict=True):
+            scaled = [column[i] / scales[i] for i in used]
+            for at, one in enumerate(scaled):
+                weighted = weight * one
+                values[at] += weighted * sample.seconds
+                row = matrix[at]
+                for other in range(at, len(scaled)):
+                    row[other] += weighted * scaled[other]
+        for at in range(len(used)):
+            matrix[at][at] *= 1 + _RIDGE[used[at]]
+            for other in range(at):
+                matrix[at][other] = matrix[other][at]
+        found = _solve(matrix, values)
+        if min(found) >= 0:
+            parts = {i: value / scales[i] for i, value in zip(used, found, strict=True)}
+            return StepCosts(*(parts.get(i, 0.0) for i in range(size)))
+        used.remove(used[found.index(min(found))])
+    return NO_COSTS
+
+
+def _solve(matrix: list[list[float]], values: list[float]) -> list[float]:
+    """Gaussian elimination with partial pivoting. A variable that has no pivot is 0."""
+    rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
+    size = len(rows)
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda j: abs(rows[j][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        if rows[i][i] == 0:
+            rows[i] = [0.0] * i + [1.0] + [0.0] * (size - i)
+        for j in range(size):
+            if j != i:
+                share = rows[j][i] / rows[i][i]
+                rows[j] = [a - share * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [rows[i][size] / rows[i][i] for i in range(size)]

@@ -1,0 +1,99 @@
+"""What steps cost, measured in a running loop, and handed to its scheduler."""
+
+from octavo.cache import KVCache
+from octavo.engine.cost_meter import CostMeter
+from octavo.engine.loop import EngineLoop
+from octavo.messages import GenerateRequest, Logprobs, PageMove, SamplingParams, StepPlan, StepResult
+from octavo.observe.step_observer import Observers, StepObserver, StepTimes
+from octavo.schedule import Scheduler
+from octavo.schedule.results import Committed
+from octavo.schedule.stall_limit import AUTO_SECONDS, AUTO_STEPS, StallLimit
+from octavo.schedule.step_costs import StepCosts, shape_of
+
+
+class Device:
+    """Computes nothing, and takes a step's true time by its own clock."""
+
+    overlap = False
+
+    def __init__(self, true: StepCosts) -> None:
+        self.now, self._true = 0.0, true
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def collect(self) -> StepResult:
+        self.now += self._true.seconds(shape_of(self._plan, sum(self._plan.counts)))
+        return StepResult(self._plan.step, [7] * sum(self._plan.samples))
+
+
+class Steps(StepObserver):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []  # of steps that computed streams and prompts
+        self.learned: list[StepCosts] = []
+
+    def costs_learned(self, costs: StepCosts, now: float) -> None:
+        self.learned.append(costs)
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        if 1 in committed.plan.counts and committed.num_tokens > len(committed.plan.rows):
+            self.seconds.append(times.compute_seconds)
+
+
+TRUE = StepCosts(0.006, 0.0006, 0.0004, 3e-7, 2.8e-7)
+
+
+def serve(limit_ms: float | str) -> tuple[list[float], float, int]:
+    """Twenty streams and prompts of all lengths beside them. Returns (seconds of the mixed steps after the first prompts, seconds of
+    all, how often costs were learned)."""
+    device, meter, steps = Device(TRUE), CostMeter(), Steps()
+    scheduler = Scheduler(KVCache(8192, 16, 0, False), 64, 512, stall_limit=StallLimit.of(limit_ms))
+    loop = EngineLoop(scheduler, device, Observers([meter, steps], lambda: device.now), meter)
+    for number in range(20):
+        loop.add(GenerateRequest(f"s{number}", [number] * 100, SamplingParams(max_tokens=900, seed=0), []))
+    number = 0
+    while scheduler.has("s0"):
+        if number < 12 and len(scheduler.running) + len(scheduler.waiting) < 22:
+            prompt = [100 + number] * (128, 600, 1500, 4000)[number % 4]
+            loop.add(GenerateRequest(f"p{number}", prompt, SamplingParams(max_tokens=10, seed=0), []))
+            number += 1
+        loop.step()
+    assert scheduler.costs is steps.learned[-1]
+    return steps.seconds[20:], device.now, len(steps.learned)
+
+
+def test_steps_keep_to_the_limit_that_was_asked_for():
+    """The cost of steps is not known to the scheduler, and yet it keeps to the limit, for short and long prompts."""
+    unlimited, seconds, num_learned = serve(0)
+    assert max(unlimited) > 0.5 and num_learned > 5
+    for limit_ms in (60.0, 100.0):
+        limited, limited_seconds, _ = serve(limit_ms)
+        within = sorted(limited)
+        assert within[int(0.98 * len(within))] < 1.1 * limit_ms / 1e3
+        assert within[len(within) // 2] > 0.8 * limit_ms / 1e3, "and uses it"
+    limited, limited_seconds, _ = serve("auto")
+    stream_seconds = TRUE.step + 20 * TRUE.row + 20 * 300 * TRUE.context
+    assert sorted(limited)[int(0.98 * len(limited))] < 1.1 * max(AUTO_SECONDS, AUTO_STEPS * stream_seconds)
+    assert limited_seconds < 1.05 * seconds, "the same work in about the same time"
+
+
+def test_what_no_shape_explains_is_left_out():
+    meter = CostMeter()
+    step = StepPlan(0, [], [], [], [0], [0], [9], [True], [], [], [])
+    moving = StepPlan(0, [], [], [PageMove("in", 1, 2)], [0], [0], [9], [True], [], [], [])
+    empty = StepPlan(0, [], [], [], [], [], [], [], [], [], [])
+    scored = StepResult(0, [7], prompt_logprobs=[[Logprobs(0, [], [])]])
+    for plan, result in ((moving, StepResult(0, [7])), (step, scored), (empty, StepResult(0, []))):
+        meter.committed(Committed(plan, result, sum(plan.counts), [], [], [], []), StepTimes(1.0, 5.0))
+    assert len(meter._samples) == 0 and meter.take() is None
+    decode = StepPlan(0, [], [], [], [0], [9], [1], [True], [], [], [])
+    for plan in (step, decode):
+        meter.committed(Committed(plan, StepResult(0, [7]), sum(plan.counts), [], [], [], []), StepTimes(1.0, 0.5))
+    assert meter.take() is not None and meter.take() is None, "handed on once"
+
+
+def test_a_meter_that_is_dropped_hands_on_nothing():
+    meter = CostMeter()
+    meter.new_costs = TRUE
+    meter.dropped()
+    assert meter.take() is None
