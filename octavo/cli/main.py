@@ -272,9 +272,11 @@ def _run_batch(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check whether a model can be served, and how much memory it needs",
-        description="Check a model's files, configuration, tensors, tokenizer, chat template, stop tokens and memory with the code "
-        "that serves it. Exit code 2: it cannot be served; the reason is printed.",
+        help="check whether this machine is ready, or whether a model can be served and how much memory it needs",
+        description="Without MODEL: check this machine: Python, compiler, kernels, memory, file limits, port, disk, GPU. With MODEL: "
+        "check its files, configuration, tensors, tokenizer, chat template, stop tokens and memory with the code that serves it; "
+        "with --deep or a model's flags alone, those of the embedded model. Exit code 2: the machine is not ready, or the model "
+        "cannot be served; the reason is printed.",
     )
     parser.add_argument("--deep", action="store_true", help="also read every weight and look for NaN and infinity")
     parser.add_argument(
@@ -284,11 +286,22 @@ def _add_doctor(commands: Any) -> None:
         "engine. Exit code 1: it does not",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    add_config_flags(parser, OFFLINE)
+    add_config_flags(parser, OFFLINE, also=_MACHINE_KNOBS)
     parser.set_defaults(run=_doctor)
 
 
+_MACHINE_KNOBS = ("host", "port")  # the address that the check of the machine tries
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
+    given = options_from(arguments).keys()
+    if not (arguments.deep or arguments.determinism or given - {*_MACHINE_KNOBS, "device"}):
+        from octavo.cli.doctor import machine
+
+        return machine.run(config_from(arguments), as_json=arguments.json)
+    for name in _MACHINE_KNOBS:
+        if name in given:
+            raise ConfigError(f"--{name} is for the check of the machine: give it without a model and its flags")
     config = config_from(arguments, {})
     if arguments.determinism:
         if arguments.deep:

@@ -17,9 +17,17 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "OCTAVO_NATIVE": "`0`: do not use the native CPU kernels; torch computes in their place",
         "OCTAVO_PLAIN_LAUNCH": "`1`: launch Triton kernels by Triton's own launcher, to compare",
     },
+    "Of the hub": {
+        "HF_TOKEN": "the hub's token, for models that need one; read by huggingface_hub, as its other `HF_…` variables are",
+        "HF_ENDPOINT": "the hub's address, for a mirror",
+        "HF_HOME": "the folder of the hub's library; models are in `hub/` in it (`~/.cache/huggingface`)",
+        "HF_HUB_CACHE": "the folder for downloaded models, where it is not `hub/` in `HF_HOME`",
+        "HF_HUB_OFFLINE": "`1`: use downloaded models only, and never ask the hub",
+    },
     "Read from the system": {
         "XDG_CACHE_HOME": "parent of the cache folder where `OCTAVO_CACHE` is not set; else `~/.cache`",
         "CXX": "the C++ compiler for the native CPU kernels",
+        "CC": "the C compiler that Triton uses; `octavo doctor` looks for it",
         "CUDA_HOME": "where flashinfer looks for CUDA's compiler",
         "CUDA_PATH": "the same, where `CUDA_HOME` is not set",
         "NO_COLOR": "no colours in `octavo top`",
@@ -36,11 +44,6 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     },
 }
 OF_OTHERS = {
-    "HF_TOKEN": "the hub's token, for models that need one; read by huggingface_hub, as its other `HF_…` variables are",
-    "HF_ENDPOINT": "the hub's address, for a mirror",
-    "HF_HOME": "the folder of the hub's library; models are in `hub/` in it (`~/.cache/huggingface`)",
-    "HF_HUB_CACHE": "the folder for downloaded models, where it is not `hub/` in `HF_HOME`",
-    "HF_HUB_OFFLINE": "`1`: use downloaded models only, and never ask the hub",
     "HTTPS_PROXY": "a proxy for downloads, with `HTTP_PROXY` and `NO_PROXY`",
     "CUDA_VISIBLE_DEVICES": "the GPUs to use, by number; empty: none",
     "TRITON_CACHE_DIR": "where Triton keeps compiled kernels between starts",
