@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the steps of deploy/docker/Dockerfile.KIND without Docker, in roots made by debootstrap, tests the result as the image's user, and sums
 # the sizes. Needs root, debootstrap, and the wheels of `make release` in dist/ (others beside them, such as a CPU build of torch, come first).
-# Usage: try_images.sh [cpu|cuda]. Environment: WORK (a folder for the roots), MIRROR (of Debian), PIP_ARGS, KEEP=1 (keep the roots).
+# Usage: try_images.sh [cpu|cuda]. Environment: WORK (a folder for the roots), MIRROR (of Debian), PIP_ARGS, KEEP=1 (keep the roots), OCTAVO_PORT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kind=${1:-cpu}
@@ -76,6 +76,6 @@ say "as the image's user"
 model=${OCTAVO_CACHE:-$HOME/.cache/octavo}/SmolLM2-135M-Instruct.Q4_1.gguf
 if [ -f "$model" ]; then install -o 10001 -g 10001 "$model" "$work/run/var/cache/octavo/"; fi
 chroot --userspec=10001:10001 "$work/run" /usr/bin/env -i PATH=/opt/octavo/bin:/usr/local/bin:/usr/bin:/bin HOME=/var/cache/octavo \
-    OCTAVO_CACHE=/var/cache/octavo HF_HOME=/var/cache/octavo/huggingface /steps/try.sh
+    OCTAVO_CACHE=/var/cache/octavo HF_HOME=/var/cache/octavo/huggingface OCTAVO_PORT="${OCTAVO_PORT:-8000}" /steps/try.sh
 
 say "MB: base $base, packages $((packages - base)), Octavo and Python packages $((octavo - torch)), torch $torch; image $((packages + octavo))"

@@ -4,13 +4,13 @@ set -eu
 [ "$(id -u)" != 0 ] || { echo "try.sh: this is root" >&2; exit 1; }
 if touch /opt/octavo/x 2>/dev/null; then echo "try.sh: the program can be overwritten by its user" >&2; exit 1; fi
 octavo --version
-octavo doctor --port 8000
-octavo serve --port 8000 >/tmp/serve.log 2>&1 &
+octavo doctor
+octavo serve >/tmp/serve.log 2>&1 &
 server=$!
 python3 - <<'END' || { cat /tmp/serve.log >&2; kill $server; exit 1; }
-import json, time, urllib.error, urllib.request
+import json, os, time, urllib.error, urllib.request
 request = urllib.request.Request(
-    "http://127.0.0.1:8000/v1/completions",
+    f"http://127.0.0.1:{os.environ.get('OCTAVO_PORT', '8000')}/v1/completions",
     json.dumps({"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}).encode(),
     {"Content-Type": "application/json"},
 )
