@@ -17,8 +17,7 @@ fi
 
 # Headers, tools and tests of torch: serving needs none of them.
 packages=$(/opt/octavo/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-rm -rf "$packages"/torch/include "$packages"/torch/share "$packages"/torch/test \
-    "$packages"/torch/testing/_internal "$packages"/functorch
+rm -rf "$packages"/torch/include "$packages"/torch/share "$packages"/torch/test
 find "$packages"/torch/bin -type f ! -name torch_shm_manager -delete
 find "$packages" -name '*.a' -delete
 find "$packages" -type d \( -name tests -o -name test \) -path '*/numpy/*' -prune -exec rm -rf {} +
