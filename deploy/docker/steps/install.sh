@@ -20,7 +20,9 @@ packages=$(/opt/octavo/bin/python -c 'import sysconfig; print(sysconfig.get_path
 rm -rf "$packages"/torch/include "$packages"/torch/share "$packages"/torch/test
 find "$packages"/torch/bin -type f ! -name torch_shm_manager -delete
 find "$packages" -name '*.a' -delete
-find "$packages" -type d \( -name tests -o -name test \) -path '*/numpy/*' -prune -exec rm -rf {} +
+for package in numpy sympy networkx mpmath; do
+    find "$packages/$package" -type d -name tests -prune -exec rm -rf {} +
+done
 
 /opt/octavo/bin/python -c 'import torch' # still works without them
 /opt/octavo/bin/octavo --version
