@@ -17,7 +17,9 @@ fi
 
 # Headers, tools and tests of torch: serving needs none of them.
 packages=$(/opt/octavo/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-rm -rf "$packages"/torch/include "$packages"/torch/share "$packages"/torch/test
+rm -rf "$packages"/torch/share "$packages"/torch/test
+# flashinfer, where an image based on this one adds it, compiles against them.
+[ "$kind" = cuda ] || rm -rf "$packages"/torch/include
 find "$packages"/torch/bin -type f ! -name torch_shm_manager -delete
 find "$packages" -name '*.a' -delete
 for package in numpy sympy networkx mpmath; do
