@@ -8,13 +8,15 @@ READY := $(VENV)/.octavo-ready
 TEST_READY := $(VENV)/.octavo-test-ready
 CLIENTS := .venv-clients
 NODE_CLIENT := tests/clients/openai_node
+RELEASE := .venv-release
+RELEASE_READY := $(RELEASE)/.octavo-release-ready
 CLIENTS_READY := $(CLIENTS)/.octavo-clients-ready
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 TEST_PROCESSES ?= 2
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-clients test-browser check docs docs-serve reference bench fuzz fuzz-api sanitize torture clean help
+.PHONY: serve test test-clients test-browser check docs docs-serve reference bench fuzz fuzz-api sanitize torture release lint-deploy try-images clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
@@ -68,8 +70,18 @@ sanitize: $(TEST_READY)  ## run the native kernels' tests under AddressSanitizer
 torture: $(READY)  ## kill, freeze, starve and attack a real server, and report what clients saw (ARGS="--only kill_engine", ARGS="hostile")
 	@$(BIN)/python -m benchmarks.torture $(ARGS)
 
+# The packages that build a release have an environment of their own, without torch.
+release: $(RELEASE_READY)  ## build sdist and wheels into dist/, and test them in a clean environment (ARGS="--no-install")
+	@$(RELEASE)/bin/python -m scripts.release $(ARGS)
+
+lint-deploy: $(TEST_READY)  ## lint Dockerfiles, scripts, the systemd unit, compose, Prometheus and Grafana files
+	@$(BIN)/python -m pytest -q tests/test_deploy.py
+
+try-images:  ## run the steps of the Dockerfiles in debootstrap roots and test the result (needs root; IMAGE=cuda)
+	@bash scripts/try_images.sh $(or $(IMAGE),cpu)
+
 clean:  ## remove the virtual environment, caches and build outputs
-	@rm -rf $(VENV) .venv-fuzz .fuzz $(CLIENTS) $(NODE_CLIENT)/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
+	@rm -rf $(VENV) .venv-fuzz .fuzz $(CLIENTS) $(RELEASE) $(NODE_CLIENT)/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
@@ -80,6 +92,11 @@ $(CLIENTS_READY): tests/clients/requirements.txt $(NODE_CLIENT)/package.json | $
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r tests/clients/requirements.txt
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-package-lock --prefix $(NODE_CLIENT); \
 		else echo "npm is not installed: the tests of openai for Node are skipped" >&2; fi
+	@touch $@
+
+$(RELEASE_READY): Makefile
+	@$${PYTHON:-python3} -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) build twine 'auditwheel>=6'
 	@touch $@
 
 $(READY): pyproject.toml setup.py

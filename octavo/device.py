@@ -61,6 +61,16 @@ class MemoryUse:
     reserved: int  # by this process: its tensors, and what its allocator keeps for later ones
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that torch sees. Memory in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    free: int
+    total: int
+
+
 class Device:
     """A CPU or one GPU. `kind` is "cpu" or "cuda"; `index` is the GPU's number."""
 
@@ -163,6 +173,20 @@ def pick(name: str = "auto", index: int = 0) -> Device:
     elif name != "cpu":
         raise ConfigError(f"--device must be auto, cpu or cuda, got {name}")
     return Device(name, index)
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that torch sees, in their order."""
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), free, total))
+    return found
+
+
+def torch_build() -> tuple[str, str]:
+    """torch's version, and the version of CUDA that it was built for, "" for a CPU build."""
+    return str(torch.__version__), str(torch.version.cuda or "")
 
 
 def device_of(place: torch.device | str) -> Device:

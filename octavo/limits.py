@@ -73,6 +73,11 @@ def _check_on_cpu(config: Config) -> None:
     how, dtype = config.model.quantization, config.model.dtype
     if how in ("int8", "int4") and dtype not in (AUTO, "float32"):
         raise ConfigError(f"--quantization {how} computes in float32, --dtype asks for {dtype}: leave one of them out")
+    if config.cache.kv_cache_dtype == "fp8":
+        # Only the plain reference attention reads such pages on a CPU, at about 150 ms a token.
+        raise ConfigError(
+            "--kv-cache-dtype fp8 is for GPUs, and this model runs on a CPU: use int8 there, which takes about the same memory"
+        )
 
 
 def _check_on_gpu(config: Config) -> None:

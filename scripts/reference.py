@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.topics import ENVIRONMENT, OF_MAKE, OF_OTHERS, SETTINGS, SETTINGS_EXAMPLE, VALUES, flag_variables
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 COMMAND = "python -m scripts.reference"
@@ -108,15 +110,14 @@ def cli_page() -> Iterator[str]:
     yield "# Command line"
     yield ""
     yield "Every option of the server is a field of a dataclass in `octavo/config.py`; flags, help and defaults are made from it."
-    yield "Flags are written in full, `_` and `-` are the same in a name, and an unknown flag is an error that names the nearest one."
-    yield "Counts take `k` and `m` (`8k` is 8192), sizes take `K`, `M`, `G` and `T` (powers of 1024: `512M`, `1.5G`, `2GiB`)."
+    yield from VALUES
     yield ""
     commands = dict(_commands(build_parser(), "octavo"))
     yield from table(
         ("command", "what it does"),
         [(f"[`{name}`](#{name.replace(' ', '-')})", cell(text)) for name, (_, text) in commands.items()],
     )
-    yield "`octavo --version` prints the version. [Exit codes](../operate/exit-codes.md) has what a command ends with."
+    yield "`octavo --version` prints the version and details of the build. [Exit codes](../operate/exit-codes.md) has what a command ends with."
     yield ""
     for name, (parser, _) in commands.items():
         yield from _command(name, parser)
@@ -624,42 +625,6 @@ def _doc(error: type[Any]) -> str:
     return cell((inspect.getdoc(error) or "").split("\n")[0])
 
 
-ENVIRONMENT: dict[str, dict[str, str]] = {
-    "Octavo's own": {
-        "OCTAVO_API_KEY": "the server's API keys, separated by commas, where `--api-key` is not given; the key that `octavo chat`, "
-        "`complete`, `top` and `bench serve` send",
-        "VLLM_API_KEY": "the same for the server, where `OCTAVO_API_KEY` is not set",
-        "OCTAVO_ADMIN_KEY": "the server's admin keys, separated by commas, where `--admin-key` is not given",
-        "OCTAVO_CACHE": "the cache folder: the embedded model, native kernels built at a start, recordings",
-        "OCTAVO_NATIVE": "`0`: do not use the native CPU kernels; torch computes in their place",
-        "OCTAVO_PLAIN_LAUNCH": "`1`: launch Triton kernels by Triton's own launcher, to compare",
-    },
-    "Read from the system": {
-        "XDG_CACHE_HOME": "parent of the cache folder where `OCTAVO_CACHE` is not set; else `~/.cache`",
-        "CXX": "the C++ compiler for the native CPU kernels",
-        "CUDA_HOME": "where flashinfer looks for CUDA's compiler",
-        "CUDA_PATH": "the same, where `CUDA_HOME` is not set",
-        "NO_COLOR": "no colours in `octavo top`",
-        "TZ": "the time zone, for templates that write the date; passed on to the processes that render a request's own",
-        "TERM": "no colours in `octavo top` where it is empty or `dumb`",
-        "PYTHONPATH": "passed on to worker processes, with the package's folder added",
-    },
-    "Set where they are not set": {
-        "GOMP_SPINCOUNT": "how long idle compute threads spin before they sleep (5000): a bounded spin keeps a quiet machine fast and "
-        "a crowded one alive",
-        "OMP_NUM_THREADS": "one thread in the processes that compute grammars' masks",
-        "OPENBLAS_NUM_THREADS": "the same",
-        "GLOO_SOCKET_IFNAME": "the loopback interface, for the ranks of one machine",
-    },
-}
-OF_OTHERS = {
-    "HF_TOKEN": "the hub's token, for models that need one; read by huggingface_hub, as its other `HF_…` variables are",
-    "TRITON_CACHE_DIR": "where Triton keeps compiled kernels between starts",
-    "PYTHON": "for `make`: the Python (3.11 to 3.13) to make the environment with",
-    "PIP_ARGS": "for `make`: passed on to every `pip install`",
-}
-
-
 def environment_page() -> Iterator[str]:
     found = set().union(*map(_variables, sorted((ROOT / "octavo").rglob("*.py"))))
     described = {name for names in ENVIRONMENT.values() for name in names}
@@ -667,24 +632,23 @@ def environment_page() -> Iterator[str]:
         raise Undescribed(f"ENVIRONMENT and the variables that octavo/ reads differ by {', '.join(missing)}")
     yield "# Environment variables"
     yield ""
-    yield "Every flag of `octavo serve` is also a variable: `--max-model-len 8k` is `OCTAVO_MAX_MODEL_LEN=8k`, and a switch is `1` or `0`."
-    yield "`--config FILE` reads flags from a YAML file. A flag comes before a variable, a variable before the file, and the file before the"
-    yield "default. A variable that begins with `OCTAVO_` and is not known is named at the start."
+    yield from SETTINGS
+    yield "`octavo help environment` and `octavo help settings` print this page's tables."
     yield ""
     yield "```yaml"
-    yield "model: org/model"
-    yield "max-model-len: 8k"
-    yield "enable-prefix-caching: false"
-    yield "served-model-name: my-model"
+    yield from SETTINGS_EXAMPLE
     yield "```"
     yield ""
-    for title, names in ENVIRONMENT.items():
+    for title, names in {**ENVIRONMENT, "Read by what Octavo stands on": OF_OTHERS, "For make": OF_MAKE}.items():
         yield f"## {title}"
         yield ""
         yield from table(("variable", ""), [(code(name), text) for name, text in names.items()])
-    yield "## Read by what Octavo stands on"
+    yield "## Flags as variables"
     yield ""
-    yield from table(("variable", ""), [(code(name), text) for name, text in OF_OTHERS.items()])
+    yield from table(
+        ("variable", "flag"),
+        [(code(name), f"[`{flag}`](cli.md#flag-{flag.strip('-')})") for flag, name in flag_variables()],
+    )
 
 
 def _variables(path: Path) -> set[str]:

@@ -51,7 +51,12 @@ NEVER_TORCH = set(LEVELS) - TORCH_ROOMS
 # Files of torch rooms that engine, server and cli may import without loading torch. Using them may load it: source never
 # does; checkpoint does as soon as it opens a GGUF file (its family file says how to read it) or a quantised folder, or
 # yields tensors.
-LIGHT = {"octavo.weights.sources.source", "octavo.weights.formats.checkpoint"}
+LIGHT = {
+    "octavo.weights.sources.source",
+    "octavo.weights.sources.default_model",
+    "octavo.weights.formats.checkpoint",
+    "octavo.kernels.cpu.build",
+}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
 SEAM = ("octavo.kernels.device_ops", "octavo.weights.methods.base", "octavo.weights.methods.registry")
@@ -125,7 +130,7 @@ def levels(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def known_rooms(module: str, tree: ast.Module) -> Iterator[str]:
-    if module != "octavo.__init__" and not room_of(module):
+    if module not in ("octavo.__init__", "octavo.__main__") and not room_of(module):
         yield "lies in no room of the design"
 
 

@@ -52,6 +52,7 @@ REFUSED = [
     ("cuda", {"quantization": "int4"}, "--quantization int4 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"),
     ("cuda", {"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"),
     ("cuda", {"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"),
+    ("cpu", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is for GPUs, and this model runs on a CPU: use int8 there, which takes about the same memory"),
     ("cpu", {"quantization": "int8", "dtype": "bfloat16"}, "--quantization int8 computes in float32, --dtype asks for bfloat16: leave one of them out"),
     ("cpu", {"quantization": "int4", "dtype": "float16"}, "--quantization int4 computes in float32, --dtype asks for float16: leave one of them out"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`octavo serve | chat | complete | top | bench | run-batch | doctor | replay`: parses the command line, runs the command, and turns
+"""`octavo serve | chat | complete | top | bench | run-batch | doctor | replay | help | completion`: parses the command line, runs the command, and turns
 errors into one line and an exit code. torch, HTTP frameworks and the engine are imported only by the commands that need them:
 `octavo --help` must be instant."""
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from octavo import __version__
 from octavo.cli.bench.flags import add_bench
 from octavo.cli.flags import (
     OFFLINE,
@@ -54,9 +53,7 @@ def _complain(error: OctavoError, code: int) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog="octavo", description="Serve, try and measure language models.")
-    parser.add_argument(
-        "--version", action="version", version=f"octavo {__version__}", help="print the version and exit"
-    )
+    parser.add_argument("--version", action=_Version, help="print the version and details of the build, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda _: _print_help(parser))
     _add_serve(commands)
@@ -67,7 +64,22 @@ def build_parser() -> Parser:
     _add_run_batch(commands)
     _add_doctor(commands)
     _add_replay(commands)
+    _add_help(commands, parser)
+    _add_completion(commands, parser)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version and exits. argparse's own action would need the details for every command."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from octavo.cli.version import version_lines
+
+        print("\n".join(version_lines()))
+        parser.exit()
 
 
 def _print_help(parser: argparse.ArgumentParser) -> int:
@@ -260,9 +272,11 @@ def _run_batch(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check whether a model can be served, and how much memory it needs",
-        description="Check a model's files, configuration, tensors, tokenizer, chat template, stop tokens and memory with the code "
-        "that serves it. Exit code 2: it cannot be served; the reason is printed.",
+        help="check whether this machine is ready, or whether a model can be served and how much memory it needs",
+        description="Without MODEL: check this machine: Python, compiler, kernels, memory, file limits, port, disk, GPU. With MODEL: "
+        "check its files, configuration, tensors, tokenizer, chat template, stop tokens and memory with the code that serves it; "
+        "with --deep or a model's flags alone, those of the embedded model. Exit code 2: the machine is not ready, or the model "
+        "cannot be served; the reason is printed.",
     )
     parser.add_argument("--deep", action="store_true", help="also read every weight and look for NaN and infinity")
     parser.add_argument(
@@ -272,11 +286,22 @@ def _add_doctor(commands: Any) -> None:
         "engine. Exit code 1: it does not",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    add_config_flags(parser, OFFLINE)
+    add_config_flags(parser, OFFLINE, also=_MACHINE_KNOBS)
     parser.set_defaults(run=_doctor)
 
 
+_MACHINE_KNOBS = ("host", "port")  # the address that the check of the machine tries
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
+    given = options_from(arguments).keys()
+    if not (arguments.deep or arguments.determinism or given - {*_MACHINE_KNOBS, "device"}):
+        from octavo.cli.doctor import machine
+
+        return machine.run(config_from(arguments), as_json=arguments.json)
+    for name in _MACHINE_KNOBS:
+        if name in given:
+            raise ConfigError(f"--{name} is for the check of the machine: give it without a model and its flags")
     config = config_from(arguments, {})
     if arguments.determinism:
         if arguments.deep:
@@ -332,6 +357,49 @@ def _replay(arguments: argparse.Namespace) -> int:
         what_if=arguments.what_if,
         as_json=arguments.json,
     )
+
+
+# ── help, completion ────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_help(commands: Any, whole: Parser) -> None:
+    parser = commands.add_parser(
+        "help",
+        help="show the help of a command or a topic",
+        description="Show the help of a command (help serve, help bench serve) or of a topic: environment, settings, values, "
+        "exit-codes. Without TOPIC: a list of both.",
+    )
+    parser.add_argument("topic", metavar="TOPIC", nargs="*", help="command or topic")
+    parser.add_argument("--man", action="store_true", help="print the manual page octavo(1), for man")
+    parser.set_defaults(run=lambda arguments: _help(whole, arguments))
+
+
+def _help(parser: Parser, arguments: argparse.Namespace) -> int:
+    from octavo.cli.manual import help_text, manual_page
+
+    if arguments.man and arguments.topic:
+        raise ConfigError("--man prints the whole manual page: leave TOPIC out")
+    print(manual_page(parser) if arguments.man else help_text(parser, arguments.topic), end="")
+    return 0
+
+
+def _add_completion(commands: Any, whole: Parser) -> None:
+    parser = commands.add_parser(
+        "completion",
+        help="print a script that completes commands and flags in a shell",
+        description="Print a script that completes commands, flags and their values. bash: source <(octavo completion bash). "
+        "zsh: source <(octavo completion zsh), after compinit. fish: octavo completion fish | source.",
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
+    parser.set_defaults(run=lambda arguments: _completion(whole, arguments))
+
+
+def _completion(parser: Parser, arguments: argparse.Namespace) -> int:
+    from octavo.cli.command_tree import command_tree
+    from octavo.cli.completion import script
+
+    print(script(arguments.shell, command_tree(parser)), end="")
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 The server here is a few lines of standard library that speak OpenAI's API."""
 
 import http.server
+import importlib.metadata
 import json
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import chat, main
+from octavo.cli import chat, main, version
 from octavo.cli.flags import Parser
 from octavo.errors import ConfigError, EngineDead
 
@@ -80,7 +81,7 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["serv"], "COMMAND: 'serv' is not one of serve, chat, complete, top, bench, run-batch, doctor, replay; did you mean serve?"),
+        (["serv"], "COMMAND: 'serv' is not one of serve, chat, complete, top, bench, run-batch, doctor, replay, help, completion; did you mean serve?"),
         (["bench", "latncy"], "KIND: 'latncy' is not one of latency, throughput, serve; did you mean latency?"),
         (["serve", "--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["complete", ""], "the prompt is empty: give a text to continue"),
@@ -129,13 +130,32 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_version_and_a_quick_help() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert octavo("--version").stdout == f"octavo {project['version']}\n"
+    first, *details = octavo("--version").stdout.splitlines()
+    assert first == f"octavo {project['version']}"
+    assert [line.split()[0] for line in details] == ["source", "python", "torch", "triton", "kernels"]
+    assert f"torch    {importlib.metadata.version('torch')}" in "\n".join(details)
     times = []
     for _ in range(3):
         start = time.perf_counter()
         assert "complete" in octavo("--help").stdout
         times.append(time.perf_counter() - start)
     assert min(times) < 0.5  # 0.05 s on an idle machine
+
+
+def test_the_source_of_an_installation_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "octavo"
+    package.mkdir()
+    assert version.source(package) == f"files in {package}"
+    about = {"commit": "abc1234", "date": "2026-11-17", "compiler": "g++ 12.2.0"}
+    (package / "build_info.json").write_text(json.dumps(about))
+    assert version.source(package) == "wheel of commit abc1234, built 2026-11-17 with g++ 12.2.0"
+    (package / "build_info.json").write_text("{")
+    assert version.source(package) == "a package whose build_info.json is damaged"
+
+
+def test_python_m_octavo_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "octavo", "serv"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean serve?" in done.stderr
 
 
 def test_a_closed_pipe_ends_it_quietly(server: tuple[str, type[Echo]]) -> None:

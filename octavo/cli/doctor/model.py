@@ -3,22 +3,18 @@
 import importlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from octavo.cache.span import pages_of
+from octavo.cli.doctor.findings import Finding, printer, size
 from octavo.config import Config
 from octavo.errors import ConfigError, OctavoError
 from octavo.messages import EngineReport, LoadReport
 from octavo.spec import ModelSpec
 from octavo.text import Text, load_text
 from octavo.weights.sources.source import ModelSource, resolve
-
-Status = Literal["ok", "warning", "failed", "skipped"]
-_MARKS: dict[Status, str] = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
-_PLAIN_MARKS: dict[Status, str] = {"ok": "ok", "warning": "!!", "failed": "NO", "skipped": "--"}  # not in UTF-8
 
 _SAMPLES = (
     "Hello, world! It's 12:30.",
@@ -27,13 +23,6 @@ _SAMPLES = (
 )
 _CONTEXTS = (2048, 8192, 32768, 131072)
 _SEQUENCES = (1, 8, 32, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    check: str
-    status: Status
-    message: str
 
 
 @dataclass(slots=True)
@@ -63,7 +52,7 @@ class _DryRun(Protocol):
 def run(config: Config, *, deep: bool, as_json: bool) -> int:
     """Print the report. Raises ConfigError with the first reason why the model would not serve."""
     diagnosis = Diagnosis(config.model.model or "the embedded model")
-    show = None if as_json else _printer(config.model.model)
+    show = None if as_json else printer(config.model.model)
     for finding in examine(config, diagnosis, deep=deep):
         diagnosis.findings.append(finding)
         if show is not None:
@@ -141,13 +130,13 @@ def _memory(dry_run: _DryRun, diagnosis: Diagnosis) -> str:
     }
     if not settled.can_generate:
         available = needs.available_bytes + needs.weights_bytes
-        return f"weights {_size(needs.weights_bytes)} of the {_size(available)} available; an encoder keeps no KV pages"
+        return f"weights {size(needs.weights_bytes)} of the {size(available)} available; an encoder keeps no KV pages"
     room = f"{settled.num_pages * settled.page_size:,} tokens, in"
     if any(settled.windows):
         room = f"{settled.num_pages // _pages_of(settled.max_model_len, settled):,}"
     return (
-        f"weights {_size(needs.weights_bytes)} of the {_size(needs.available_bytes + needs.weights_bytes)} available; "
-        f"KV pages {_size(settled.num_pages * settled.page_bytes)} for {room} requests of up to "
+        f"weights {size(needs.weights_bytes)} of the {size(needs.available_bytes + needs.weights_bytes)} available; "
+        f"KV pages {size(settled.num_pages * settled.page_bytes)} for {room} requests of up to "
         f"{settled.max_model_len:,} tokens"
     )
 
@@ -271,20 +260,6 @@ def _stops(text: Text, spec: ModelSpec | None) -> Finding:
 # ── the report ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _printer(model: str) -> Callable[[Finding], None]:
-    try:
-        "".join(_MARKS.values()).encode(sys.stdout.encoding or "ascii")
-        marks = _MARKS
-    except UnicodeEncodeError:
-        marks = _PLAIN_MARKS
-    print(f"octavo doctor {model}".rstrip())
-
-    def show(finding: Finding) -> None:
-        print(f" {marks[finding.status]} {finding.check:<14} {' '.join(finding.message.split())}", flush=True)
-
-    return show
-
-
 def _table(memory: dict[str, Any]) -> list[str]:
     """Table of KV memory by context length and number of sequences; what does not fit beside the weights is in brackets."""
     left = memory["available_bytes"] - memory["weights_bytes"]
@@ -292,9 +267,9 @@ def _table(memory: dict[str, Any]) -> list[str]:
     lines = ["", f"   {'KV pages for':>14}" + "".join(f"{head:>16}" for head in heads)]
     for length in sorted({entry["tokens"] for entry in memory["kv_bytes"]}):
         cells = [entry["bytes"] for entry in memory["kv_bytes"] if entry["tokens"] == length]
-        shown = [_size(size) if size <= left else f"({_size(size)})" for size in cells]
+        shown = [size(cell) if cell <= left else f"({size(cell)})" for cell in cells]
         lines.append(f"   {f'{length:,} tokens':>14}" + "".join(f"{cell:>16}" for cell in shown))
-    lines.append(f"   {_size(left)} is free beside the weights; sizes in brackets do not fit")
+    lines.append(f"   {size(left)} is free beside the weights; sizes in brackets do not fit")
     return lines
 
 
@@ -302,16 +277,6 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "model": diagnosis.model,
         "serves": diagnosis.failure is None,
-        "findings": [
-            {"check": finding.check, "status": finding.status, "message": finding.message}
-            for finding in diagnosis.findings
-        ],
+        "findings": [finding.as_json() for finding in diagnosis.findings],
         "memory": diagnosis.memory or None,
     }
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
