@@ -53,7 +53,9 @@ class WheelOfPlatform(bdist_wheel):
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        library = self.get_finalized_command("build_native").library
+        foreign = recipe().foreign_platform(library) if library else None  # CXX names a compiler for another machine
+        return "py3", "none", foreign or super().get_tag()[2]
 
 
 def recipe() -> ModuleType:
