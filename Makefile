@@ -16,7 +16,7 @@ TEST_PROCESSES ?= 2
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-clients test-browser check docs docs-serve reference bench fuzz fuzz-api sanitize torture release lint-deploy try-images clean help
+.PHONY: serve test test-clients test-browser test-arm check docs docs-serve reference bench fuzz fuzz-api sanitize torture release lint-deploy try-images clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
@@ -34,6 +34,9 @@ test-clients: $(READY) $(CLIENTS_READY)  ## install third-party API clients and 
 test-browser: $(TEST_READY)  ## test the cockpit and the playground in the system's chromium (screenshots: build/screenshots)
 	@$(BIN)/python -c "import playwright" 2>/dev/null || $(BIN)/python -m pip install -q $(PIP_ARGS) playwright
 	@exec $(BIN)/python -m pytest -rs tests/browser $(PYTEST_ARGS)
+
+test-arm: $(TEST_READY)  ## compile the native kernels for aarch64 and run them in an emulator (needs g++-aarch64-linux-gnu and qemu-user)
+	@OCTAVO_TEST_ARM=1 exec $(BIN)/python -m pytest -rs -m arm tests/kernels $(PYTEST_ARGS)
 
 check: $(TEST_READY)  ## linter, formatter, type checker, architecture, documentation, sizes
 	@echo "── ruff" && $(BIN)/ruff check && $(BIN)/ruff format --check

@@ -73,8 +73,9 @@ class WheelOfPlatform(bdist_wheel):
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        platform_tag = super().get_tag()[2]
         library = self.get_finalized_command("build_native").library
+        foreign = recipe().foreign_platform(library) if library else None  # CXX names a compiler for another machine
+        platform_tag = foreign or super().get_tag()[2]
         if library and platform_tag.startswith("linux_"):
             platform_tag = manylinux_tag(library, platform_tag)
         return "py3", "none", platform_tag

@@ -4,8 +4,13 @@ import functools
 
 import pytest
 
-from octavo.kernels.cpu.build import NoCompiler
+from octavo.kernels.cpu.build import THIS_MACHINE, NoCompiler
 from octavo.kernels.cpu.native import Native
+
+# Of this machine. A test skips those that its CPU lacks.
+ISAS = {"x86_64": ["avx512vnni", "avx2", "portable"], "aarch64": ["i8mm", "dotprod", "neon", "portable"]}.get(
+    THIS_MACHINE, ["portable"]
+)
 
 
 @functools.cache

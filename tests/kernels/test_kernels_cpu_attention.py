@@ -16,13 +16,13 @@ from octavo.kernels.cpu.build import NoCompiler, find_compiler
 from octavo.kernels.cpu.library import BadCall, Threads, use_isa
 from octavo.kernels.cpu.library import isa as chosen_isa
 from tests.models.batches import Row, make_batch
+from tests.native import ISAS
 
 try:
     find_compiler()
 except NoCompiler as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-ISAS = ["avx512vnni", "avx2", "portable"]
 DTYPES = [torch.float32, torch.float16, torch.int8]
 SHAPES = [  # heads, KV heads, head size; page size
     ((1, 1, 8), 16), ((4, 4, 16), 1), ((9, 3, 64), 16), ((9, 3, 64), 5), ((14, 2, 64), 64), ((30, 1, 32), 20),

@@ -4,6 +4,7 @@ compile, too."""
 import ctypes
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from octavo.kernels.cpu import build
+from tests.native import ISAS
 
 ROOT = Path(build.__file__).parents[3]
 KERNEL = 'extern "C" int octavo_answer() {{ return {}; }}\n'
@@ -29,6 +31,9 @@ def missing_compiler() -> str:
 
 
 needs_compiler = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+is_foreign = shutil.which(ARM_COMPILER) is not None and build.THIS_MACHINE != "aarch64"
+needs_foreign_compiler = pytest.mark.skipif(not is_foreign, reason=f"no {ARM_COMPILER}, or it is no foreign one")
 
 
 @pytest.fixture
@@ -86,7 +91,7 @@ def test_the_real_kernels_compile(monkeypatch):
     monkeypatch.delenv("OCTAVO_NATIVE", raising=False)
     loaded = ctypes.CDLL(str(build.library_path()))
     loaded.octavo_isa.restype = ctypes.c_char_p
-    assert loaded.octavo_isa().decode() in ("avx512vnni", "avx2", "portable")
+    assert loaded.octavo_isa().decode() in ISAS
 
 
 @needs_compiler
@@ -297,6 +302,31 @@ def test_a_wheel_for_this_platform(project, tmp_path, monkeypatch):
     [library] = kernels.glob("native-*")
     hide_compilers(monkeypatch)
     assert load(kernels).library_path() == library and answer_of(library) == 42
+
+
+@pytest.mark.arm
+@needs_foreign_compiler
+def test_a_wheel_for_another_machine(project, tmp_path):
+    wheel, _ = built(project, "wheel", CXX=ARM_COMPILER)
+    platform = re.search(r"-(py3-none-manylinux_2_\d+_aarch64)\.whl$", wheel.name)
+    assert platform, wheel.name
+    unpacked = tmp_path / "unpacked"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    kernels = unpacked / "octavo" / "kernels" / "cpu"
+    [library] = kernels.glob("native-*")
+    assert library.name.startswith(f"native-{load(kernels).fingerprint(kernels, 'aarch64')}-")
+    assert library.read_bytes()[18:20] == (183).to_bytes(2, "little")  # the machine in an ELF header: aarch64
+    about = next(unpacked.glob("*.dist-info/WHEEL")).read_text()
+    assert "Root-Is-Purelib: false" in about and f"Tag: {platform[1]}" in about
+
+
+@pytest.mark.arm
+@needs_foreign_compiler
+def test_a_start_refuses_a_compiler_for_another_machine(package, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", ARM_COMPILER)
+    with pytest.raises(package.NoCompiler, match=f"compiles for aarch64, not for {build.THIS_MACHINE}$"):
+        package.library_path()
+    assert not list((tmp_path / "cache" / "kernels").glob("native-*.so"))
 
 
 @pytest.mark.parametrize("environment", [{"PATH": "", "CXX": ""}, {"OCTAVO_NATIVE": "0"}])

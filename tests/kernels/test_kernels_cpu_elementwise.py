@@ -9,13 +9,13 @@ from octavo.kernels.cpu import elementwise
 from octavo.kernels.cpu.build import NoCompiler, library_path
 from octavo.kernels.cpu.library import Kind, Threads, use_isa
 from octavo.kernels.cpu.library import isa as chosen_isa
+from tests.native import ISAS
 
 try:
     library_path()
 except NoCompiler as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-ISAS = ["avx512vnni", "avx2", "portable"]
 RECORD = np.dtype([("codes", "i1", 32), ("scale", "f4"), ("scaled_sum", "f4"), ("minus_sum", "i4"), ("unused", "i4")])
 
 

@@ -12,6 +12,7 @@ from octavo.kernels.cpu.library import GGUF_KINDS, Kind, PackedWeight, Threads, 
 from octavo.weights.formats.gguf_tensors import dequantise
 from tests.kernels import cpu_product_model as model
 from tests.kernels.cpu_product_model import QUANTS, random_quants
+from tests.native import ISAS
 
 try:
     library.library()
@@ -19,7 +20,6 @@ except build.NoCompiler as error:  # nothing to test without a compiler
     pytest.skip(str(error), allow_module_level=True)
 
 PACKED = list(GGUF_KINDS.values())
-ISAS = ["avx512vnni", "avx2", "portable"]
 TYPES = {kind: type for type, kind in GGUF_KINDS.items()}
 
 

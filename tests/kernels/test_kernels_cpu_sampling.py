@@ -12,6 +12,7 @@ from octavo.messages import SamplingParams
 from octavo.sampling import penalties
 from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import SamplingState
+from tests.native import ISAS
 from tests.sampling.exact import exact
 
 try:
@@ -19,7 +20,6 @@ try:
 except NoCompiler as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-ISAS = ["avx512vnni", "avx2", "portable"]
 BROKEN = np.array([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 0.0, -0.0, 1e-40], dtype=np.float32)
 
 

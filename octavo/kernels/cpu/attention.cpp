@@ -18,6 +18,8 @@ const AttentionVariant& attention_variant() {
 #if defined(__x86_64__)
     case Instructions::avx512: return attention_avx512;
     case Instructions::avx2: return attention_avx2;
+#elif defined(__aarch64__)
+    case Instructions::neon: return attention_neon;
 #endif
     default: return attention_portable;
   }

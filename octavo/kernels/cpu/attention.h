@@ -91,6 +91,6 @@ struct AttentionVariant {
   void (*qk_norm_rope_store)(const OctavoQkNormRope&, int64_t begin, int64_t end);
 };
 
-extern const AttentionVariant attention_portable, attention_avx2, attention_avx512;
+extern const AttentionVariant attention_portable, attention_avx2, attention_avx512, attention_neon;
 
 }  // namespace octavo

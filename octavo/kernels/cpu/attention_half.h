@@ -34,6 +34,18 @@ OCTAVO_INLINE void store(Half* p, vec a) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(within_half(a), _MM_FROUND_TO_NEAREST_INT));
 }
 
+#elif defined(OCTAVO_NEON)
+
+OCTAVO_INLINE vec load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p))); }
+OCTAVO_INLINE vec load_n(const Half* p, int n) {
+  Half lanes[W] = {};
+  memcpy(lanes, p, sizeof(Half) * (size_t)n);
+  return load(lanes);
+}
+OCTAVO_INLINE void store(Half* p, vec a) { // rounds to nearest, ties to even
+  vst1_u16((uint16_t*)p, vreinterpret_u16_f16(vcvt_f16_f32(within_half(a))));
+}
+
 #else
 
 // The biases of the exponents differ by 112: one multiplication corrects that, for subnormal numbers too.

@@ -72,6 +72,8 @@ OCTAVO_INLINE vec held(vec a) {
   __asm__("" : "+v"(a));
 #elif defined(OCTAVO_AVX2)
   __asm__("" : "+x"(a));
+#elif defined(OCTAVO_NEON)
+  __asm__("" : "+w"(a));
 #endif
   return a;
 }
@@ -191,7 +193,7 @@ static void score_all(const float* q, int num_queries, const Chunk<T>& c, float*
       case 1: return score<1>(from, c, to);
       case 2: return score<2>(from, c, to);
       case 3: return score<3>(from, c, to);
-#if defined(OCTAVO_AVX512) || defined(OCTAVO_AVX2)
+#if defined(OCTAVO_AVX512) || defined(OCTAVO_AVX2) || defined(OCTAVO_NEON)  // TILE_QUERIES is 6
       case 4: return score<4>(from, c, to);
       case 5: return score<5>(from, c, to);
       case 6: return score<6>(from, c, to);
@@ -208,7 +210,7 @@ static void gather_all(const float* weights, int num_queries, const Chunk<T>& c,
       case 1: return gather<1>(weights, c, joining, first, into);
       case 2: return gather<2>(weights, c, joining, first, into);
       case 3: return gather<3>(weights, c, joining, first, into);
-#if defined(OCTAVO_AVX512) || defined(OCTAVO_AVX2)
+#if defined(OCTAVO_AVX512) || defined(OCTAVO_AVX2) || defined(OCTAVO_NEON)  // TILE_QUERIES is 6
       case 4: return gather<4>(weights, c, joining, first, into);
       case 5: return gather<5>(weights, c, joining, first, into);
       case 6: return gather<6>(weights, c, joining, first, into);

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,17 +27,35 @@ FLAGS = (
     "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
     "-Wno-unknown-warning-option",
 )  # fmt: skip
-# By suffix of a source file's name. Only those files may contain such instructions, and a CPU without them never runs them.
+# By machine and suffix of a source file's name. Only those files may contain such instructions, and a CPU without them never
+# runs them. (NEON is part of every aarch64 CPU.)
 ISA_FLAGS = {
-    "_avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
-    "_avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-    "_avx2": ("-mavx2", "-mfma", "-mf16c"),
-}
-# Link the C++ runtime statically: one already loaded in the process (conda's, torch's) may be older than this compiler's.
-LINK_INSIDE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+    "x86_64": {
+        "_avx512vnni": (
+            "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c",
+        ),
+        "_avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+        "_avx2": ("-mavx2", "-mfma", "-mf16c"),
+    },
+    "aarch64": {
+        "_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
+        "_dotprod": ("-march=armv8.2-a+dotprod",),
+    },
+}  # fmt: skip
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # other names of machines
+# Link the C++ runtime statically: one already loaded in the process (conda's, torch's) may be older than this compiler's. Only
+# the used parts of it: the others may need a newer C library.
+LINK_INSIDE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections")
 SECONDS_ALONE = 70  # to compile everything on one core
 MAX_JOBS = 6  # more would not be faster, and each takes 300 MB
 NUM_KEPT = 8  # libraries of other source versions kept in the cache
+
+
+def machine_named(name: str) -> str:
+    return MACHINES.get(name.lower(), name.lower())
+
+
+THIS_MACHINE = machine_named(platform.machine())
 
 
 class NoCompiler(Exception):
@@ -56,11 +75,11 @@ def library_path() -> Path:
     return find_library(folder, is_ours=True) or _compile_into(folder)
 
 
-def find_library(folder: Path, is_ours: bool = False) -> Path | None:
+def find_library(folder: Path, is_ours: bool = False, machine: str = THIS_MACHINE) -> Path | None:
     """Find a usable library in the folder. Its name holds a hash of the sources, so that edited sources never meet a stale
     library, and a checksum of its bytes. An unusable one is reported on stderr, and removed if `is_ours`."""
-    for path in sorted(folder.glob(f"native-{fingerprint(FOLDER)}-*{ENDING}")):
-        if not (fault := _fault(path)):
+    for path in sorted(folder.glob(f"native-{fingerprint(FOLDER, machine)}-*{ENDING}")):
+        if not (fault := _fault(path, machine)):
             return path
         _say(f"cannot use the CPU kernels in {path}: {fault}")
         if is_ours:
@@ -70,13 +89,14 @@ def find_library(folder: Path, is_ours: bool = False) -> Path | None:
 
 
 def provide_library(folder: Path) -> Path | None:
-    """For the package build: the library in this folder, compiled if necessary. If that fails, print a warning and return
-    None."""
+    """For the package build: the library in this folder, compiled if necessary, for the machine of the compiler that CXX
+    names. If that fails, print a warning and return None."""
     library = None
     try:
         if reason := _why_disabled():
             raise NoCompiler(reason)
-        library = find_library(folder) or make_library(folder, _show_progress)
+        machine = target_machine()
+        library = find_library(folder, machine=machine) or make_library(folder, _show_progress, machine)
     except (NoCompiler, OSError) as error:
         _say(
             f"warning: no native CPU kernels ({error}): torch is used instead, several times slower, "
@@ -88,17 +108,19 @@ def provide_library(folder: Path) -> Path | None:
     return library
 
 
-def make_library(folder: Path, on_progress: Callable[[int, int], None]) -> Path:
+def make_library(folder: Path, on_progress: Callable[[int, int], None], machine: str = THIS_MACHINE) -> Path:
     """Compile into the folder. Other processes see the complete library or none."""
     compiler = find_compiler()
+    if (made_for := machine_of(compiler)) != machine:
+        raise NoCompiler(f"{compiler[0]} compiles for {made_for}, not for {machine}")
     _say(f"compiling the CPU kernels, once (about {SECONDS_ALONE // _num_jobs()} s)")
     with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
         work = Path(scratch)
         # Compile a copy: if sources are edited meanwhile, the library must still match its fingerprint.
         for source in _sources(FOLDER):
             shutil.copyfile(source, work / source.name)
-        made = compile_library(compiler, work, on_progress)
-        target = folder / f"native-{fingerprint(work)}-{_checksum(made)}{ENDING}"
+        made = compile_library(compiler, work, on_progress, machine)
+        target = folder / f"native-{fingerprint(work, machine)}-{_checksum(made)}{ENDING}"
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{target.name}.{os.getpid()}"
         try:
@@ -106,20 +128,23 @@ def make_library(folder: Path, on_progress: Callable[[int, int], None]) -> Path:
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
-    if fault := _fault(target):
+    if fault := _fault(target, machine):
         target.unlink()
         raise NoCompiler(f"the CPU kernels compiled in {folder} cannot be used: {fault}")
     return target
 
 
-def compile_library(compiler: list[str], work: Path, on_progress: Callable[[int, int], None]) -> Path:
+def compile_library(
+    compiler: list[str], work: Path, on_progress: Callable[[int, int], None], machine: str = THIS_MACHINE
+) -> Path:
     """Compile the sources in `work` into a library beside them. Raises NoCompiler with the compiler's message on failure."""
+    flags = {path: isa_flags(path, machine) for path in _sources(work) if path.suffix == ".cpp"}
     # Sources for every CPU come first: if files share an inline function, the linker keeps the code of the first.
-    sources = sorted((path for path in _sources(work) if path.suffix == ".cpp"), key=lambda path: bool(isa_flags(path)))
+    sources = sorted(flags, key=lambda path: bool(flags[path]))
     objects = [str(source.with_suffix(".o")) for source in sources]
     with ThreadPoolExecutor(_num_jobs()) as pool:
         jobs = [
-            pool.submit(_run, [*compiler, *FLAGS, *isa_flags(source), "-c", str(source), "-o", made])
+            pool.submit(_run, [*compiler, *FLAGS, *flags[source], "-c", str(source), "-o", made])
             for source, made in reversed(list(zip(sources, objects, strict=True)))  # the slow ones first
         ]
         try:
@@ -148,10 +173,37 @@ def find_compiler() -> list[str]:
     raise NoCompiler(f"no C++ compiler: {wanted} on PATH")
 
 
-def isa_flags(source: Path) -> tuple[str, ...]:
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return ()
-    return next((flags for end, flags in ISA_FLAGS.items() if source.stem.endswith(end)), ())
+def machine_of(compiler: list[str]) -> str:
+    """The machine that a compiler compiles for, if kernels have instruction sets for it; else this machine."""
+    try:
+        ran = subprocess.run(
+            [*compiler, "-dumpmachine"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise NoCompiler(f"cannot run {compiler[0]}: {error.strerror or error}") from error
+    named = machine_named(ran.stdout.strip().partition("-")[0])
+    # Others are not told apart: some machines have one name for the system and another for compilers.
+    return named if named in ISA_FLAGS else THIS_MACHINE
+
+
+def target_machine() -> str:
+    """The machine that a package is built for: that of the compiler that CXX names, else this one."""
+    return machine_of(find_compiler()) if os.environ.get("CXX") else THIS_MACHINE
+
+
+def foreign_platform(library: Path) -> str | None:
+    """The platform of a wheel with a library for another machine: manylinux with the newest C library whose functions it
+    uses. None: a library for this machine, whose platform Python knows."""
+    machine = target_machine()
+    if machine == THIS_MACHINE:
+        return None
+    versions = re.findall(rb"GLIBC_(\d+)\.(\d+)\0", library.read_bytes())
+    major, minor = max((int(major), int(minor)) for major, minor in [*versions, (b"2", b"17")])
+    return f"manylinux_{major}_{minor}_{machine}"
+
+
+def isa_flags(source: Path, machine: str = THIS_MACHINE) -> tuple[str, ...]:
+    return next((flags for end, flags in ISA_FLAGS.get(machine, {}).items() if source.stem.endswith(end)), ())
 
 
 def cache_folder() -> Path:
@@ -162,10 +214,10 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache").absolute() / "octavo"
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, machine: str = THIS_MACHINE) -> str:
     """Hash of everything a library depends on except the compiler, which may no longer be installed: any compiler gives the
     same numbers."""
-    about = (FLAGS, ISA_FLAGS, LINK_INSIDE, sys.platform, platform.machine())
+    about = (FLAGS, ISA_FLAGS, LINK_INSIDE, sys.platform, machine)
     digest = hashlib.sha256(repr(about).encode())
     for source in _sources(folder):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -218,12 +270,14 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
         yield
 
 
-def _fault(path: Path) -> str | None:
-    """Why a library cannot be used, or None. The checksum comes first: loading a truncated file can kill the process."""
+def _fault(path: Path, machine: str) -> str | None:
+    """Why a library cannot be used, or None. The checksum comes first: loading a truncated file can kill the process. A
+    library for another machine is not loaded."""
     try:
         if path.stem.rpartition("-")[2] != _checksum(path):
             return "it is damaged"
-        ctypes.CDLL(str(path))
+        if machine == THIS_MACHINE:
+            ctypes.CDLL(str(path))
     except OSError as error:
         return str(error)
     return None

@@ -9,8 +9,9 @@ namespace octavo {
 
 Instructions best_instructions() {
   const char* name = octavo_isa();
+  if (strcmp(name, "portable") == 0) return Instructions::portable;
   if (strcmp(name, "avx512vnni") == 0) return Instructions::avx512;
-  return strcmp(name, "avx2") == 0 ? Instructions::avx2 : Instructions::portable;
+  return strcmp(name, "avx2") == 0 ? Instructions::avx2 : Instructions::neon;  // dotprod and i8mm are for products
 }
 
 namespace {
@@ -20,6 +21,8 @@ const ElementwiseVariant& elementwise_variant() {
 #if defined(__x86_64__)
     case Instructions::avx512: return elementwise_avx512;
     case Instructions::avx2: return elementwise_avx2;
+#elif defined(__aarch64__)
+    case Instructions::neon: return elementwise_neon;
 #endif
     default: return elementwise_portable;
   }

@@ -31,7 +31,7 @@ void octavo_rms_norm_prepare(octavo::Threads* threads, int kind, const float* x,
 
 namespace octavo {
 
-enum class Instructions { portable, avx2, avx512 };
+enum class Instructions { portable, avx2, avx512, neon };
 Instructions best_instructions();  // according to octavo_isa
 
 struct ElementwiseVariant {
@@ -45,6 +45,6 @@ struct ElementwiseVariant {
 // y [size] = g / (1 + e^(−alpha · g)) · (u + offset), with g at most limit and u between −limit and limit (0: no limit).
 void gate_row(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y);
 
-extern const ElementwiseVariant elementwise_portable, elementwise_avx2, elementwise_avx512;
+extern const ElementwiseVariant elementwise_portable, elementwise_avx2, elementwise_avx512, elementwise_neon;
 
 }  // namespace octavo

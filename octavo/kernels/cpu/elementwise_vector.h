@@ -1,6 +1,6 @@
 // A vector of floats and its operations, for the instruction set this translation unit is compiled for. Include after setting
-// OCTAVO_VARIANT (a separate namespace, so that the linker never mixes two instruction sets) and OCTAVO_AVX512, OCTAVO_AVX2 or
-// neither. Compile with -ffp-contract=off: a product and a sum may be fused only where the code says fma, or a result would
+// OCTAVO_VARIANT (a separate namespace, so that the linker never mixes two instruction sets) and OCTAVO_AVX512, OCTAVO_AVX2,
+// OCTAVO_NEON or none of them. Compile with -ffp-contract=off: a product and a sum may be fused only where the code says fma, or a result would
 // depend on how a loop was unrolled.
 #pragma once
 #include <stdint.h>
@@ -8,6 +8,8 @@
 
 #if defined(OCTAVO_AVX512) || defined(OCTAVO_AVX2)
 #include <immintrin.h>
+#elif defined(OCTAVO_NEON)
+#include <arm_neon.h>
 #endif
 
 #define OCTAVO_INLINE static inline __attribute__((always_inline))
@@ -124,6 +126,10 @@ OCTAVO_INLINE vec rotate_pairs(vec a, vec factors) {
   const vec crossed = _mm256_mul_ps(_mm256_permute_ps(a, 0xB1), _mm256_movehdup_ps(factors));
   return _mm256_fmaddsub_ps(a, _mm256_moveldup_ps(factors), crossed);
 }
+
+#elif defined(OCTAVO_NEON)
+
+#include "elementwise_vector_neon.h"
 
 #else // portable: SSE2 or NEON through the compiler's vector extension
 

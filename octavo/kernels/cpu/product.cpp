@@ -3,12 +3,18 @@
 
 #include <string.h>
 
+#include "arm_features.h"
+
 namespace octavo {
 
 extern const ProductKernels kProductPortable;
 #if defined(__x86_64__)
 extern const ProductKernels kProductAvx2;
 extern const ProductKernels kProductAvx512Vnni;
+#elif defined(__aarch64__)
+extern const ProductKernels kProductNeon;
+extern const ProductKernels kProductDotprod;
+extern const ProductKernels kProductI8mm;
 #endif
 
 namespace {
@@ -22,6 +28,11 @@ const ProductKernels* runnable(const char* name) {  // null: the best one
                       __builtin_cpu_supports("avx512vnni");
   if (avx512 && (!name || strcmp(name, kProductAvx512Vnni.name) == 0)) return &kProductAvx512Vnni;
   if (avx2 && (!name || strcmp(name, kProductAvx2.name) == 0)) return &kProductAvx2;
+#elif defined(__aarch64__)
+  const bool dotprod = has_dotprod(), i8mm = dotprod && has_i8mm();
+  if (i8mm && (!name || strcmp(name, kProductI8mm.name) == 0)) return &kProductI8mm;
+  if (dotprod && (!name || strcmp(name, kProductDotprod.name) == 0)) return &kProductDotprod;
+  if (!name || strcmp(name, kProductNeon.name) == 0) return &kProductNeon;
 #endif
   if (!name || strcmp(name, kProductPortable.name) == 0) return &kProductPortable;
   return nullptr;

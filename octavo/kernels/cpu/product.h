@@ -81,8 +81,8 @@ typedef struct {
   int32_t kind, finish;
 } OctavoProduct;
 
-// "avx512vnni", "avx2" or "portable": the best for this CPU, unless octavo_use_isa has chosen another (returns 0 if not
-// supported).
+// "avx512vnni", "avx2" or "portable" on x86-64, "i8mm", "dotprod", "neon" or "portable" on aarch64: the best for this CPU,
+// unless octavo_use_isa has chosen another (returns 0 if not supported).
 const char* octavo_isa(void);
 int octavo_use_isa(const char* name);
 // The largest height of a tile of activations for products of that kind; depends on the instruction set.

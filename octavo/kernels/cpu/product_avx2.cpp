@@ -20,6 +20,7 @@ struct Lanes {
   // 16 registers: one row and two panels take four integer sums and four float sums.
   static constexpr int kPackedRows = 2;
   static constexpr int kFloatRows = 3;
+  static constexpr bool kByPanel = false, kPairs = false, kCentres = false;
 
   static Floats splat(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
   static Floats load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }

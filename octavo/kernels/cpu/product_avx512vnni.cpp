@@ -18,6 +18,7 @@ struct Lanes {
   // overlap.
   static constexpr int kPackedRows = 5;
   static constexpr int kFloatRows = 8;
+  static constexpr bool kByPanel = false, kPairs = false, kCentres = false;
 
   static Floats splat(float value) { return _mm512_set1_ps(value); }
   static Floats load(const float* at) { return _mm512_loadu_ps(at); }

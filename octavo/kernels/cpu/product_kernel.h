@@ -1,7 +1,9 @@
 // The product kernels, written once over Lanes: included by one file per instruction set, in an anonymous namespace. Must not
 // use inline functions of the standard library: the linker could pick another file's copy, compiled for other instructions.
 //
-// Lanes provides: Floats, Ints (16 lanes each), Bytes (16 × 4), the operations used below, kPackedRows and kFloatRows.
+// Lanes provides: Floats, Ints (16 lanes each), Bytes (16 × 4), the operations used below, kPackedRows and kFloatRows;
+// kCentres: dot<false> subtracts 128 from weights; kByPanel: a group's integer sums are made panel after panel; kPairs: then
+// rows can be multiplied two by two (product_i8mm.cpp).
 
 using L = Lanes;
 using Floats = L::Floats;

@@ -33,6 +33,7 @@ struct Lanes {
   };
   static constexpr int kPackedRows = 1;
   static constexpr int kFloatRows = 2;
+  static constexpr bool kByPanel = false, kPairs = false, kCentres = false;
 
   template <typename Vector>
   static Vector load_any(const void* at) {

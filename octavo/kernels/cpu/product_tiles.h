@@ -42,10 +42,16 @@ inline void fetch_some(Fetch& fetch) {
   fetch.at += fetch.num_lines * 64;
 }
 
-// The state of a tile with packed weights, which are processed group after group.
-template <int KIND, int ROWS, int PANELS>
+// The state of a tile with packed weights, which are processed group after group. L is a parameter because not all Lanes have
+// pairs.
+template <int KIND, int ROWS, int PANELS, typename L = Lanes>
 struct PackedWork {
   static constexpr Form kForm = form_of(KIND);
+  // One pair is no faster than two single rows: its weights must be rearranged.
+  static constexpr bool kPairs = L::kPairs && ROWS > 2;
+  // All kinds with factors of 8 bits have a centre of 128, which Lanes with kCentres subtract in their dots.
+  static constexpr bool kStartsAtZero = kForm.has_minimum || (L::kCentres && kForm.factor_bits() == 8);
+  static_assert(!(kForm.has_minimum && kForm.factor_bits() == 8), "dots of 8 bits may be centred");
   const uint8_t *codes[PANELS], *scales[PANELS], *outer[PANELS];
   int64_t minimums, outer_minimums;  // offsets from their scales
   Floats outer_scale[PANELS], outer_minimum[PANELS];
@@ -109,13 +115,85 @@ struct PackedWork {
     }
   }
 
+  // Σ (code − centre) · x = Σ code · x − centre · Σ x: a sum starts with the last term, and stays exact.
   template <int RUN>
-  inline __attribute__((always_inline)) void add_run(const OctavoGroup* records, Floats (&total)[ROWS][PANELS]) {
+  static inline __attribute__((always_inline)) Ints start_of(const OctavoGroup& record) {
+    const int32_t all = record.minus_sum, first = record.minus_sum_first;
+    const int32_t minus_sum = kForm.runs == 1 ? all : RUN == 0 ? first : all - first;
+    return L::template shift_left<kForm.factor_bits() - 1>(L::splat_int(kStartsAtZero ? 0 : minus_sum));
+  }
+
+  template <int RUN>
+  inline __attribute__((always_inline)) Floats scale_of_run(int p) const {
+    const uint8_t* at = scales[p] + RUN * kPanel;  // kinds with two runs have scales of one byte
+    return kForm.is_nested ? L::mul(L::load_small(at), outer_scale[p]) : L::load_halves(at);
+  }
+
+  // Parts `part` and `part` + 1 of a group times all rows: rows two by two if L can, the last of an odd number alone.
+  inline __attribute__((always_inline)) void dot_two_parts(const OctavoGroup* records, int part, Bytes low, Bytes high,
+                                                           Ints (&sums)[ROWS]) {
+    if constexpr (kPairs) {
+      const auto blocks = L::blocks(low, high);
+      for (int r = 0; r + 1 < ROWS; r += 2)
+        L::dot_pair(sums[r], sums[r + 1], blocks, records[r].codes + 4 * part, records[r + 1].codes + 4 * part);
+    }
+    for (int r = kPairs ? ROWS / 2 * 2 : 0; r < ROWS; ++r) {
+      constexpr bool kSmall = kForm.factor_bits() != 8;
+      sums[r] = L::template dot<kSmall>(sums[r], low, L::splat_bytes(records[r].codes + 4 * part));
+      sums[r] = L::template dot<kSmall>(sums[r], high, L::splat_bytes(records[r].codes + 4 * part + 4));
+    }
+  }
+
+  // As dot_vectors, for one panel and two vectors at a time.
+  template <int FIRST, int V>
+  inline __attribute__((always_inline)) void dot_two_vectors(const OctavoGroup* records, const uint8_t* at, Bytes plane,
+                                                             Ints (&sums)[ROWS]) {
+    const Bytes one = L::load_bytes(at + (kForm.bits == 2 ? 0 : V) * 64);
+    if constexpr (kForm.bits == 2) {
+      const Bytes low = L::template with_bits<-2 * V, 3>(L::no_bytes(), one);
+      dot_two_parts(records, FIRST + V, low, L::template with_bits<-2 * V - 2, 3>(L::no_bytes(), one), sums);
+      if constexpr (V + 2 < kForm.parts()) dot_two_vectors<FIRST, V + 2>(records, at, plane, sums);
+    } else {
+      const Bytes other = L::load_bytes(at + (V + 1) * 64);
+      if constexpr (kForm.bits == 8) {
+        dot_two_parts(records, FIRST + V, one, other, sums);
+        if constexpr (V + 2 < kForm.parts()) dot_two_vectors<FIRST, V + 2>(records, at, plane, sums);
+      } else {
+        constexpr int second = V + kForm.nibbles();
+        dot_two_parts(records, FIRST + V, whole<V>(L::low_halves(one), plane), whole<V + 1>(L::low_halves(other), plane),
+                      sums);
+        dot_two_parts(records, FIRST + second, whole<second>(L::high_halves(one), plane),
+                      whole<second + 1>(L::high_halves(other), plane), sums);
+        if constexpr (V + 2 < kForm.nibbles()) dot_two_vectors<FIRST, V + 2>(records, at, plane, sums);
+      }
+    }
+  }
+
+  // Panel after panel: the integer sums of all rows and one panel fill half of the registers, and none leaves them.
+  template <int RUN>
+  inline __attribute__((always_inline)) void add_run_by_panel(const OctavoGroup* records,
+                                                              Floats (&total)[ROWS][PANELS]) {
+    for (int p = 0; p < PANELS; ++p) {
+      Ints sums[ROWS];
+      for (int r = 0; r < ROWS; ++r) sums[r] = start_of<RUN>(records[r]);
+      if constexpr (kPairs)
+        for (int r = 0; r + 1 < ROWS; r += 2) L::pair(sums[r], sums[r + 1]);
+      Bytes plane = L::no_bytes();
+      if (kForm.above()) plane = L::load_bytes(codes[p] + kForm.nibbles() * 64);
+      dot_two_vectors<RUN * kForm.parts(), 0>(records, codes[p], plane, sums);
+      if constexpr (kPairs)
+        for (int r = 0; r + 1 < ROWS; r += 2) L::unpair(sums[r], sums[r + 1]);
+      const Floats scale = scale_of_run<RUN>(p);
+      codes[p] += kForm.vectors() * 64;
+      for (int r = 0; r < ROWS; ++r)
+        total[r][p] = L::fma(L::to_float(sums[r]), L::mul(scale, L::splat(records[r].scale)), total[r][p]);
+    }
+  }
+
+  template <int RUN>
+  inline __attribute__((always_inline)) void add_run_together(const OctavoGroup* records, Floats (&total)[ROWS][PANELS]) {
     for (int r = 0; r < ROWS; ++r) {
-      // Σ (code − centre) · x = Σ code · x − centre · Σ x: the sum starts with the last term, and stays exact.
-      const int32_t all = records[r].minus_sum, first = records[r].minus_sum_first;
-      const int32_t minus_sum = kForm.runs == 1 ? all : RUN == 0 ? first : all - first;
-      const Ints start = L::template shift_left<kForm.factor_bits() - 1>(L::splat_int(kForm.has_minimum ? 0 : minus_sum));
+      const Ints start = start_of<RUN>(records[r]);
       for (int p = 0; p < PANELS; ++p) dots[r][p] = start;
     }
     Bytes plane[PANELS];
@@ -124,8 +202,7 @@ struct PackedWork {
     dot_vectors<RUN * kForm.parts(), 0>(records, plane);
     Floats scale[PANELS];
     for (int p = 0; p < PANELS; ++p) {
-      const uint8_t* at = scales[p] + RUN * kPanel;  // kinds with two runs have scales of one byte
-      scale[p] = kForm.is_nested ? L::mul(L::load_small(at), outer_scale[p]) : L::load_halves(at);
+      scale[p] = scale_of_run<RUN>(p);
       codes[p] += kForm.vectors() * 64;
     }
     for (int r = 0; r < ROWS; ++r) {
@@ -133,6 +210,12 @@ struct PackedWork {
       for (int p = 0; p < PANELS; ++p)
         total[r][p] = L::fma(L::to_float(dots[r][p]), L::mul(scale[p], x_scale), total[r][p]);
     }
+  }
+
+  template <int RUN>
+  inline __attribute__((always_inline)) void add_run(const OctavoGroup* records, Floats (&total)[ROWS][PANELS]) {
+    if constexpr (L::kByPanel) add_run_by_panel<RUN>(records, total);
+    else add_run_together<RUN>(records, total);
   }
 
   // scale · Σ codes of a run.

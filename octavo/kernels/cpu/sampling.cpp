@@ -19,6 +19,8 @@ const SamplingVariant& sampling_variant() {
 #if defined(__x86_64__)
     case Instructions::avx512: return sampling_avx512;
     case Instructions::avx2: return sampling_avx2;
+#elif defined(__aarch64__)
+    case Instructions::neon: return sampling_neon;
 #endif
     default: return sampling_portable;
   }

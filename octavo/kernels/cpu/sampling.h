@@ -63,6 +63,6 @@ struct SamplingVariant {
   void (*keep)(float* x, int64_t size, const uint32_t* mask);
 };
 
-extern const SamplingVariant sampling_portable, sampling_avx2, sampling_avx512;
+extern const SamplingVariant sampling_portable, sampling_avx2, sampling_avx512, sampling_neon;
 
 }  // namespace octavo

@@ -72,6 +72,30 @@ OCTAVO_INLINE uint32_t lanes_in(vec a, vec low, vec high) {  // bit i: low ≤ a
   return (uint32_t)_mm256_movemask_ps(inside);
 }
 
+#elif defined(OCTAVO_NEON)
+
+struct Sum {
+  int64x2_t low = vdupq_n_s64(0), high = vdupq_n_s64(0);
+
+  OCTAVO_MEMBER void add(vec amounts) {
+    low = vaddq_s64(low, vcvtnq_s64_f64(vcvt_f64_f32(vget_low_f32(amounts))));
+    high = vaddq_s64(high, vcvtnq_s64_f64(vcvt_high_f64_f32(amounts)));
+  }
+  OCTAVO_MEMBER uint64_t total() const { return (uint64_t)vaddvq_s64(vaddq_s64(low, high)); }
+};
+
+OCTAVO_INLINE vec shift_exponent(vec a, vec b) {
+  const ints power = vshlq_n_s32(vreinterpretq_s32_f32(b), 23);
+  return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), power));
+}
+OCTAVO_INLINE vec add_from(vec sum, vec a, vec bound, vec amount) {
+  return vaddq_f32(sum, vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(amount), vcgeq_f32(a, bound))));
+}
+OCTAVO_INLINE uint32_t lanes_in(vec a, vec low, vec high) {
+  const uint32_t bits[W] = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(vandq_u32(vcgeq_f32(a, low), vcltq_f32(a, high)), vld1q_u32(bits)));
+}
+
 #else
 
 typedef double doubles __attribute__((vector_size(16)));
