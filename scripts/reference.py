@@ -730,7 +730,7 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Prompts": {
         "server.dialects.openai_completions.request.MAX_PROMPTS": ("prompts of a completion", "400"),
-        "server.endpoints.embeddings.MAX_INPUTS": ("inputs of an embedding request", "400"),
+        "server.generate.embeddings.MAX_INPUTS": ("inputs of an embedding request", "400"),
         "server.endpoints.tokenize.MAX_DETOKENIZED": ("ids to detokenize, or as many as the context holds", "400"),
         "server.generate.requests.MAX_REPEATED_BYTES": ("bytes of sampling parameters, times the prompts", "400"),
         "text.tokenize.windows.MAX_WORD": ("characters of a long text without a boundary between words", "400"),
