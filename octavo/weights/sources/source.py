@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from octavo.errors import ConfigError
+from octavo.gguf import part_paths
 from octavo.models import check_family
 from octavo.weights.sources import default_model, folder, hub
 from octavo.weights.sources.default_model import cache_folder as cache_folder
@@ -54,10 +55,23 @@ def local(path: Path, *, allow_missing_weights: bool = False) -> ModelSource:
         _check_folder(path, allow_missing_weights)
         return ModelSource(path, path.name, "folder")
     if path.suffix.lower() == ".gguf" or _starts_as_gguf(path):
-        return ModelSource(path, path.stem, "gguf")
+        return _gguf(path)
     if path.suffix == ".safetensors":
         raise ConfigError(f"{path} is only the weights: pass the folder, with config.json and the tokenizer in it")
     raise ConfigError(f"{path} is no .gguf file: pass a model folder, a .gguf file or a hub id (owner/name)")
+
+
+def _gguf(path: Path) -> ModelSource:
+    """A .gguf file, or all files of a model that is split into several."""
+    paths = part_paths(path)
+    if len(paths) == 1:
+        return ModelSource(path, path.stem, "gguf")
+    if missing := [part.name for part in paths if not part.is_file()]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError(
+            f"{path} is one of {len(paths)} parts, and {', '.join(missing[:3])}{more} are missing in its folder: fetch them"
+        )
+    return ModelSource(paths[0], paths[0].stem.rsplit("-", 3)[0], "gguf")
 
 
 def _existing(name: str) -> Path | None:
