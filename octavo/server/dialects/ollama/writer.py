@@ -89,8 +89,8 @@ class OllamaWriter:
                     found.append({"text": text} | ({"logprobs": part.logprobs} if part.logprobs else {}))
                 case Reasoning(text):
                     found.append({"thought": text})
-                case CallBegin() as call:
-                    self._open, self._arguments = call, ""
+                case CallBegin() as begun:
+                    self._open, self._arguments = begun, ""
                 case CallArguments(_, text):
                     self._arguments += text
                 case CallEnd(index):
