@@ -106,9 +106,8 @@ class Hub:
         if error.code == 401 and self._token:
             return ConfigError(f"{self.endpoint} does not accept the token in HF_TOKEN, or it may not read {hub_id}")
         if error.code in (401, 403, 404):
-            return ConfigError(
-                f"there is no model {hub_id} at {self.endpoint}: check the name (a private model needs HF_TOKEN)"
-            )
+            how = "check the name" if "/" in hub_id else "models are named owner/name, not as in Ollama's library"
+            return ConfigError(f"there is no model {hub_id} at {self.endpoint}: {how} (a private model needs HF_TOKEN)")
         if error.code == 416:  # the file became shorter: begin again
             return HubTrouble(f"{self.endpoint} has fewer bytes of a file of {hub_id} than were fetched before")
         return HubTrouble(f"{self.endpoint} answered {error.code} for {hub_id}: try again later")

@@ -202,13 +202,14 @@ def _pull_file(
     name = file.name.rpartition("/")[2]
     target = folder / name
     status = f"pulling {name}"
-    last_report = 0.0
+    last_report, is_complete = 0.0, False
 
     def report(num_bytes: int) -> None:
-        nonlocal last_report
+        nonlocal last_report, is_complete
         now = time.monotonic()
-        if now - last_report >= REPORT_SECONDS or num_bytes >= file.num_bytes:
-            last_report = now
+        is_last = num_bytes >= file.num_bytes
+        if not is_complete and (is_last or now - last_report >= REPORT_SECONDS):
+            last_report, is_complete = now, is_last
             on_report(PullReport(status, file.sha256, min(num_bytes, file.num_bytes), file.num_bytes))
 
     if file.sha256 and _is_whole(target, file, kept):

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from octavo.errors import Field, InvalidRequest, Unsupported, quote
 from octavo.server.dialects.ollama.messages import chat_messages
+from octavo.server.dialects.ollama.models import NamedRequest
 from octavo.server.generate import chat_request, embeddings
 from octavo.server.generate.chat_request import ChatFields, ChatPrompt
 from octavo.server.generate.field_names import FieldNames
@@ -212,6 +213,19 @@ class OldEmbedRequest(ModelFields, LimitFields):
     """Of /api/embeddings, which takes one text."""
 
     prompt: str
+
+
+class ShowRequest(NamedRequest):
+    pass
+
+
+class PullRequest(NamedRequest):
+    stream: bool | None = True
+
+    @field_validator("stream", mode="after")
+    @classmethod
+    def _streamed_unless_false(cls, value: bool | None) -> bool:
+        return value is not False
 
 
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────────
