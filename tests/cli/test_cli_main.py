@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import chat, main
+from octavo.cli import main
 from octavo.cli.flags import Parser
 from octavo.errors import ConfigError, EngineDead
 
@@ -285,21 +285,3 @@ def test_a_broken_answer_is_one_line(
     assert err.strip().startswith(f"octavo: error: {message.format(url=url)}") and err.count("\n") == 1
     assert out == printed
     thread.join(10)
-
-
-# ── Ctrl-C ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
-    class Endless:
-        def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-            yield "so"
-            yield " far"
-            raise KeyboardInterrupt
-
-        complete = chat  # type: ignore[assignment]
-
-    history: list[dict[str, str]] = []
-    assert chat._ask(Endless(), history, "go on")
-    assert capsys.readouterr().out == "so far\n"
-    assert history == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "so far"}]
