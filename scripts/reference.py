@@ -223,6 +223,18 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/compat": "every field of every dialect: honoured, refused or without effect",
         "GET /openapi.json": "this server as an OpenAPI 3.1 document",
     },
+    "Ollama's API": {
+        "POST /api/chat": "a chat turn, in lines or whole",
+        "POST /api/generate": "an answer to one prompt, or a raw prompt continued",
+        "POST /api/embed": "vectors of texts",
+        "POST /api/embeddings": "the vector of one text (Ollama's older route)",
+        "GET /api/tags": "the served model, and those that were pulled",
+        "POST /api/show": "one of them in detail",
+        "GET /api/ps": "the served model",
+        "GET /api/version": "the version of Ollama whose API this is, and Octavo's",
+        "POST /api/pull": "download a model from the hub, with progress; needs an admin key where keys are used",
+        "DELETE /api/delete": "delete a model that was pulled; needs an admin key where keys are used",
+    },
     "Files and batches": {
         "POST /v1/files": "upload a file of requests (`purpose=batch`)",
         "GET /v1/files": "list files",
@@ -286,7 +298,7 @@ def http_page() -> Iterator[str]:
     yield ""
     yield "A running server describes itself: `GET /openapi.json` has every route with the types of requests and answers, and"
     yield "`GET /v1/compat` every field with what becomes of it ([Field by field](fields.md))."
-    yield "An error has OpenAI's shape, `/v1/messages` Anthropic's ([Errors](errors.md))."
+    yield "An error has OpenAI's shape, `/v1/messages` Anthropic's, `/api/…` Ollama's ([Errors](errors.md))."
     yield ""
     yield "## Routes"
     yield ""
@@ -630,18 +642,24 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "`complete`, `top` and `bench serve` send",
         "VLLM_API_KEY": "the same for the server, where `OCTAVO_API_KEY` is not set",
         "OCTAVO_ADMIN_KEY": "the server's admin keys, separated by commas, where `--admin-key` is not given",
-        "OCTAVO_CACHE": "the cache folder: the embedded model, native kernels built at a start, recordings",
+        "OCTAVO_CACHE": "the cache folder: the embedded model, models that were pulled, native kernels built at a start, recordings, the "
+        "history of `octavo chat`",
         "OCTAVO_NATIVE": "`0`: do not use the native CPU kernels; torch computes in their place",
         "OCTAVO_PLAIN_LAUNCH": "`1`: launch Triton kernels by Triton's own launcher, to compare",
     },
     "Read from the system": {
+        "HF_ENDPOINT": "the hub's address; else `https://huggingface.co`",
+        "HF_TOKEN": "the hub's token, for models that need one",
+        "HF_TOKEN_PATH": "the file with the token, where `HF_TOKEN` is not set",
+        "HF_HOME": "the folder of the hub's library: its cache and the file `token`",
+        "HF_HUB_OFFLINE": "`1`: nothing is fetched from the hub",
         "XDG_CACHE_HOME": "parent of the cache folder where `OCTAVO_CACHE` is not set; else `~/.cache`",
         "CXX": "the C++ compiler for the native CPU kernels",
         "CUDA_HOME": "where flashinfer looks for CUDA's compiler",
         "CUDA_PATH": "the same, where `CUDA_HOME` is not set",
-        "NO_COLOR": "no colours in `octavo top`",
+        "NO_COLOR": "no colours in `octavo top`, and neither colours nor Markdown in `octavo chat`",
         "TZ": "the time zone, for templates that write the date; passed on to the processes that render a request's own",
-        "TERM": "no colours in `octavo top` where it is empty or `dumb`",
+        "TERM": "no colours in `octavo top` where it is empty or `dumb`, nor in `octavo chat` where it is `dumb`",
         "PYTHONPATH": "passed on to worker processes, with the package's folder added",
     },
     "Set where they are not set": {
@@ -653,7 +671,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     },
 }
 OF_OTHERS = {
-    "HF_TOKEN": "the hub's token, for models that need one; read by huggingface_hub, as its other `HF_…` variables are",
+    "HF_HUB_CACHE": "the cache of safetensors that `octavo serve` fetches; read by huggingface_hub, as its other `HF_…` variables are",
     "TRITON_CACHE_DIR": "where Triton keeps compiled kernels between starts",
     "PYTHON": "for `make`: the Python (3.11 to 3.13) to make the environment with",
     "PIP_ARGS": "for `make`: passed on to every `pip install`",

@@ -96,7 +96,7 @@ def _ids(service: Service, item: str | list[int], param: str, longest: int, cut:
     if not isinstance(item, str):
         return item[:cut]
     if not item:
-        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+        raise InvalidRequest(Field(param) + " is empty: at least one token is needed")
     if cut is None:
         return service.text.encode(item, param=param, max_tokens=longest)
     return service.text.encode_cut(item, cut, param=param)

@@ -19,7 +19,7 @@ from octavo.weights.sources.store import Store, StoredModel
 
 API_VERSION = "0.12.6"
 """The version of Ollama whose API this is: clients compare it to learn what they may use."""
-MAX_FACTS = 64  # models whose headers are remembered
+_KEPT_FACTS = 64  # models whose headers are remembered
 FOR_EVER = "2318-01-01T00:00:00Z"  # as Ollama writes the end of keep_alive -1
 
 Capability = Literal["completion", "tools", "thinking", "embedding"]
@@ -147,7 +147,7 @@ def _facts_of(path: Path) -> ModelFacts | None:
         return None
 
 
-@functools.lru_cache(MAX_FACTS)
+@functools.lru_cache(_KEPT_FACTS)
 def _read_facts(path: Path, modified: int) -> ModelFacts:
     """`modified`: a model that is pulled again is read again."""
     return read_facts(path)
