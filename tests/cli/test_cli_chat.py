@@ -256,7 +256,15 @@ class Slow(http.server.BaseHTTPRequestHandler):
             self.gone.set()
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_conversation(tmp_path: Path) -> None:
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Children get SIGINT, also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(interrupts: None, tmp_path: Path) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -317,6 +317,4 @@ OllamaFormat = Annotated[Any, WithJsonSchema(_any_of({"enum": ["", "json"]}, _AN
 OllamaThink = Annotated[
     Any, WithJsonSchema(_any_of({"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high"]}))
 ]
-KeepAlive = Annotated[Any, WithJsonSchema({"type": ["number", "string", "null"]})]
-"""Seconds, or a duration such as "5m"; negative: for ever."""
 Texts = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _TEXTS))]

@@ -24,7 +24,7 @@ from octavo.server.schema.fields import (
     make_fields,
 )
 from octavo.server.schema.lists import AtMost
-from octavo.server.schema.shapes import KeepAlive, OllamaFormat, OllamaMessages, OllamaThink, Texts, Tools
+from octavo.server.schema.shapes import OllamaFormat, OllamaMessages, OllamaThink, Texts, Tools
 from octavo.server.state.service import Service
 
 EFFORTS = ("low", "medium", "high")
@@ -35,7 +35,8 @@ ALL_TOKENS = -1  # of repeat_last_n
 _DURATION = re.compile(r"-?(\d+(\.\d+)?(ns|us|µs|ms|s|m|h))+|-?\d+(\.\d+)?", re.ASCII)
 _MAX_DURATION_LEN = 40  # characters
 
-_OPTIONS_NOT_OFFERED: dict[str, tuple[object, ...]] = {
+_NOT_OFFERED: dict[str, tuple[object, ...]] = {
+    "keep_alive": (-1, -1.0, "-1", "-1s", "-1m", "-1h"),
     "options.embedding_only": (False,),
     "options.f16_kv": (True,),
     "options.logits_all": (False,),
@@ -58,12 +59,12 @@ _OPTIONS_NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "options.vocab_only": (False,),
 }
 CHAT_NOT_OFFERED: dict[str, tuple[object, ...]] = {
-    **_OPTIONS_NOT_OFFERED,
+    **_NOT_OFFERED,
     "messages[].images": ([],),
     "shift": (False,),
 }
 GENERATE_NOT_OFFERED: dict[str, tuple[object, ...]] = {
-    **_OPTIONS_NOT_OFFERED,
+    **_NOT_OFFERED,
     "context": ([],),
     "height": (0,),
     "images": ([],),
@@ -73,7 +74,7 @@ GENERATE_NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "template": ("",),
     "width": (0,),
 }
-EMBED_NOT_OFFERED = _OPTIONS_NOT_OFFERED
+EMBED_NOT_OFFERED = _NOT_OFFERED
 
 _SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "stop")
 """Options that a chat request has under the same name."""
@@ -130,17 +131,19 @@ class ModelFields(RequestFields):
     """What requests that need the model share."""
 
     options: Options | None = None
-    keep_alive: KeepAlive = None
+
+    @property
+    def keep_alive(self) -> object:
+        """It is not offered: a value without effect is named back."""
+        return (self.model_extra or {}).get("keep_alive")
 
     @property
     def chosen(self) -> Options:
         return self.options or Options()
 
     def check_options(self, service: Service) -> None:
-        """Record what has no effect: the model stays loaded, with the context that the server has."""
-        lasts = read_keep_alive(self.keep_alive)
-        if lasts is not None and lasts >= 0:
-            self.pass_over(Field("keep_alive"), service.config)
+        """Record what has no effect: the context has the size that the server gave it."""
+        read_keep_alive(self.keep_alive)  # raises where it is no duration
         options = self.chosen
         if options.num_ctx is not None and options.num_ctx < 1:
             raise InvalidRequest(Field("options", "num_ctx") + f" must be at least 1, got {quote(options.num_ctx)}")
