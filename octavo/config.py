@@ -221,6 +221,13 @@ class ServerConfig:
     max_stored_response_bytes: int | str = knob(
         64 * 2**20, "most memory for stored responses in each API process", kind="bytes"
     )
+    max_model_store_bytes: int | str = knob(
+        64 * 2**30,
+        "most bytes of all models in models/ of the cache folder that /api/pull may fill; 0: it pulls none. octavo pull has no limit "
+        "but the disk",
+        kind="bytes",
+        least=0,
+    )
     strict_fields: bool = knob(
         False,
         "reject requests with fields that are unknown or have no effect; off: the response lists such fields in ignored_fields",

@@ -7,7 +7,7 @@ OctavoError
 │   ├── ContextTooLong 400      prompt (+ max_tokens) does not fit the context or the KV store
 │   ├── Unsupported 400         a known field or value that Octavo does not support
 │   ├── Unauthorized 401        missing or wrong API key
-│   ├── Forbidden 403           a Host that this server does not go by, or a browser on another site's page
+│   ├── Forbidden 403           a Host that this server does not go by, a browser on another site's page, or no admin key
 │   ├── ModelNotFound 404       the model named in the request is not served here
 │   ├── NotFound 404            an object named by its id does not exist, or no longer does
 │   ├── RequestTimeout 408      the request did not arrive completely in time
@@ -206,12 +206,13 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The request names a Host that this server does not go by, or a browser sent it for another site's page."""
+    """The request names a Host that this server does not go by, a browser sent it for another site's page, or its key may not do
+    this."""
 
     status = 403
     type = "permission_error"
 
-    def __init__(self, message: str, reason: Literal["host", "origin", "content_type"]) -> None:
+    def __init__(self, message: str, reason: Literal["host", "origin", "content_type", "key"]) -> None:
         super().__init__(message)
         self.reason = reason
 

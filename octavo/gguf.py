@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from octavo.errors import ConfigError
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMS = 4  # ggml's own limit
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.IGNORECASE)
+MOST_PARTS = 1000
 
 # type id → (name, elements in a block, bytes in a block)
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -33,6 +36,7 @@ class TensorEntry:
     type: str  # a name in TYPES
     offset: int  # bytes from the start of the file
     num_bytes: int
+    path: Path  # the file: a model may be split into several
 
 
 class GGUFFile:
@@ -59,6 +63,34 @@ class GGUFFile:
     def bytes_of(self, name: str) -> memoryview:
         entry = self.tensors[name]
         return memoryview(self._map)[entry.offset : entry.offset + entry.num_bytes]
+
+    def join_parts(self) -> None:
+        """Add the tensors of the other parts of a model that is split into several files, of which this is the first. Raises
+        ConfigError if a part is missing or belongs to another model."""
+        count = self.metadata.get("split.count", 1)
+        if count in (0, 1):
+            return
+        paths = part_paths(self.path)
+        if not isinstance(count, int) or len(paths) != count:
+            raise ConfigError(
+                f"{self.path} is one of {count} parts, but is not named so: give it its name …-00001-of-{count:05}.gguf back"
+                if isinstance(count, int)
+                else f"{self.path} is corrupt: split.count is {count!r}; fetch it again"
+            )
+        if self.metadata.get("split.no", 0) != 0:
+            raise ConfigError(f"{self.path} is not the first part of its model: its name was changed; fetch it again")
+        for number, path in enumerate(paths[1:], 1):
+            part = GGUFFile(path)
+            if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+                raise ConfigError(f"{path} is not part {number + 1} of {count} of its model: fetch it again")
+            if both := part.tensors.keys() & self.tensors.keys():
+                raise ConfigError(f"{path} and another part both hold the tensor {min(both)[:80]!r}: fetch them again")
+            self.tensors |= part.tensors
+        wanted = self.metadata.get("split.tensors.count", len(self.tensors))
+        if wanted != len(self.tensors):
+            raise ConfigError(
+                f"{self.path} and its other parts hold {len(self.tensors)} of {wanted} tensors: fetch them again"
+            )
 
     def _read_header(self) -> None:
         if self._map[:4] != b"GGUF":
@@ -108,7 +140,7 @@ class GGUFFile:
             raise ConfigError(
                 f"{self.path} is truncated: tensor {name} ends at byte {end}, the file has {self.size}: fetch it again"
             )
-        return TensorEntry(name, shape, type_name, offset, end - offset)
+        return TensorEntry(name, shape, type_name, offset, end - offset, self.path)
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._string(), self._scalar("<I")
@@ -156,3 +188,13 @@ class GGUFFile:
             strings.append(data[start:at].decode("utf-8", errors="surrogateescape"))
         self._at = at
         return strings
+
+
+def part_paths(path: Path) -> list[Path]:
+    """All files of the model that `path` belongs to, by their names: the file itself, unless it is named as one of several parts.
+    They may not exist."""
+    named = _PART.fullmatch(path.name)
+    if named is None or not 1 <= int(named["number"]) <= int(named["total"]) <= MOST_PARTS:
+        return [path]
+    total = int(named["total"])
+    return [path.with_name(f"{named['stem']}-{number:05}-of-{total:05}{path.suffix}") for number in range(1, total + 1)]

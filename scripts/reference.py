@@ -224,6 +224,18 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/compat": "every field of every dialect: honoured, refused or without effect",
         "GET /openapi.json": "this server as an OpenAPI 3.1 document",
     },
+    "Ollama's API": {
+        "POST /api/chat": "a chat turn, in lines or whole",
+        "POST /api/generate": "an answer to one prompt, or a raw prompt continued",
+        "POST /api/embed": "vectors of texts",
+        "POST /api/embeddings": "the vector of one text (Ollama's older route)",
+        "GET /api/tags": "the served model, and those that were pulled",
+        "POST /api/show": "one of them in detail",
+        "GET /api/ps": "the served model",
+        "GET /api/version": "the version of Ollama whose API this is, and Octavo's",
+        "POST /api/pull": "download a model from the hub, with progress; needs an admin key where keys are used",
+        "DELETE /api/delete": "delete a model that was pulled; needs an admin key where keys are used",
+    },
     "Files and batches": {
         "POST /v1/files": "upload a file of requests (`purpose=batch`)",
         "GET /v1/files": "list files",
@@ -287,7 +299,7 @@ def http_page() -> Iterator[str]:
     yield ""
     yield "A running server describes itself: `GET /openapi.json` has every route with the types of requests and answers, and"
     yield "`GET /v1/compat` every field with what becomes of it ([Field by field](fields.md))."
-    yield "An error has OpenAI's shape, `/v1/messages` Anthropic's ([Errors](errors.md))."
+    yield "An error has OpenAI's shape, `/v1/messages` Anthropic's, `/api/…` Ollama's ([Errors](errors.md))."
     yield ""
     yield "## Routes"
     yield ""
@@ -694,7 +706,7 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Prompts": {
         "server.dialects.openai_completions.request.MAX_PROMPTS": ("prompts of a completion", "400"),
-        "server.endpoints.embeddings.MAX_INPUTS": ("inputs of an embedding request", "400"),
+        "server.generate.embeddings.MAX_INPUTS": ("inputs of an embedding request", "400"),
         "server.endpoints.tokenize.MAX_DETOKENIZED": ("ids to detokenize, or as many as the context holds", "400"),
         "server.generate.requests.MAX_REPEATED_BYTES": ("bytes of sampling parameters, times the prompts", "400"),
         "text.tokenize.windows.MAX_WORD": ("characters of a long text without a boundary between words", "400"),

@@ -1,5 +1,4 @@
-"""`octavo chat` and `octavo complete`: a conversation in the terminal, with a model in this process or at an OpenAI-compatible
-URL."""
+"""The models that `octavo chat`, `octavo run` and `octavo complete` talk to: in this process, or at an OpenAI-compatible URL."""
 
 import http.client
 import json
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from octavo.errors import ConfigError, EngineUnavailable, InvalidRequest, OctavoError, RequestFailed
+from octavo.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "max_tokens")
 """Sampling parameters with the same name as a flag, in SamplingParams and in a request's body."""
@@ -207,55 +206,3 @@ def _one_line(error: Exception) -> str:
 def _error_text(body: Any) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)
-
-
-# ── the conversation ────────────────────────────────────────────────────────────────────────────────
-
-
-def converse(model: TalkModel, system: str | None) -> int:
-    """Answer one question after another until the input ends. The history, including interrupted answers, is part of every
-    later prompt."""
-    history: list[Message] = [{"role": "system", "content": system}] if system else []
-    typed = sys.stdin.isatty()
-    if typed:
-        with suppress(ImportError):
-            import readline  # noqa: F401 line editing and history for input()
-        print("Ctrl-C stops an answer, Ctrl-D quits.", file=sys.stderr)
-    num_failed = 0
-    while (question := _next_question(typed)) is not None:
-        if question.strip():
-            num_failed += not _ask(model, history, question)
-    return 1 if num_failed and not typed else 0  # a person has seen the failure, a script has not
-
-
-def _next_question(typed: bool) -> str | None:
-    if not typed:
-        line = sys.stdin.readline()
-        return line.rstrip("\n") if line else None
-    while True:
-        try:
-            return input("> ")
-        except EOFError:
-            print()
-            return None
-        except KeyboardInterrupt:
-            print()  # discard an unfinished line, as a shell does
-
-
-def _ask(model: TalkModel, history: list[Message], question: str) -> bool:
-    """Ask one question and print the answer. False: the model could not answer."""
-    history.append({"role": "user", "content": question})
-    answer = ""
-    try:
-        for piece in model.chat(history):
-            answer += piece
-            print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
-    except OctavoError as error:
-        history.pop()  # a question that was not answered must not stay in the history
-        print(f"{answer and chr(10)}octavo: error: {' '.join(error.message.split())}", file=sys.stderr)
-        return False
-    print()
-    history.append({"role": "assistant", "content": answer})
-    return True

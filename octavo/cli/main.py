@@ -1,4 +1,5 @@
-"""`octavo serve | chat | complete | top | bench | run-batch | doctor | replay | help | completion`: parses the command line, runs the command, and turns
+"""`octavo serve | chat | run | pull | list | rm | ps | complete | top | bench | run-batch | doctor | replay | help |
+completion`: parses the command line, runs the command, and turns
 errors into one line and an exit code. torch, HTTP frameworks and the engine are imported only by the commands that need them:
 `octavo --help` must be instant."""
 
@@ -21,6 +22,7 @@ from octavo.cli.flags import (
     number,
     options_from,
 )
+from octavo.cli.models import add_models
 from octavo.cli.settings import unknown_variables
 from octavo.errors import ConfigError, OctavoError
 from octavo.ipc.stderr import say
@@ -58,6 +60,8 @@ def build_parser() -> Parser:
     parser.set_defaults(run=lambda _: _print_help(parser))
     _add_serve(commands)
     _add_chat(commands)
+    _add_run(commands)
+    add_models(commands)
     _add_complete(commands)
     _add_top(commands)
     add_bench(commands)
@@ -143,6 +147,10 @@ def _add_talk_flags(parser: Parser, *, max_tokens: str) -> None:
         "--url", metavar="URL", help="use this OpenAI-compatible server, for example http://127.0.0.1:8000"
     )
     where.add_argument("--api-key", metavar="KEY", help="the server's API key; environment: OCTAVO_API_KEY")
+    _add_sampling_flags(parser, max_tokens)
+
+
+def _add_sampling_flags(parser: Parser, max_tokens: str) -> None:
     how = parser.add_argument_group("sampling")
     how.add_argument("--temperature", type=number, metavar="X", help="sampling temperature; 0: greedy")
     how.add_argument(
@@ -183,11 +191,48 @@ def _open_model(arguments: argparse.Namespace, otherwise: dict[str, Any]) -> Any
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from octavo.cli.chat import converse
+    from octavo.cli.conversation import converse
 
     model = _open_model(arguments, {})
     model.check_chat()
     return converse(model, arguments.system)
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="chat with a model, and serve it first if it is not served",
+        description="Chat with MODEL: with the server of this machine that serves it, or with one that is started for the "
+        "conversation and stopped after it. A model of the hub is pulled first. With PROMPT, print one answer.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a model's name, a folder or a .gguf file")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the only question; - reads it from stdin")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
+    parser.add_argument("--keep", action="store_true", help="leave the server running that was started here")
+    _add_sampling_flags(parser, "most tokens of an answer (default: until the model stops)")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from octavo.cli import chat, models
+    from octavo.cli.conversation import converse
+
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("the prompt is empty: give a question")
+    sampling = {name: getattr(arguments, name) for name in chat.SAMPLING if getattr(arguments, name) is not None}
+    key = os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+    server, started = models.find_server(arguments.model), None
+    if server is None:
+        started = models.StartedServer(models.pull_if_missing(arguments.model))
+        server = started.record
+    try:
+        return converse(chat.RemoteModel(server.url, server.model, key, sampling), arguments.system, prompt)
+    finally:
+        if started is not None and arguments.keep:
+            say(f"the server stays at {server.url} (process {server.pid}): kill {server.pid} stops it")
+        elif started is not None:
+            started.stop()
 
 
 def _complete(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """build_app: the ASGI application with its routers, its error handler and its middleware."""
 
 import functools
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -19,9 +20,11 @@ from octavo.server.state.service import Service
 from octavo.text import Text
 
 
-def build_app(engine: EngineClient, text: Text, config: Config, model_name: str) -> FastAPI:
+def build_app(
+    engine: EngineClient, text: Text, config: Config, model_name: str, model_path: Path | None = None
+) -> FastAPI:
     """The ASGI application; its Service is at `app.state.service`."""
-    service = Service(engine, text, config, model_name)
+    service = Service(engine, text, config, model_name, model_path)
     # No generated docs: request bodies are read and checked by hand, and the docs page loads its scripts from elsewhere.
     app = FastAPI(title="Octavo", openapi_url=None, redirect_slashes=False)
     app.state.service = service

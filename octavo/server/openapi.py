@@ -38,7 +38,7 @@ def build_document(app: FastAPI, service: Service) -> Schema:
             key = f"{method.upper()} {path}"
             shape = shapes.get(key, Shape())
             operation.pop("requestBody", None)
-            if method == "post" and path in routes:
+            if method in ("post", "delete") and path in routes:
                 operation["requestBody"] = _request_body(routes[path], schemas, service)
             elif shape.form is not None:
                 operation["requestBody"] = {

@@ -29,7 +29,7 @@ async def prepare(
             tool_call_parser=server.tool_call_parser,
             reasoning_parser=server.reasoning_parser,
         )
-        return build_app(client, text, config, model_name), text
+        return build_app(client, text, config, model_name, Path(model_path)), text
 
     (app, text), report = await asyncio.gather(build(), client.ready())
     text.require_fit(report.vocab_size)

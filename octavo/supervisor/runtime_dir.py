@@ -9,12 +9,25 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from octavo.config import Config, replace
 from octavo.errors import ConfigError
 
 _PREFIX = "octavo-"
 _LOCK = "lock"
+_RECORD = "server.json"
+SHARED_TEMPORARY = Path("/tmp")  # its name is short everywhere
 _MAX_LEN = 80  # a UNIX socket's path may have about a hundred characters
+
+
+class ServerRecord(msgspec.Struct, frozen=True):
+    """A server that takes requests."""
+
+    pid: int  # of its supervisor
+    url: str
+    model: str
+    started: float  # time.time()
 
 
 class RuntimeDir:
@@ -24,7 +37,7 @@ class RuntimeDir:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         if len(str(self.path)) > _MAX_LEN:
             self.path.rmdir()
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=SHARED_TEMPORARY))
         # Locked before it gets its name, so a lock file that is not locked always belongs to an abandoned folder.
         fresh = self.path / "new"
         self._lock = os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600)
@@ -36,10 +49,38 @@ class RuntimeDir:
         os.close(self._lock)
 
 
+def write_record(folder: Path, record: ServerRecord) -> None:
+    """Announce a server to `octavo ps`. `folder`: its RuntimeDir's."""
+    fresh = folder / f"{_RECORD}.new"
+    fresh.write_bytes(msgspec.json.encode(record))
+    fresh.rename(folder / _RECORD)
+
+
+def running_servers() -> list[ServerRecord]:
+    """This user's servers on this machine, the oldest first."""
+    found = []
+    for place in {Path(tempfile.gettempdir()), SHARED_TEMPORARY}:
+        for path in place.glob(f"{_PREFIX}*/{_RECORD}"):
+            with contextlib.suppress(OSError, msgspec.DecodeError):  # another user's, or removed meanwhile
+                if path.stat().st_uid == os.getuid() and _is_locked(path.parent / _LOCK):
+                    found.append(msgspec.json.decode(path.read_bytes(), type=ServerRecord))
+    return sorted(found, key=lambda record: record.started)
+
+
+def _is_locked(lock: Path) -> bool:
+    """Whether the process that made the folder lives."""
+    with open(lock, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def remove_abandoned() -> int:
     """Remove the folders of servers all of whose processes were killed at once. Returns how many."""
     count = 0
-    for place in {Path(tempfile.gettempdir()), Path("/tmp")}:
+    for place in {Path(tempfile.gettempdir()), SHARED_TEMPORARY}:
         for lock in place.glob(f"{_PREFIX}*/{_LOCK}"):
             with contextlib.suppress(OSError):  # another user's, in use, or removed meanwhile
                 fd = os.open(lock, os.O_RDWR)

@@ -29,7 +29,7 @@ from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit
 from octavo.supervisor.api_processes import ApiProcess, ApiProcesses
 from octavo.supervisor.listen import access_note, cannot_listen, check_certificates, listen, url_of
 from octavo.supervisor.memory_report import budget_lines
-from octavo.supervisor.runtime_dir import RuntimeDir, files_folder, remove_abandoned
+from octavo.supervisor.runtime_dir import RuntimeDir, ServerRecord, files_folder, remove_abandoned, write_record
 from octavo.supervisor.watchdog import LOOK_SECONDS, Restarts, Watch, for_clients
 from octavo.weights.sources.source import ModelSource, resolve
 
@@ -358,9 +358,9 @@ class _Supervisor:
     def _say_if_ready(self) -> None:
         if not self._has_served and self._is_engine_ready and self._api_processes.num_ready == self._num_servers:
             self._has_served = True
-            self._say(
-                f"ready after {time.monotonic() - self._started:.1f} s: {url_of(self._listener, self._config.server)}"
-            )
+            url = url_of(self._listener, self._config.server)
+            write_record(self._folder, ServerRecord(os.getpid(), url, self._served_name, time.time()))
+            self._say(f"ready after {time.monotonic() - self._started:.1f} s: {url}")
 
     def _say(self, line: str) -> None:
         log.info("%s", line)

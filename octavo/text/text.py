@@ -140,6 +140,11 @@ class Text:
         return isinstance(self._template, DescribedTemplate) or self._template.is_there
 
     @property
+    def template_source(self) -> str:
+        """The chat template's text. Empty: there is none."""
+        return self._template.source()
+
+    @property
     def template_variables(self) -> dict[str, str]:
         """Variables that every chat template gets: bos_token, eos_token, …"""
         assert isinstance(self._template, ChatTemplate)

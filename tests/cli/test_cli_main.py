@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import chat, main, version
+from octavo.cli import main, version
 from octavo.cli.flags import Parser
 from octavo.errors import ConfigError, EngineDead
 
@@ -81,7 +81,7 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["serv"], "COMMAND: 'serv' is not one of serve, chat, complete, top, bench, run-batch, doctor, replay, help, completion; did you mean serve?"),
+        (["serv"], "COMMAND: 'serv' is not one of serve, chat, run, pull, list, rm, ps, complete, top, bench, run-batch, doctor, replay, help, completion; did you mean serve?"),
         (["bench", "latncy"], "KIND: 'latncy' is not one of latency, throughput, serve; did you mean latency?"),
         (["serve", "--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["complete", ""], "the prompt is empty: give a text to continue"),
@@ -305,21 +305,3 @@ def test_a_broken_answer_is_one_line(
     assert err.strip().startswith(f"octavo: error: {message.format(url=url)}") and err.count("\n") == 1
     assert out == printed
     thread.join(10)
-
-
-# ── Ctrl-C ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
-    class Endless:
-        def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
-            yield "so"
-            yield " far"
-            raise KeyboardInterrupt
-
-        complete = chat  # type: ignore[assignment]
-
-    history: list[dict[str, str]] = []
-    assert chat._ask(Endless(), history, "go on")
-    assert capsys.readouterr().out == "so far\n"
-    assert history == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "so far"}]

@@ -21,7 +21,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "a"},
     "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "a"}], "stream": False},
+    "/api/generate": {"prompt": "a", "stream": False},
+    "/api/show": {"name": "byte-model"},
 }
+UNTRIED = {"/v1/embeddings", "/v1/batches", "/api/embed", "/api/embeddings", "/api/pull", "/api/delete"}
 NUMBERS = re.compile(r"\[\d+\]")
 STRANGE = [["value"]]  # no field that is honoured or only labels takes it
 
@@ -57,6 +61,10 @@ TURNS = {
     "tools": [{"name": "f", "input_schema": {}}],
     "thinking": {"type": "disabled"},
 }
+OLLAMA = [
+    {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    {"role": "user", "content": "a"},
+]
 COUNTED = {name: value for name, value in INPUT.items() if not name.startswith("stream")}
 RICH: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [{"prompt": "a", **SHAPE}, {"prompt": "a", **WISH}],
@@ -66,6 +74,8 @@ RICH: dict[str, list[dict[str, Any]]] = {
     "/v1/responses/input_tokens": [COUNTED, {"input": "a", **WISH}],
     "/v1/messages": [{"max_tokens": 9, **TURNS}],
     "/v1/messages/count_tokens": [TURNS],
+    "/api/chat": [{"messages": OLLAMA, "tools": CHAT["tools"], "options": {}, "stream": False}],
+    "/api/generate": [{"prompt": "a", "options": {}, "stream": False}],
 }
 """Bodies that have every object in which fields within others are."""
 
@@ -88,7 +98,7 @@ async def test_what_it_says_is_what_happens(serve: Serve, strict: bool) -> None:
     compat = (await client.get("/v1/compat")).json()
     assert compat["strict"] is strict
     dialects = {dialect["path"]: dialect["fields"] for dialect in compat["dialects"]}
-    assert dialects.keys() - BODIES.keys() == {"/v1/embeddings", "/v1/batches"}
+    assert dialects.keys() - BODIES.keys() == UNTRIED
     for path, body in BODIES.items():
         names = [field["name"] for field in dialects[path]]
         assert len(set(names)) == len(names)
@@ -145,6 +155,8 @@ def check_error(path: str, response: httpx.Response, name: str, code: str) -> No
         assert response.status_code == 400 and error["type"] == "invalid_request_error" and name in error["message"], (
             error
         )
+    elif path.startswith("/api/"):  # so has Ollama's
+        assert response.status_code == 400 and name in response.json()["error"], (name, response.text)
     else:
         error = error_of(response, 400)
         assert error["code"] == code and error["param"].startswith(name), (name, error)

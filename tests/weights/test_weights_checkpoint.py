@@ -246,7 +246,7 @@ def test_a_gguf_file_goes_through_its_family(tmp_path: Path) -> None:
     [
         ({"llama.embedding_length": 2}, [EMBED], "general.architecture"),
         ({"general.architecture": "other"}, [EMBED], "safetensors"),
-        ({**METADATA, "split.count": 3}, [EMBED], "--merge"),
+        ({**METADATA, "split.count": 3}, [EMBED], "is one of 3 parts"),
         (METADATA, [], "no weights"),
     ],
 )

@@ -12,6 +12,8 @@ from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
 from octavo.models import load_family
 from octavo.weights.formats.gguf_tensors import GGUFTensors
+from octavo.weights.sources.identity import weights_identity
+from octavo.weights.sources.source import resolve
 from tests.scalar_quants import random_quants, scalar
 from tests.weights.gguf_writer import Packed, write_gguf
 
@@ -99,3 +101,62 @@ def test_frequencies_in_old_files_are_left_out(tmp_path: Path) -> None:
     tensors = [floats("blk.0.attn_norm.weight", 1.0), floats("blk.0.attn_rot_embd.weight", 1.0)]
     weights = GGUFTensors(GGUFFile(write_gguf(tmp_path / "m.gguf", {}, tensors)), load_family("llama"), {})
     assert weights.num_bytes == 4
+
+
+# --- a model in several files ---
+
+
+def split_model(folder: Path, *, total: int = 3) -> list[Path]:
+    """One tensor in each part; the names are those that llama.cpp's splitter gives."""
+    paths = []
+    for number in range(total):
+        metadata: dict[str, object] = {"split.no": number, "split.count": total, "split.tensors.count": total}
+        path = folder / f"tiny-{number + 1:05}-of-{total:05}.gguf"
+        paths.append(
+            write_gguf(path, metadata, [Packed(f"t{number}", (2, 4), "F32", struct.pack("<8f", *[number] * 8))])
+        )
+    return paths
+
+
+def test_tensors_of_all_parts_are_read(tmp_path: Path) -> None:
+    file = GGUFFile(split_model(tmp_path)[0])
+    assert list(file.tensors) == ["t0"]
+    file.join_parts()
+    weights = GGUFTensors(file, stand_in_family(), {"shift": 0.0})
+    found = {name: float(tensor.flatten()[0]) for name, tensor in weights.tensors("cpu", torch.float32)}
+    assert sorted(found.values()) == [0.0, 1.0, 2.0] and len(found) == 3
+    assert weights.num_bytes == 3 * 32
+
+
+def test_any_part_names_the_model_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    paths = split_model(tmp_path)
+    for path in paths:
+        source = resolve(str(path))
+        assert (source.path, source.name, source.kind) == (paths[0], "tiny", "gguf")
+    whole = weights_identity(resolve(str(paths[0])), is_dummy=False)
+    paths[2].write_bytes(paths[2].read_bytes()[:-1] + b"x")
+    assert weights_identity(resolve(str(paths[0])), is_dummy=False) != whole, "every part counts"
+    paths[1].unlink()
+    with pytest.raises(ConfigError, match=r"tiny-00002-of-00003\.gguf are missing"):
+        resolve(str(paths[0]))
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    paths = split_model(tmp_path)
+    (tmp_path / "other").mkdir()
+    others = split_model(tmp_path / "other", total=2)
+    paths[1].write_bytes(others[1].read_bytes())
+    with pytest.raises(ConfigError, match="not part 2 of 3"):
+        GGUFFile(paths[0]).join_parts()
+    paths[1].write_bytes(paths[2].read_bytes())
+    with pytest.raises(ConfigError, match="not part 2 of 3"):
+        GGUFFile(paths[0]).join_parts()
+    lone = paths[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ConfigError, match=r"named so: .*-00001-of-00003.gguf"):
+        GGUFFile(lone).join_parts()
+    twice: dict[str, object] = {"split.no": 1, "split.count": 2}
+    for number in range(2):
+        metadata = twice | {"split.no": number}
+        write_gguf(tmp_path / f"t-{number + 1:05}-of-00002.gguf", metadata, [Packed("t0", (2, 4), "F32", bytes(32))])
+    with pytest.raises(ConfigError, match="both hold the tensor 't0'"):
+        GGUFFile(tmp_path / "t-00001-of-00002.gguf").join_parts()

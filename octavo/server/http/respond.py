@@ -14,7 +14,7 @@ from octavo.errors import OctavoError
 from octavo.observe.journeys.journey import current
 from octavo.server.http import errors
 from octavo.server.http.sse import KEEP_ALIVE, ErrorEvent, EventStream, owner_of, until_gone
-from octavo.server.schema.fields import StreamFields
+from octavo.server.schema.fields import PlainStreamFields
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.resume import StreamLog
 from octavo.server.state.service import Service
@@ -42,7 +42,7 @@ class Writer(Protocol):
 async def submit_and_respond(
     service: Service,
     request: Request,
-    fields: StreamFields,
+    fields: PlainStreamFields,
     response_id: str,
     task: Task,
     writer: Writer,
@@ -51,8 +51,10 @@ async def submit_and_respond(
     error_event: ErrorEvent = errors.error_event,
     keep_alive: bytes = KEEP_ALIVE,
     headers: Mapping[str, str] | None = None,
+    stream_class: type[EventStream] = EventStream,
 ) -> Response:
     """Raises the error with which the engine refuses a request. `error_event`, `keep_alive`: as for an EventStream.
+    `stream_class`: how the writer's events are framed. Only server-sent events can be resumed.
 
     What is submitted here and not read to its end is aborted when the HTTP request is over (RequestMiddleware)."""
     kept = service.logs.open(response_id, owner_of(request)) if fields.stream and fields.wants_resumable else None
@@ -72,7 +74,7 @@ async def submit_and_respond(
             events = _with_error_event(events, error_event, request.scope["octavo.request_id"])
         _fill(service, kept, events, ignored)
         events, ignored, headers = kept.read(0), (), {"x-stream-id": response_id, **(headers or {})}
-    return EventStream(
+    return stream_class(
         service,
         events,
         ignored,

@@ -19,7 +19,7 @@ from octavo.messages import ReadPlace
 from octavo.server.http.errors import error_event, note
 from octavo.server.state.disconnect import ClientGone, disconnected
 from octavo.server.state.encoded_json import around_text
-from octavo.server.state.ignored_fields import name_back
+from octavo.server.state.ignored_fields import EVENT_END, name_back
 from octavo.server.state.loopback import OWNER
 from octavo.server.state.owners import NOBODY, Viewer
 from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
@@ -100,6 +100,7 @@ class EventStream(Response):
     queue is sent in comments until the first event."""
 
     media_type = "text/event-stream"
+    frame_end = EVENT_END  # the bytes after each event
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class EventStream(Response):
             try:
                 first = await anext(events, b"")
                 if self._ignored_fields:
-                    first = name_back(first, self._ignored_fields)
+                    first = name_back(first, self._ignored_fields, self.frame_end)
                 self._queued = ()
                 await self._send_head(send)
                 self._last_sent = time.monotonic()

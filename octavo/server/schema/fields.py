@@ -184,20 +184,30 @@ class QueueOptions(BaseModel):
     include_queue: bool | None = None  # ours: SSE comments with the place in the queue, until the request has a row
 
 
-class StreamFields(LimitFields):
-    """Fields of a dialect whose answers can be streamed. It may have more stream_options than these."""
+class PlainStreamFields(LimitFields):
+    """Fields of a dialect whose answers can be streamed, without options for that."""
 
     stream: bool | None = None
-    stream_options: QueueOptions | None = None
 
     @property
     def wants_queue(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_queue)
+        """Whether the place in the queue is sent before the answer."""
+        return False
 
     @property
     def wants_resumable(self) -> bool:
         """Whether the stream can be resumed on another connection. Not every dialect offers this."""
         return False
+
+
+class StreamFields(PlainStreamFields):
+    """Fields of a dialect whose streams have options. It may have more than these."""
+
+    stream_options: QueueOptions | None = None
+
+    @property
+    def wants_queue(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_queue)
 
     def check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:

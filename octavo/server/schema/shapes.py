@@ -20,6 +20,7 @@ class Shape:
 
 
 EVENTS = ("text/event-stream",)
+LINES = ("application/x-ndjson",)
 
 
 Schema = dict[str, Any]
@@ -283,3 +284,37 @@ OutputFormat = Annotated[
 ]
 CacheControl = Annotated[dict[str, Any] | None, WithJsonSchema(_CACHE_CONTROL)]
 TurnMetadata = Annotated[dict[str, Any] | None, WithJsonSchema(_any_of(_object((), user_id=_MAYBE_TEXT), _NULL))]
+
+# ── Ollama's ────────────────────────────────────────────────────────────────────────────────────────
+
+_OLLAMA_CALL = _object(
+    ("function",),
+    id=_MAYBE_TEXT,
+    type=_MAYBE_TEXT,
+    function=_object(("name", "arguments"), name=_NAME, arguments=_ANYTHING, index={"type": ["integer", "null"]}),
+)
+OllamaMessages = Annotated[
+    _Objects | None,
+    WithJsonSchema(
+        _any_of(
+            _list_of(
+                _object(
+                    ("role",),
+                    role=_one_of("system", "user", "assistant", "tool"),
+                    content=_MAYBE_TEXT,
+                    thinking=_MAYBE_TEXT,
+                    tool_calls=_any_of(_list_of(_OLLAMA_CALL), _NULL),
+                    tool_name=_MAYBE_TEXT,
+                    tool_call_id=_MAYBE_TEXT,
+                )
+            ),
+            _NULL,
+        )
+    ),
+]
+OllamaFormat = Annotated[Any, WithJsonSchema(_any_of({"enum": ["", "json"]}, _ANYTHING, _NULL))]
+"""Empty, "json", or a JSON schema."""
+OllamaThink = Annotated[
+    Any, WithJsonSchema(_any_of({"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high"]}))
+]
+Texts = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _TEXTS))]

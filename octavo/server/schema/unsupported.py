@@ -87,6 +87,8 @@ LABELS: dict[str, str] = {
 }
 """Fields that ask for nothing: accepted silently, and why that is right."""
 
+_AT_START = "it is decided when the server starts"
+
 WITHOUT_EFFECT: dict[str, str] = {
     "kv_transfer_params": "KV pages are not transferred between servers",
     "mm_processor_kwargs": "images and audio are not supported",
@@ -127,6 +129,29 @@ WITHOUT_EFFECT: dict[str, str] = {
     "thinking": "this model has no reasoning",
     "thinking.budget_tokens": "max_tokens is the only limit",
     "thinking.display": "reasoning is returned in full",
+    # of Ollama's
+    "insecure": "the server's HF_ENDPOINT decides how models are fetched",
+    "keep_alive": "the model stays loaded while the server runs",
+    "options.f16_kv": _AT_START,
+    "options.logits_all": "the fields logprobs and top_logprobs ask for logits' logprobs",
+    "options.low_vram": _AT_START,
+    "options.main_gpu": _AT_START,
+    "options.num_batch": _AT_START,
+    "options.num_ctx": "the context has the size with which the server was started (--max-model-len)",
+    "options.num_gpu": _AT_START,
+    "options.num_gqa": "the model's file has it",
+    "options.num_keep": "the context is not shifted: an answer ends where it is full",
+    "options.num_thread": _AT_START,
+    "options.numa": _AT_START,
+    "options.penalize_newline": "a newline is a token as any other",
+    "options.repeat_last_n": "penalties count the whole prompt and answer",
+    "options.use_mlock": _AT_START,
+    "options.use_mmap": _AT_START,
+    "options.vocab_only": _AT_START,
+    "options.embedding_only": _AT_START,
+    "shift": "the context is not shifted: an answer ends where it is full",
+    "think": "this model has no reasoning",
+    "verbose": "the vocabulary is not listed",
 }
 """Fields that are not supported and may be ignored, and why: listed in the answer, and refused in strict mode. All other fields that
 are not supported are refused in every mode: they say what the answer must be (its shape, its tokens, what it is made from)."""

@@ -12,11 +12,15 @@ def json_response(body: msgspec.Struct, ignored: Sequence[str] = ()) -> Response
     return Response(name_back(msgspec.json.encode(body), ignored), media_type="application/json")
 
 
-def name_back(body: bytes, ignored: Sequence[str]) -> bytes:
-    """`body`, one JSON object or a stream's first events, with `ignored_fields` as the last member of the (first) object.
+EVENT_END = b"\n\n"  # of a server-sent event
+
+
+def name_back(body: bytes, ignored: Sequence[str], frame_end: bytes = EVENT_END) -> bytes:
+    """`body`, one JSON object or a stream's first frames, with `ignored_fields` as the last member of the (first) object.
+    `frame_end`: the bytes after each frame of the stream.
 
     Done to the bytes, so that endpoints need not handle it and other answers are unchanged."""
     if not ignored:
         return body
-    head, gap, rest = body.partition(b"\n\n")  # msgspec writes JSON without line breaks
+    head, gap, rest = body.partition(frame_end)  # msgspec writes JSON without line breaks
     return add_member(head, "ignored_fields", msgspec.json.encode(list(ignored))) + gap + rest

@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from octavo.client.client import EngineClient
@@ -38,11 +39,15 @@ Ask = Callable[[str, bytes, bytes], Awaitable[LoopbackResponse]]
 
 
 class Service:
-    def __init__(self, engine: EngineClient, text: Text, config: Config, model_name: str) -> None:
+    def __init__(
+        self, engine: EngineClient, text: Text, config: Config, model_name: str, model_path: Path | None = None
+    ) -> None:
+        """`model_path`: of the model's files, where they are known."""
         self.engine = engine
         self.text = text
         self.config = config
         self.model_name = model_name
+        self.model_path = model_path
         self.created = int(time.time())
         self.owners = owners_of(config)
         self.compiler = Compiler(text, config.budget)

@@ -104,8 +104,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ConfigError(f"{path} names no general.architecture: it is not a model")
-    if file.metadata.get("split.count", 1) not in (0, 1):
-        raise ConfigError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
+    file.join_parts()
     if not file.tensors:
         raise ConfigError(f"{path} holds a vocabulary and no weights: pass the whole model")
 

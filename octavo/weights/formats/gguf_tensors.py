@@ -34,7 +34,7 @@ class GGUFTensors:
                 )
         self._plan = [
             (translated, entry)
-            for entry in sorted(file.tensors.values(), key=lambda entry: entry.offset)
+            for entry in sorted(file.tensors.values(), key=lambda entry: (entry.path, entry.offset))
             if (translated := family.gguf_name(entry.name)) is not None
         ]
         for _, entry in self._plan:
@@ -60,8 +60,11 @@ class GGUFTensors:
                 yield name, self._fixed(name, torch.empty(_matrix(entry.shape), dtype=dtype, device="meta"))
             return
         # A private mapping: bytes are read when they are decoded, and writes never reach the file.
-        mapped = torch.from_file(str(self._file.path), shared=False, size=self._file.size, dtype=torch.uint8)
+        path, mapped = None, torch.empty(0, dtype=torch.uint8)
         for name, entry in self._plan:
+            if entry.path != path:
+                path, size = entry.path, entry.path.stat().st_size
+                mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
             packed = mapped[entry.offset : entry.offset + entry.num_bytes].to(device)
             if keep_packed and self._stays_packed(entry):
                 yield name, self._fixed(name, Quants(entry.type, packed.view(_matrix(entry.shape)[0], -1)))

@@ -1,13 +1,10 @@
 """Download a model repository from a Hugging Face hub. The hub library reads HF_ENDPOINT, HF_TOKEN, HF_HOME and
 HF_HUB_OFFLINE."""
 
-import re
 from pathlib import Path
 
 from octavo.errors import ConfigError
-
-# "gpt2" (an early repository without owner) or "owner/name".
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+from octavo.weights.sources.names import looks_like_hub_id as looks_like_hub_id
 
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _WEIGHTS = ["*.safetensors"]
@@ -16,15 +13,15 @@ _WEIGHTS = ["*.safetensors"]
 _NOT_WANTED = ["*/*.json", "*/*.model", "*/*.txt", "*/*.safetensors", "consolidated*", "adapter_model*"]
 
 
-def looks_like_hub_id(name: str) -> bool:
-    return _HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+class NoSafetensors(ConfigError):
+    """The repository has other files; some of them may be .gguf files."""
 
 
 def fetch(hub_id: str, revision: str = "", *, weights: bool = True) -> Path:
     """Return the folder with the repository's files. Files that are not in the hub's cache are downloaded."""
     folder = _snapshot(hub_id, revision, _SMALL_FILES + (_WEIGHTS if weights else []))
     if weights and not any(folder.glob(_WEIGHTS[0])):
-        raise ConfigError(
+        raise NoSafetensors(
             f"{hub_id} has no safetensors weights on the hub, and pickled ones (.bin, .pt) are never opened: "
             "pass a model that has them, or a .gguf file"
         )

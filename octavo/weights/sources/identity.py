@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from octavo.gguf import part_paths
 from octavo.weights.sources.folder import CONFIG
 from octavo.weights.sources.source import ModelSource
 
@@ -28,7 +29,7 @@ _WORDS = (
 def weights_identity(source: ModelSource, is_dummy: bool) -> str:
     """Checksum of configuration and weights. `is_dummy`: random weights, the same for every start."""
     if source.kind == "gguf":
-        return _digest([source.path])
+        return _digest(part_paths(source.path))
     weights = [] if is_dummy else sorted(source.path.glob("*.safetensors"))
     return _digest([source.path / CONFIG, *weights]) + ("-dummy" if is_dummy else "")
 

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 from octavo.errors import ConfigError
+from octavo.gguf import part_paths
 from octavo.models import check_family
 from octavo.weights.sources import default_model, folder, hub
 from octavo.weights.sources.default_model import cache_folder as cache_folder
+from octavo.weights.sources.names import ModelName, read_name
+from octavo.weights.sources.progress import ProgressLine
+from octavo.weights.sources.pull import pull
+from octavo.weights.sources.store import Store, StoredModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +31,8 @@ class ModelSource:
 def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = False) -> ModelSource:
     """Find or fetch a model; "" is the default model. `allow_missing_weights`: random weights will be used."""
     path = _existing(name) if name else None
-    is_hub_id = bool(name) and path is None and hub.looks_like_hub_id(name)
-    if revision and not is_hub_id:
+    hub_name = read_name(name) if name and path is None else None
+    if revision and hub_name is None:
         raise ConfigError(
             f"--revision {revision} is only for hub ids, and {name or 'the embedded model'!r} is not one: drop it"
         )
@@ -37,9 +42,22 @@ def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = Fals
         )
     if path is not None:
         return local(path, allow_missing_weights=allow_missing_weights)
-    if not is_hub_id:
-        raise ConfigError(f"{name} does not exist: pass a model folder, a .gguf file or a hub id (owner/name)")
-    fetched = hub.fetch(name, revision, weights=not allow_missing_weights)
+    if hub_name is None:
+        raise ConfigError(
+            f"no such file or folder: {name[:300]}; pass a model folder, a .gguf file or a hub id (owner/name, or "
+            "owner/name-GGUF:Q4_K_M)"
+        )
+    if not revision and (stored := Store().find(hub_name)) is not None:
+        return _stored(stored, allow_missing_weights)
+    if hub_name.tag or name != hub_name.hub_id:
+        return _stored(_pull(hub_name, revision), allow_missing_weights)
+    try:
+        fetched = hub.fetch(name, revision, weights=not allow_missing_weights)
+    except hub.NoSafetensors as error:
+        try:
+            return _stored(_pull(hub_name, revision), allow_missing_weights)
+        except ConfigError as also:
+            raise ConfigError(f"{error.message} ({also.message})") from error
     try:
         _check_folder(fetched, allow_missing_weights)
     except ConfigError as error:  # the folder is one the caller never named
@@ -54,10 +72,38 @@ def local(path: Path, *, allow_missing_weights: bool = False) -> ModelSource:
         _check_folder(path, allow_missing_weights)
         return ModelSource(path, path.name, "folder")
     if path.suffix.lower() == ".gguf" or _starts_as_gguf(path):
-        return ModelSource(path, path.stem, "gguf")
+        return _gguf(path)
     if path.suffix == ".safetensors":
         raise ConfigError(f"{path} is only the weights: pass the folder, with config.json and the tokenizer in it")
     raise ConfigError(f"{path} is no .gguf file: pass a model folder, a .gguf file or a hub id (owner/name)")
+
+
+def _pull(name: ModelName, revision: str) -> StoredModel:
+    progress = ProgressLine()
+    try:
+        return pull(name, progress, revision=revision)
+    finally:
+        progress.close()
+
+
+def _stored(model: StoredModel, allow_missing_weights: bool) -> ModelSource:
+    if model.manifest.kind == "gguf":
+        return ModelSource(model.path, model.name, "gguf")
+    _check_folder(model.folder, allow_missing_weights)
+    return ModelSource(model.folder, model.name, "folder")
+
+
+def _gguf(path: Path) -> ModelSource:
+    """A .gguf file, or all files of a model that is split into several."""
+    paths = part_paths(path)
+    if len(paths) == 1:
+        return ModelSource(path, path.stem, "gguf")
+    if missing := [part.name for part in paths if not part.is_file()]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ConfigError(
+            f"{path} is one of {len(paths)} parts, and {', '.join(missing[:3])}{more} are missing in its folder: fetch them"
+        )
+    return ModelSource(paths[0], paths[0].stem.rsplit("-", 3)[0], "gguf")
 
 
 def _existing(name: str) -> Path | None:

@@ -1,0 +1,292 @@
+"""`octavo chat`: Markdown in the terminal, commands, several lines, saved conversations, and Ctrl-C, once in a real terminal."""
+
+import http.server
+import io
+import json
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.conversation import Conversation, Keyboard
+from octavo.cli.terminal_markdown import BOLD, CODE, RESET, TerminalMarkdown, clean
+from octavo.errors import RequestFailed
+from tests.cli.pseudo_terminal import Terminal
+
+# ── Markdown ────────────────────────────────────────────────────────────────────────────────────────
+
+TEXT = """# Title with **bold**
+Some *italic*, **bold**, ***both***, `co*de`, 2 * 3 and 2 ** 3, a*b, snake_case.
+- one
+* two **x**
+  - nested
+1. first
+> quote
+
+```python
+def f(x):
+    return x * 2  # **no**
+```
+---
+| a | bb |
+|---|:--:|
+| long cell | `x` |
+after **unclosed
+~~~
+tilde"""
+SHOWN = """Title with bold
+Some italic, bold, both, co*de, 2 * 3 and 2 ** 3, a*b, snake_case.
+• one
+• two x
+  • nested
+1. first
+│ quote
+
+┌─ python
+def f(x):
+    return x * 2  # **no**
+└─
+────────────────────────────────────────
+a         │ bb
+──────────┼───
+long cell │ x
+after unclosed
+┌─
+tilde"""
+
+
+def painted(pieces: list[str]) -> str:
+    painter = TerminalMarkdown()
+    return "".join([painter.feed(piece) for piece in pieces]) + painter.finish()
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_markdown_is_shown_the_same_however_it_is_cut() -> None:
+    assert plain(painted([TEXT])) == SHOWN
+    for seed in range(50):
+        draw, pieces, at = random.Random(seed), [], 0
+        while at < len(TEXT):
+            size = draw.randint(1, 7)
+            pieces.append(TEXT[at : at + size])
+            at += size
+        assert plain(painted(pieces)) == SHOWN, seed
+
+
+def test_styles_end_with_their_line_and_with_the_answer() -> None:
+    assert painted(["**a** b"]) == f"{RESET}{BOLD}a{RESET} b"
+    assert painted(["`a` b"]) == f"{CODE}a{RESET} b"
+    for open_ended in ("**a", "`a", "# a", "> a", "*a", "```\na", "| a"):
+        assert painted([open_ended, "\n", "b"]).endswith(("b", RESET)), open_ended
+        text = painted([open_ended])
+        assert text.count("\x1b") % 2 == 0 or text.endswith(RESET), open_ended
+
+
+def test_what_needs_no_decision_is_written_at_once() -> None:
+    painter = TerminalMarkdown()
+    assert painter.feed("Hel") == "Hel" and painter.feed("lo wor") == "lo wor"
+    assert painter.feed("*") == "" and painter.feed(" ") == "* "
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("\x1b[2Ja", "[2Ja"),
+        ("\x1b]0;title\x07b", "]0;titleb"),
+        ("\x9b31mc", "31mc"),
+        ("a\r\u202eb\x7f", "ab"),
+        ("ä\t日\n", "ä\t日\n"),
+    ],
+)
+def test_no_control_character_reaches_the_terminal(text: str, kept: str) -> None:
+    assert clean(text) == kept
+    assert plain(painted([text])).rstrip("\n") == kept.rstrip("\n")
+
+
+# ── the conversation ────────────────────────────────────────────────────────────────────────────────
+
+
+class Echo:
+    """Answers with the number of messages and the last one; raises what it is told to raise after that."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self.is_closed = False
+
+    def check_chat(self) -> None:
+        pass
+
+    def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        try:
+            yield f"{len(messages)}: "
+            if self.failure is not None:
+                raise self.failure
+            yield messages[-1]["content"]
+        finally:
+            self.is_closed = True
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        raise AssertionError
+
+
+class Talk:
+    def __init__(self, system: str | None = None) -> None:
+        self.model, self.out = Echo(), io.StringIO()
+        self.it = Conversation(self.model, system, self.out, is_styled=False)
+
+    def say(self, line: str) -> str:
+        """What is printed for a line."""
+        self.out.seek(0)
+        self.out.truncate()
+        if line.startswith("/"):
+            assert self.it.run_command(line)
+        else:
+            self.it.ask(line)
+        return self.out.getvalue()
+
+
+def test_questions_answers_and_the_system_message() -> None:
+    talk = Talk("be brief")
+    assert talk.say("one") == "2: one\n" and talk.say("two") == "4: two\n"
+    assert talk.say("/system") == "system message: be brief\n"
+    assert talk.say("/system be long") == "system message: be long\n"
+    assert talk.it.messages[0] == {"role": "system", "content": "be long"} and len(talk.it.messages) == 5
+    assert talk.say("/clear") == "a new conversation\n" and talk.say("three") == "2: three\n"
+    assert talk.say("/system clear") == "there is no system message\n" and talk.say("four") == "3: four\n"
+
+
+def test_retry_asks_the_last_question_again() -> None:
+    talk = Talk()
+    assert talk.say("/retry") == "there is no question yet\n"
+    talk.say("one")
+    talk.say("two")
+    assert talk.say("/retry") == "3: two\n" and len(talk.it.messages) == 4
+    talk.model.failure = RequestFailed("no")
+    before = list(talk.it.messages)
+    talk.say("/retry")
+    assert talk.it.messages == before, "a retry that fails loses nothing"
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_what_came() -> None:
+    talk = Talk()
+    talk.model.failure = KeyboardInterrupt()
+    assert talk.say("go on") == "1: \n"
+    assert talk.it.messages == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "1: "}]
+    assert talk.model.is_closed, "the request is ended"
+
+
+def test_a_failed_question_does_not_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Talk()
+    talk.model.failure = RequestFailed("too\nlong")
+    talk.say("x")
+    assert talk.it.messages == [] and capsys.readouterr().err == "\noctavo: error: too long\n"
+
+
+def test_a_conversation_is_saved_and_continued(tmp_path: Path) -> None:
+    talk, path = Talk("s"), tmp_path / "talk.json"
+    talk.say("one")
+    assert talk.say(f"/save {path}") == f"saved 3 messages in {path}\n"
+    assert talk.say(f"/save {path}").startswith("saved"), "a saved conversation may be replaced"
+    other = Talk()
+    assert other.say(f"/load {path}") == f"loaded 3 messages from {path}\n" and other.say("two") == "4: two\n"
+    before = list(other.it.messages)
+    for text in (
+        "",
+        "[]",
+        '{"messages": 3}',
+        '{"messages": [{"role": "x", "content": ""}]}',
+        "[" * 10**5,
+        '{"messages": [1]}',
+    ):
+        (tmp_path / "bad").write_text(text)
+        assert "is not a saved conversation" in other.say(f"/load {tmp_path / 'bad'}")
+        assert "another file" in other.say(f"/save {tmp_path / 'bad'}")
+    assert "No such file" in other.say("/load /no/such") and "cannot save" in other.say("/save /no/such/folder/x")
+    assert other.say("/save") == "give a file: /save FILE\n" and "no command /dance" in other.say("/dance")
+    assert "/retry" in other.say("/help") and other.it.messages == before
+    assert not other.it.run_command("/exit") and not other.it.run_command("/bye")
+
+
+def test_questions_of_several_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = iter(['"""one', "two", 'three"""', "a\\", "b", '"""x"""', "last"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    keyboard = Keyboard(is_styled=False, history=None)
+    assert [keyboard.read() for _ in range(4)] == ["one\ntwo\nthree", "a\nb", "x", "last"]
+
+
+# ── in a terminal ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Slow(http.server.BaseHTTPRequestHandler):
+    """A server that says **one** word after another, until its client goes."""
+
+    protocol_version = "HTTP/1.1"
+    gone = threading.Event()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        body = b'{"data": [{"id": "slow"}]}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            for number in range(1000 if question == "on" else 1):
+                text = f"**word{number}** "
+                self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n")
+                self.wfile.flush()
+                time.sleep(0.01)
+            self.wfile.write(b"data: [DONE]\n\n")
+        except OSError:
+            self.gone.set()
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Children get SIGINT, also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(interrupts: None, tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    terminal = Terminal("chat", "--url", url, size=(80, 24), environment={"OCTAVO_CACHE": str(tmp_path)})
+    terminal.screen = lambda: terminal.raw  # type: ignore[method-assign] # it scrolls
+    try:
+        terminal.until(lambda text: "> " in text)
+        terminal.press("on\n")
+        terminal.until(lambda text: "word3" in text)
+        terminal.process.send_signal(signal.SIGINT)  # what Ctrl-C sends
+        assert Slow.gone.wait(20), "the request is ended"
+        terminal.press("again\n")
+        terminal.until(
+            lambda text: text.rstrip().endswith("> ") or ("again\r\n" in text and "word0" in text.split("again\r\n")[1])
+        )
+        assert f"{BOLD}word0{RESET}" in terminal.raw and "**" not in terminal.raw
+        terminal.press("/exit\n")
+        code, _ = terminal.close()
+        assert code == 0
+        history = tmp_path / "chat_history"
+        assert "again" in history.read_text() and history.stat().st_mode & 0o077 == 0
+    finally:
+        terminal.process.kill()
+        server.shutdown()
+        server.server_close()
