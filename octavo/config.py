@@ -13,7 +13,12 @@ AUTO = "auto"
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
-KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_ADMIN_KEY")  # of the environment, with API keys
+KEY_VARIABLES = (
+    "OCTAVO_API_KEY",
+    "VLLM_API_KEY",
+    "OCTAVO_ADMIN_KEY",
+    "OCTAVO_METRICS_KEY",
+)  # of the environment, with API keys
 MAX_JSON_DEPTH = 190  # the decoder's own limit is 200
 AUTO_TEXT_LEN, AUTO_TEXT_LEN_PER_TOKEN = 2 * 2**20, 16  # characters; ordinary text has about four for each token
 MAX_LOGPROBS = 20  # upper bound on the top logprobs per position that a request may ask for
@@ -197,6 +202,14 @@ class ServerConfig:
         kind="list",
         is_secret=True,
     )
+    metrics_open: bool = knob(False, "answer GET /metrics without a key, for scrapers that can send none")
+    metrics_key: str = knob(
+        "",
+        "key that may read GET /metrics and nothing else, as 'Authorization: Bearer KEY'; with it, /metrics needs this or an API key "
+        "even if nothing else does. For several, as --api-key. Environment: OCTAVO_METRICS_KEY",
+        kind="list",
+        is_secret=True,
+    )
     api_processes: int | str = knob(
         AUTO,
         "processes that parse requests, tokenize and stream; auto: one per four cores, at most 8",
@@ -322,6 +335,11 @@ class ServerConfig:
     def admin_keys(self) -> list[str]:
         """The keys that see what belongs to other keys, too."""
         return split_list(self.admin_key)
+
+    @property
+    def metrics_keys(self) -> list[str]:
+        """The keys for /metrics alone."""
+        return split_list(self.metrics_key)
 
     def num_api_processes(self, num_cores: int) -> int:
         # Three of four cores are left to the engine and to other work. With more than eight API processes, the engine would
@@ -483,10 +501,18 @@ class Config:
     def _check_access(self) -> None:
         """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""
         server = self.server
-        for name, given in (("api-key", server.api_key), ("admin-key", server.admin_key)):
+        for name, given in (
+            ("api-key", server.api_key),
+            ("admin-key", server.admin_key),
+            ("metrics-key", server.metrics_key),
+        ):
             if given and not split_list(given):
                 variable = f"OCTAVO_{name.upper().replace('-', '_')}"
                 raise ConfigError(f"--{name} (or {variable}) {given!r} holds no key: give one, or leave it out")
+        if server.metrics_open and server.metrics_keys:
+            raise ConfigError("--metrics-open needs no key and --metrics-key needs one: give one of the two")
+        if shared := set(server.metrics_keys) & set(server.api_keys):
+            raise ConfigError(f"{len(shared)} of the keys of --metrics-key are API keys, too: choose others")
         for name, value in (("--ssl-keyfile", server.ssl_keyfile), ("--ssl-ca-certs", server.ssl_ca_certs)):
             if value and not server.ssl_certfile:
                 raise ConfigError(f"{name} is for TLS: give --ssl-certfile as well")
@@ -565,4 +591,4 @@ def replace(config: Config, **values: Any) -> Config:
 
 def without_keys(config: Config) -> Config:
     """A copy for processes that have no use for API keys."""
-    return replace(config, api_key="", admin_key="", api_key_file="")
+    return replace(config, api_key="", admin_key="", metrics_key="", api_key_file="")

@@ -239,6 +239,8 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /health/live": "200 while the process answers",
         "GET /health/ready": "200 while an engine takes requests",
         "GET /health/progress": "steps, waiting requests and what they wait for, page audits, restarts",
+        "GET /ping": "as `/health`, under the name that Amazon SageMaker asks for",
+        "POST /ping": "the same",
         "GET /metrics": "Prometheus text",
         "GET /v1/requests": "journeys of recent requests; `state`, `limit`",
         "GET /v1/requests/{request_id}": "the journey of one request, by its `x-request-id` or its answer's id",
@@ -517,6 +519,7 @@ def metrics_page() -> Iterator[str]:
     from octavo.messages import Responded
     from octavo.observe.metrics.engine_metrics import EngineMetrics
     from octavo.observe.metrics.gauges import EngineState
+    from octavo.observe.metrics.process_metrics import MODULES, SUPERVISOR, process_metrics
     from tests.doubles import REPORT
 
     known = _labels(text_string_to_metric_families(EngineMetrics("m", REPORT).text(EngineState())))
@@ -531,8 +534,10 @@ def metrics_page() -> Iterator[str]:
         rejections={"x": 1},
         blocked_seconds={},
     )
-    families = list(text_string_to_metric_families(metrics.text(some)))
+    families = list(text_string_to_metric_families(metrics.text(some) + process_metrics()))
     labels = _labels(families)
+    roles = {SUPERVISOR, *MODULES.values()}
+    known |= {family.name: {"process": roles} for family in families if family.name.startswith("process_")}
     yield "# Metrics"
     yield ""
     yield "`GET /metrics` answers in Prometheus' text format, once for the whole server. Names that vLLM has are vLLM's, so that its"
@@ -540,7 +545,12 @@ def metrics_page() -> Iterator[str]:
     yield "Samples of the engine carry `model_name` and `engine` besides the labels below."
     yield "Counters end in `_total`; a histogram has `_bucket`, `_count` and `_sum`."
     yield ""
-    for title, prefix in (("vLLM's names", "vllm:"), ("Octavo's own", "octavo:"), ("HTTP", "http_")):
+    for title, prefix in (
+        ("vLLM's names", "vllm:"),
+        ("Octavo's own", "octavo:"),
+        ("HTTP", "http_"),
+        ("Processes", "process_"),
+    ):
         yield f"## {title}"
         yield ""
         rows = []

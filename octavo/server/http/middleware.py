@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -27,7 +28,8 @@ from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
 
-OPEN_ROUTES = frozenset({"/health", "/health/live"})  # liveness, under our name and the usual one
+OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})  # probes, which come without a key
+METRICS = "/metrics"
 PAGES = frozenset({"/", "/play"})
 PAGES_FOLDER = "/pages/"
 MAX_REQUEST_ID_LEN = 200
@@ -76,6 +78,9 @@ class RequestMiddleware:
         self._app = app
         self._service = service
         self._keys = [key.encode() for key in server.api_keys]
+        # Keys for /metrics alone; with them it needs a key, even where nothing else does.
+        self._metrics_keys = [key.encode() for key in server.metrics_keys]
+        self._is_metrics_open = server.metrics_open
         self._hosts = HostRule(server, machine_names())
         self._origins = OriginRule(server)
         self._prefix = server.root_path.rstrip("/")
@@ -112,7 +117,9 @@ class RequestMiddleware:
             return
         try:
             self._hosts.check(scope, headers)
-            if not self._keys:
+            if route_of(scope) == METRICS and (self._metrics_keys or self._is_metrics_open):
+                self._check_metrics(scope, headers)
+            elif not self._keys:
                 self._origins.check(scope, headers)
             elif route_of(scope) not in OPEN_ROUTES:
                 self._check_key(scope, headers)
@@ -120,11 +127,17 @@ class RequestMiddleware:
             self._service.refused("forbidden", error.reason)
             raise
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
+    def _check_metrics(self, scope: Scope, headers: Headers) -> None:
+        """A browser's page of another origin gets no metrics, with --metrics-open either."""
+        self._origins.check(scope, headers)
+        if not self._is_metrics_open:
+            self._check_key(scope, headers, self._metrics_keys)
+
+    def _check_key(self, scope: Scope, headers: Headers, more_keys: Sequence[bytes] = ()) -> None:
         keys, passwords = _secrets(headers)
         # Every key is compared, in constant time, so that timing reveals nothing about them.
         right, right_passwords = (
-            [key for secret in given for key in self._keys if hmac.compare_digest(secret, key)]
+            [key for secret in given for key in (*self._keys, *more_keys) if hmac.compare_digest(secret, key)]
             for given in (keys, passwords)
         )
         if not right:
