@@ -864,7 +864,7 @@ def _limits(path: Path) -> set[str]:
 
 
 def other_flags_page() -> Iterator[str]:
-    from octavo.cli.foreign_flags import FOREIGN, VALUES, ForeignFlag
+    from octavo.foreign_flags import FOREIGN, VALUES, ForeignFlag
 
     def becomes(flag: ForeignFlag) -> str:
         if flag.ours:

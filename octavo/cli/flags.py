@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from octavo.cli.foreign_flags import translate
 from octavo.cli.settings import arguments_in, from_environment
 from octavo.config import AUTO, Config, replace, sections
 from octavo.errors import ConfigError
+from octavo.foreign_flags import translate
 
 OFFLINE = ("model", "cache", "scheduler", "parallel")
 """Sections that apply without a server."""
