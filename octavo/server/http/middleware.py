@@ -20,6 +20,7 @@ from octavo.errors import EngineUnavailable, Forbidden, Overloaded, RequestError
 from octavo.observe.journeys.journey import current
 from octavo.server.http.browsers import HostRule, OriginRule, machine_names
 from octavo.server.http.errors import error_response
+from octavo.server.http.inflate import Inflater, inflater_for
 from octavo.server.state.disconnect import ClientGone, receiving
 from octavo.server.state.journeys import JourneySender
 from octavo.server.state.loopback import INSIDE, OWNER
@@ -146,13 +147,13 @@ class RequestMiddleware:
             self._origins.check(scope, headers)  # browsers add a stored password to requests of other sites' pages, too
         scope[OWNER] = self._service.owners.of((right or right_passwords)[0])
 
-    def check_length(self, scope: Scope, num_bytes: int) -> None:
+    def check_length(self, scope: Scope, num_bytes: int, what: str = "the request body") -> None:
         if num_bytes <= self._max_body_bytes or INSIDE in scope:
             return
         limit = self._service.body_limits.get(route_of(scope), self._max_body_bytes)
         if num_bytes > limit:
             flag = "--max-body-bytes" if limit == self._max_body_bytes else "--max-file-bytes"
-            raise TooLarge(f"the request body is over the limit of {limit} bytes ({flag})")
+            raise TooLarge(f"{what} is over the limit of {limit} bytes ({flag})")
 
     def count_body(self, scope: Scope, num_bytes: int, num_body_bytes: int) -> int:
         """Count `num_bytes` more of a body that has `num_body_bytes` by now. → the bytes counted, for `release_body`. Raises
@@ -186,6 +187,7 @@ class _Passage:
         self._num_body_bytes = 0
         self._num_held_bytes = 0  # of the body, as the middleware counts them
         self._is_body_complete = False
+        self._inflater: Inflater | None = None  # None: the body is not compressed
         # Seconds waited for the next BODY_STEP bytes, and how many of them have arrived.
         self._waited, self._num_late_bytes = 0.0, 0
         self._patience = service.patience.request
@@ -209,6 +211,8 @@ class _Passage:
             length = self._headers.get("content-length", "")
             if length.isascii() and length.isdigit():
                 self._door.check_length(self._scope, int(length))
+            if self._scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+                self._inflater = inflater_for(self._headers.get("content-encoding", ""))
             await app(self._scope, self.receive, self.send)
         except (ClientGone, ClientDisconnect):
             self._status = 499
@@ -222,6 +226,24 @@ class _Passage:
             await error_response(error, self.request_id, method, path)(self._scope, self.receive, self.send)
 
     async def receive(self) -> Message:
+        if self._inflater is None or self._inflater.is_over:
+            return await self._receive_as_sent()
+        return await self._receive_inflated(self._inflater)
+
+    async def _receive_inflated(self, inflater: Inflater) -> Message:
+        while True:
+            piece = inflater.take()
+            self._door.check_length(self._scope, inflater.num_bytes, "the request body, inflated,")
+            if piece or inflater.is_over:
+                self._num_held_bytes += self._door.count_body(self._scope, len(piece), inflater.num_bytes)
+                await asyncio.sleep(0)  # other requests have their turn between two pieces
+                return {"type": "http.request", "body": piece, "more_body": not inflater.is_over}
+            message = await self._receive_as_sent()
+            if message["type"] != "http.request":
+                return message
+            inflater.feed(message.get("body", b""), is_last=not message.get("more_body", False))
+
+    async def _receive_as_sent(self) -> Message:
         message = await self._receive() if self._is_body_complete else await self._receive_in_time()
         if message["type"] == "http.request":
             num_bytes = len(message.get("body", b""))
