@@ -3,6 +3,7 @@ commands add a few of their own (cli/main.py). limits.py resolves most `auto`s t
 
 import dataclasses
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -576,17 +577,64 @@ def field_names(section: str) -> dict[str, str]:
 
 
 def replace(config: Config, **values: Any) -> Config:
-    """Return a copy with fields changed by name, in whichever section they are. An unknown name raises ConfigError."""
+    """Return a copy with fields changed by name, in whichever section they are. Counts and sizes may be texts, as on the command line:
+    "8k", "64M". An unknown name raises ConfigError."""
     changed: dict[str, Any] = {}
-    for section, _ in sections():
+    for section, cls in sections():
         names = field_names(section)
+        kinds = {option.name: option.metadata["kind"] for option in dataclasses.fields(cls)}
         mine = {names[name]: values.pop(name) for name in list(values) if name in names}
+        mine = {name: _read_number(name, kinds[name], value) for name, value in mine.items()}
         if mine:
             changed[section] = dataclasses.replace(getattr(config, section), **mine)
     if values:
-        known = sorted(name for section, _ in sections() for name in field_names(section).values())
-        raise ConfigError(f"unknown option {sorted(values)[0]!r}; the options are {', '.join(dict.fromkeys(known))}")
+        raise unknown_option(sorted(values)[0], {name for section, _ in sections() for name in field_names(section)})
     return dataclasses.replace(config, **changed)
+
+
+def unknown_option(name: str, known: Collection[str]) -> ConfigError:
+    """The error for an option that does not exist: it names the nearest one, or all of them."""
+    import difflib  # imported lazily: only needed for an error
+
+    known = [option for option in known if option.islower()]  # not MODEL, which is no option by that name
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+    instead = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(sorted(known))}"
+    return ConfigError(f"unknown option {name!r}; {instead}")
+
+
+COUNT_HINT = "give 8192, 8k (k = 1024), or auto if the flag accepts it"
+SIZE_HINT = "give bytes, or K, M, G, T (powers of 1024) as in 512M or 1.5G"
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def read_count(text: str) -> int | None:
+    """A count: 8192, 8k, 1.5k. None: it is none."""
+    return _scaled(text, r"([0-9.]+)([km]?)")
+
+
+def read_size(text: str) -> int | None:
+    """A number of bytes: 1048576, 512M, 1.5G, 2GiB. None: it is none; 2GB is ambiguous (10^9 or 2^30)."""
+    return _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?")
+
+
+def _read_number(name: str, kind: str, value: Any) -> Any:
+    if not isinstance(value, str) or kind not in ("tokens", "bytes") or value == AUTO:
+        return value
+    found, hint = (read_count(value), COUNT_HINT) if kind == "tokens" else (read_size(value), SIZE_HINT)
+    if found is None:
+        raise ConfigError(f"{name}: {value!r} is not a {'count' if kind == 'tokens' else 'size'}: {hint}")
+    return found
+
+
+def _scaled(text: str, pattern: str) -> int | None:
+    parts = re.fullmatch(pattern, text.strip().lower(), re.ASCII)
+    if not parts:
+        return None
+    try:
+        value = float(parts[1]) * _UNITS[parts[2] or ""] if "." in parts[1] else int(parts[1]) * _UNITS[parts[2] or ""]
+        return int(value) if value == int(value) else None
+    except (ValueError, OverflowError):  # "1.2.3"; too large for a float
+        return None
 
 
 def without_keys(config: Config) -> Config:

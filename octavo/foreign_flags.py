@@ -3,7 +3,7 @@
 A flag is renamed to ours, or it is taken with a note that says why it has no effect, or it is refused with one sentence that
 names the alternative. docs/reference/other-flags.md is generated from these tables."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -398,6 +398,33 @@ def translate(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], lis
             shown = f" {value}" if flag.harmless_values else ""
             return arguments, notes, f"{name}{shown} is not offered: {flag.why}"
     return _with_own_values(arguments, notes), notes, ""
+
+
+def translate_options(options: Mapping[str, object], own: Collection[str]) -> tuple[dict[str, object], list[str], str]:
+    """Do the same for keyword arguments of the Python LLM. `own`: the names of our options. A value that asks for nothing (None, False,
+    0, an empty text or mapping) of another server's option is left out without a word; None of any option means its default."""
+    found: dict[str, object] = {}
+    notes: list[str] = []
+    for name, value in options.items():
+        dashed = "--" + name.replace("_", "-")
+        flag = FOREIGN.get(dashed)
+        if name in own or flag is None:
+            if value is not None or name not in own:
+                values = VALUES.get(dashed, {}) if isinstance(value, str) else {}
+                ours, reason = values.get(str(value).lower(), (value, ""))
+                found[name] = ours
+                notes += [f"{name}={value!r} means {ours!r} here: {reason}"] if reason else []
+        elif flag.ours.startswith("--no-"):
+            found[flag.ours[5:].replace("-", "_")] = not value
+        elif flag.ours:
+            found[flag.ours[2:].replace("-", "_")] = value
+        elif not value:
+            continue
+        elif flag.note and (not flag.harmless_values or str(value).lower() in flag.harmless_values):
+            notes.append(f"{name} has no effect: {flag.note}")
+        else:
+            return found, notes, f"{name}={value!r} is not offered: {flag.why}"
+    return found, notes, ""
 
 
 def _with_own_values(argv: Sequence[str], notes: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from octavo.cli.settings import arguments_in, from_environment
-from octavo.config import AUTO, Config, replace, sections
+from octavo.config import AUTO, COUNT_HINT, SIZE_HINT, Config, read_count, read_size, replace, sections
 from octavo.errors import ConfigError
 from octavo.foreign_flags import translate
 
@@ -31,7 +31,6 @@ _FILE, _IN_FILE = (
 )  # the value of --config, and the config fields that this file sets
 _DEST = "config."  # prefix of config fields in the namespace, to separate them from the commands' own flags
 _ADMIN_MARK = "admin:"  # begins a line of --api-key-file whose key is an admin key
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 class Parser(argparse.ArgumentParser):
@@ -258,33 +257,16 @@ def finite(text: str) -> float:
 
 def count(text: str) -> int:
     """Parse a count: 8192, 8k, 1.5k."""
-    value = _scaled(text, r"([0-9.]+)([km]?)", {"": 1, "k": 2**10, "m": 2**20})
-    if value is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a count: give 8192, 8k (k = 1024), or auto if the flag accepts it"
-        )
+    if (value := read_count(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: {COUNT_HINT}")
     return value
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes: 1048576, 512M, 1.5G, 2GiB. 2GB is rejected because it is ambiguous (10^9 or 2^30)."""
-    value = _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?", _UNITS)
-    if value is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: give bytes, or K, M, G, T (powers of 1024) as in 512M or 1.5G"
-        )
+    """Parse a number of bytes: 1048576, 512M, 1.5G, 2GiB."""
+    if (value := read_size(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: {SIZE_HINT}")
     return value
-
-
-def _scaled(text: str, pattern: str, units: Mapping[str, int]) -> int | None:
-    parts = re.fullmatch(pattern, text.strip().lower())
-    if not parts:
-        return None
-    try:
-        value = float(parts[1]) * units[parts[2] or ""] if "." in parts[1] else int(parts[1]) * units[parts[2] or ""]
-        return int(value) if value == int(value) else None
-    except (ValueError, OverflowError):  # "1.2.3"; too large for a float
-        return None
 
 
 def options_from(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -109,6 +109,16 @@ class Text:
         """Names of the tokens in the vocabulary: "Ġhello", "▁hello". None: no token has this id."""
         return [self._tokenizer.token_name(token_id) for token_id in token_ids]
 
+    def token_id(self, name: str) -> int | None:
+        """The id of a token by its name in the vocabulary. None: there is none."""
+        return self._tokenizer.token_id(name)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Control tokens, as far as they are known: at least those that end an output."""
+        pieces = self._tokenizer.pieces
+        return frozenset(self.eos_ids) | (pieces.special_ids if pieces is not None else frozenset())
+
     def spell(self, token_id: int) -> bytes:
         """Bytes that one token adds to a text: maybe only part of a character."""
         return self._tokenizer.spell(token_id)
@@ -171,7 +181,12 @@ class Text:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        call = self.render_call(messages, add_generation_prompt, continue_final_message, tools, variables)
+        return self.rendered(
+            self.render_call(messages, add_generation_prompt, continue_final_message, tools, variables)
+        )
+
+    def rendered(self, call: RenderCall) -> str:
+        """The chat by render_call() as text, as people read it."""
         return self._tokenizer.lookalikes.reveal(self._finished(call, self._render(call)))
 
     def encode_chat(
