@@ -2,8 +2,9 @@
 commands add a few of their own (cli/main.py). limits.py resolves most `auto`s that need no measurement."""
 
 import dataclasses
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +81,29 @@ class ModelConfig:
         kind="tokens",
         least=1,
     )
-    served_model_name: str = knob("", "model name that clients use in requests; empty: the model's own name")
+    served_model_name: str = knob(
+        "",
+        "names that clients may use for the model in requests, separated by spaces or commas; answers have the first; empty: the model's "
+        "own name",
+        kind="names",
+    )
+    download_dir: str = knob("", "folder for models from the hub; empty: the hub's own cache (HF_HUB_CACHE)")
+    hf_overrides: str = knob(
+        "",
+        "JSON object that replaces values of the model's config.json, for example "
+        '\'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}\'',
+        kind="json",
+    )
+    generation_config: str = knob(
+        AUTO,
+        "where the default sampling parameters come from. auto: the model's generation_config.json; vllm: neutral values (temperature "
+        "1), whatever the model says; otherwise a folder with another generation_config.json",
+    )
+    override_generation_config: str = knob(
+        "",
+        "JSON object of default sampling parameters that replace those of --generation-config: '{\"temperature\": 0.5}'",
+        kind="json",
+    )
     seed: int = knob(0, "base seed for offline requests that do not set a seed")
     load_format: str = knob(
         AUTO, "auto: load the model's weights; dummy: random weights, for benchmarks", choices=(AUTO, "dummy")
@@ -106,6 +129,15 @@ class ModelConfig:
     enforce_eager: bool = knob(False, "do not use CUDA graphs: launch every kernel separately")
     chat_template: str = knob("", "file with a Jinja chat template that replaces the model's own")
     device: str = knob(AUTO, "device to compute on; auto: a GPU if there is one", choices=(AUTO, "cpu", "cuda"))
+
+    @property
+    def served_names(self) -> list[str]:
+        """The names of --served-model-name. Empty: the model's own name."""
+        return list(dict.fromkeys(split_list(self.served_model_name)))
+
+    def name_of(self, own_name: str) -> str:
+        """The name in answers. `own_name`: the model's."""
+        return self.served_names[0] if self.served_names else own_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +215,7 @@ class ParallelConfig:
 class ServerConfig:
     host: str = knob("127.0.0.1", "address to listen on")
     port: int = knob(8000, "port to listen on; 0: any free port", least=0, most=65535)
+    uds: str = knob("", "path of a UNIX socket to listen on, instead of --host and --port")
     api_key: str = knob(
         "",
         "API key that clients must send as 'Authorization: Bearer KEY', and browsers as the password. For several keys, repeat "
@@ -497,6 +530,8 @@ class Config:
         for section, cls in sections():
             for option in dataclasses.fields(cls):
                 _check_value(option, getattr(getattr(self, section), option.name))
+        for name in ("hf_overrides", "override_generation_config"):
+            read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
         self._check_access()
 
     def _check_access(self) -> None:
@@ -584,7 +619,7 @@ def replace(config: Config, **values: Any) -> Config:
         names = field_names(section)
         kinds = {option.name: option.metadata["kind"] for option in dataclasses.fields(cls)}
         mine = {names[name]: values.pop(name) for name in list(values) if name in names}
-        mine = {name: _read_number(name, kinds[name], value) for name, value in mine.items()}
+        mine = {name: _read_value(name, kinds[name], value) for name, value in mine.items()}
         if mine:
             changed[section] = dataclasses.replace(getattr(config, section), **mine)
     if values:
@@ -617,7 +652,28 @@ def read_size(text: str) -> int | None:
     return _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?")
 
 
-def _read_number(name: str, kind: str, value: Any) -> Any:
+def read_json_object(text: str, what: str) -> dict[str, Any]:
+    """Parse a JSON object; an empty text is an empty one. `what`: the flag, for errors."""
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} must be a JSON object, got {text[:100]!r}")
+    return value
+
+
+def _read_value(name: str, kind: str, value: Any) -> Any:
+    """A value of the Python API, which may have another form than the command line's."""
+    if kind == "json" and isinstance(value, Mapping):
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name} is not JSON: {error}") from None
+    if kind == "names" and isinstance(value, list | tuple):
+        return ",".join(map(str, value))
     if not isinstance(value, str) or kind not in ("tokens", "bytes") or value == AUTO:
         return value
     found, hint = (read_count(value), COUNT_HINT) if kind == "tokens" else (read_size(value), SIZE_HINT)

@@ -215,6 +215,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "POST /v1/embeddings": "vectors of texts or token ids",
         "POST /tokenize": "text or messages to token ids",
         "POST /detokenize": "token ids to text",
+        "GET /tokenizer_info": "special tokens, sizes and the chat template",
     },
     "Models and the server": {
         "GET /v1/models": "the model that is served",
@@ -222,6 +223,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /version": "version, `system_fingerprint` and its parts",
         "GET /v1/compat": "every field of every dialect: honoured, refused or without effect",
         "GET /openapi.json": "this server as an OpenAPI 3.1 document",
+        "GET /docs": "the same as a page, which loads nothing from elsewhere",
     },
     "Files and batches": {
         "POST /v1/files": "upload a file of requests (`purpose=batch`)",

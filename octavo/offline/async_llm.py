@@ -14,9 +14,8 @@ from octavo.messages import SamplingParams as EngineParams
 from octavo.offline.outputs import Answer, RequestOutput
 from octavo.offline.params import RequestOutputKind, SamplingParams
 from octavo.offline.prompts import OfflinePrompt, Prompt, read_prompt
-from octavo.offline.requests import Message, RequestBuilder, read_options, refuse_unsupported
+from octavo.offline.requests import Message, RequestBuilder, read_options, refuse_unsupported, source_of
 from octavo.offline.tokenizer import OfflineTokenizer
-from octavo.weights.sources.source import resolve
 
 T = TypeVar("T")
 
@@ -36,10 +35,8 @@ class AsyncLLM:
 
     def __init__(self, model: str = "", **options: Any) -> None:
         self.config = read_options(model, options)
-        source = resolve(
-            model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
-        )
-        self.model_name = self.config.model.served_model_name or source.name
+        source = source_of(self.config)
+        self.model_name = self.config.model.name_of(source.name)
         self._engine = start_engine(self.config, source, self.model_name)
         self.report = self._engine.report
         self._requests = RequestBuilder(self.config, source, self.report)

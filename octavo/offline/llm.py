@@ -26,11 +26,10 @@ from octavo.offline.outputs import (
 )
 from octavo.offline.params import SamplingParams
 from octavo.offline.prompts import OfflinePrompt, Prompt, read_prompt, read_prompts
-from octavo.offline.requests import Message, RequestBuilder, read_options, refuse_unsupported
+from octavo.offline.requests import Message, RequestBuilder, read_options, refuse_unsupported, source_of
 from octavo.offline.tokenizer import OfflineTokenizer
 from octavo.text import Text, TextDelta
 from octavo.text.pooling_config import PoolingConfig, read_pooling_config
-from octavo.weights.sources.source import resolve
 
 
 class LLM:
@@ -38,10 +37,8 @@ class LLM:
 
     def __init__(self, model: str = "", **options: Any) -> None:
         self.config = read_options(model, options)
-        source = resolve(
-            model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
-        )
-        self.model_name = self.config.model.served_model_name or source.name
+        source = source_of(self.config)
+        self.model_name = self.config.model.name_of(source.name)
         self._loop, self.report, _ = start_engine(self.config, source, self.model_name)
         self._source = source
         self._requests = RequestBuilder(self.config, source, self.report)

@@ -198,7 +198,7 @@ class Answer:
         choice.token_ids += delta.token_ids
         self._scores[delta.index] += delta.logprobs
         if choice.logprobs is not None:
-            choice.logprobs += self._shown(delta.logprobs)
+            choice.logprobs += self._shown(delta.logprobs, self._wanted.logprob_token_ids)
         self._add_prompt_scores(delta)
         if delta.token_ids:
             self._count(len(delta.token_ids))
@@ -225,12 +225,15 @@ class Answer:
         metrics.num_generation_tokens += num_tokens
         metrics.last_token_ts = now
 
-    def _shown(self, entries: Sequence[Logprobs]) -> list[TokenLogprobs]:
-        return [self._by_id(entry) for entry in entries]
+    def _shown(self, entries: Sequence[Logprobs], asked: Sequence[int] = ()) -> list[TokenLogprobs]:
+        return [self._by_id(entry, asked) for entry in entries]
 
-    def _by_id(self, entry: Logprobs) -> TokenLogprobs:
+    def _by_id(self, entry: Logprobs, asked: Sequence[int]) -> TokenLogprobs:
+        """`asked`: tokens that the entry has instead of the most likely."""
         found: TokenLogprobs = {}
-        ranks = [entry.rank, *range(1, len(entry.token_ids))]
+        ranks: list[int | None] = [entry.rank, *range(1, len(entry.token_ids))]
+        if asked:  # these come in the order in which they were asked for
+            ranks = [entry.rank, *[None] * len(asked)]
         for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
             spelled = None if self._text is None else self._text.spell(token).decode("utf-8", "replace")
             found.setdefault(token, Logprob(logprob, rank, spelled))

@@ -20,7 +20,7 @@ from octavo.text.chat.template import ChatTemplate
 from octavo.text.chat.tools import parse_tools, template_form
 from octavo.text.grammar.build import grammar_of
 from octavo.text.grammar.limits import STACK_BYTES, on_stack
-from octavo.weights.sources.source import ModelSource
+from octavo.weights.sources.source import ModelSource, resolve
 
 Message = Mapping[str, Any]
 _OF_SERVERS = ("server", "budget", "batches", "recorder")  # sections of the configuration that only a server has
@@ -45,6 +45,16 @@ def read_options(model: str, options: Mapping[str, Any]) -> configuration.Config
     return configuration.replace(configuration.Config(), model=model, **found)
 
 
+def source_of(config: configuration.Config) -> ModelSource:
+    model = config.model
+    return resolve(
+        model.model,
+        model.revision,
+        allow_missing_weights=model.load_format == "dummy",
+        download_dir=model.download_dir,
+    )
+
+
 class RequestBuilder:
     """Builds the engine's requests for one model."""
 
@@ -63,6 +73,9 @@ class RequestBuilder:
                 tokenizer=model.tokenizer,
                 chat_template=model.chat_template,
                 default_sampling=self._source.default_sampling,
+                generation_config=model.generation_config,
+                override_generation_config=model.override_generation_config,
+                hf_overrides=model.hf_overrides,
             )
             self._text.require_fit(self.report.vocab_size)
         return self._text

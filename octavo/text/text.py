@@ -113,11 +113,11 @@ class Text:
         """The id of a token by its name in the vocabulary. None: there is none."""
         return self._tokenizer.token_id(name)
 
-    @property
+    @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """Control tokens, as far as they are known: at least those that end an output."""
         pieces = self._tokenizer.pieces
-        return frozenset(self.eos_ids) | (pieces.special_ids if pieces is not None else frozenset())
+        return frozenset(self.eos_ids) if pieces is None else pieces.special_ids
 
     def spell(self, token_id: int) -> bytes:
         """Bytes that one token adds to a text: maybe only part of a character."""
@@ -154,6 +154,16 @@ class Text:
         """Variables that every chat template gets: bos_token, eos_token, …"""
         assert isinstance(self._template, ChatTemplate)
         return self._template.variables
+
+    @property
+    def template_source(self) -> str | None:
+        """The chat template as Jinja text. None: there is none."""
+        return self._template.source() if isinstance(self._template, ChatTemplate) and self.has_chat_template else None
+
+    @property
+    def tokenizer_kind(self) -> str:
+        """The class that reads the vocabulary."""
+        return type(self._tokenizer).__name__
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template uses a variable of this name, such as enable_thinking."""

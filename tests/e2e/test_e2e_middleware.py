@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.certificates import Certificates, make_certificates
@@ -192,3 +194,22 @@ def test_a_mistake_at_the_start_is_json_too(
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode == 2 and lines[-1]["level"] == "error"
     assert all(part in line["message"] for part, line in zip(words, lines, strict=True)), lines
+
+
+def test_a_server_on_a_unix_socket(short_path: Path) -> None:
+    path = short_path / "octavo.sock"
+    with Server("--uds", str(path), "--served-model-name", "one,two", "--api-processes", "2") as server:
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=120
+        ) as client:
+            assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["one", "two"]
+            body = {"model": "two", "prompt": "a", "max_tokens": 3, "temperature": 0}
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["usage"]["completion_tokens"] == 3 and answer["model"] == "one"
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                assert list(stream.iter_lines())[-2] == "data: [DONE]"
+            found = client.get("/metrics").text
+        roles = set(re.findall(r'process_resident_memory_bytes\{process="(\w+)"', found))
+        assert roles == {"supervisor", "api", "engine"} and found.count("process_open_fds{") == 4
+        assert server.terminate() == 0
+    assert not path.exists()

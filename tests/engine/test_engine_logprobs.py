@@ -174,3 +174,28 @@ def test_mistakes_are_named(refusing, fields, param, words):
 def refusing(folder):
     with LLM(folder, **OPTIONS) as llm:
         yield llm
+
+
+def test_tokens_by_id_instead_of_the_likeliest(kernels, model, folder):
+    """Beside requests that want none, or the likeliest."""
+    asked = [0, 299, 7, 7]
+    plain = {"max_tokens": 5, "ignore_eos": True, "seed": 3}
+    every = [
+        SamplingParams(logprobs=0, logprob_token_ids=asked, prompt_logprobs=1, **plain),
+        SamplingParams(logprobs=3, **plain),
+        SamplingParams(logprobs=0, logprob_token_ids=[9], n=2, **plain),
+        SamplingParams(temperature=0, **plain),
+    ]
+    with LLM(folder, **OPTIONS) as llm:
+        found = llm.generate(PROMPTS[:4], every, use_tqdm=False)
+    check_output(model, found[1], every[1])
+    for output, ids in ((found[0], asked), (found[2], [9])):
+        for choice in output.outputs:
+            rows = reference(model, [*output.prompt_token_ids, *choice.token_ids])
+            for at, (entry, token) in enumerate(zip(choice.logprobs, choice.token_ids, strict=True)):
+                row = rows[len(output.prompt_token_ids) - 1 + at]
+                assert entry.keys() == {token, *ids} and entry[token].rank == int((row > row[token]).sum()) + 1
+                for other, score in entry.items():
+                    assert abs(score.logprob - float(row[other])) < 1e-4
+                    assert other == token or score.rank is None
+    assert len(found[0].prompt_logprobs) == len(found[0].prompt_token_ids)

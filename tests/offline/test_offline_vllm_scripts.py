@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
-from octavo.errors import ConfigError, EngineDead, InvalidRequest, Unsupported
+from octavo.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest, Unsupported
 from tests.doubles import write_byte_tokenizer
 
 SMALL = {"kv_cache_memory_bytes": "2M", "max_num_seqs": 8}
@@ -78,6 +78,26 @@ def test_options_that_do_not_work_say_so(folder: str, options: dict[str, object]
     with pytest.raises(ConfigError) as caught:
         LLM(folder, **options)
     assert caught.value.message.startswith(problem)
+
+
+def test_the_models_own_settings_can_be_replaced(folder: str, tmp_path: Path) -> None:
+    with LLM(
+        folder, hf_overrides={"max_position_embeddings": 128}, override_generation_config={"top_k": 7}, **SMALL
+    ) as llm:
+        assert llm.report.max_model_len == 128 and llm.get_default_sampling_params().top_k == 7
+        assert "settings" in llm.report.fingerprint
+        output = llm.generate("ab", greedy(), use_tqdm=False)
+    with LLM(folder, served_model_name=["a", "b"], **SMALL) as llm:
+        assert llm.model_name == "a" and "settings" not in llm.report.fingerprint
+        assert texts_of(llm.generate("ab", greedy(), use_tqdm=False)) == texts_of(output)
+    for options, problem in (
+        ({"hf_overrides": {"model_type": "gemma3"}}, "--hf-overrides cannot set model_type"),
+        ({"hf_overrides": "[]"}, "--hf-overrides must be a JSON object"),
+        ({"hf_overrides": {"a": object()}}, "hf_overrides is not JSON"),
+        ({"hf_overrides": {"num_attention_heads": "four"}}, "num_attention_heads"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            LLM(folder, **options)
 
 
 # ── prompts and outputs ──
@@ -265,7 +285,7 @@ async def test_leaving_and_aborting(engine: AsyncLLM) -> None:
 
 
 async def test_mistakes_and_the_end(engine: AsyncLLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompt has 20000 tokens; the context holds 2048"):
+    with pytest.raises(ContextTooLong, match="prompt has 20000 tokens; the context holds 2048"):
         await anext(engine.generate("x" * 20_000, greedy()))
     with pytest.raises(InvalidRequest, match="at most 256 characters"):
         await anext(engine.generate("x", greedy(), request_id="i" * 300))

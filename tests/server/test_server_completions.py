@@ -20,7 +20,14 @@ async def test_whole_answer_and_usage(serve: Serve) -> None:
     assert response.status_code == 200
     assert body["id"].startswith("cmpl-") and body["object"] == "text_completion" and body["model"] == "byte-model"
     assert body["choices"] == [
-        {"index": 0, "text": "héllo", "finish_reason": "stop", "stop_reason": None, "logprobs": None}
+        {
+            "index": 0,
+            "text": "héllo",
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "logprobs": None,
+            "prompt_logprobs": None,
+        }
     ]
     assert body["usage"] == {
         "prompt_tokens": 3,

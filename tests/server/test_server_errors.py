@@ -21,7 +21,7 @@ from tests.server.conftest import Serve, error_of
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/byte-model"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/live"),
-    ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("GET", "/openapi.json"), ("GET", "/docs"),
+    ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("GET", "/openapi.json"), ("POST", "/docs"),
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/compat"), ("GET", "/health/"), ("GET", "/HEALTH"), ("GET", "/health/ready/"),
     ("GET", "/health/progress"), ("POST", "/"), ("POST", "/pages/cockpit.js"),
 ]  # fmt: skip

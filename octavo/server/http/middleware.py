@@ -31,7 +31,7 @@ log = logging.getLogger("octavo.server")
 
 OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})  # probes, which come without a key
 METRICS = "/metrics"
-PAGES = frozenset({"/", "/play"})
+PAGES = frozenset({"/", "/play", "/docs"})
 PAGES_FOLDER = "/pages/"
 MAX_REQUEST_ID_LEN = 200
 MAX_PATH_LEN = 1000  # characters of a path in journeys and logs

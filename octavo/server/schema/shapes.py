@@ -107,6 +107,20 @@ ToolChoice = Annotated[
         _any_of(
             {"enum": ["none", "auto", "required", None]},
             _object(("type", "function"), type=_one_of("function"), function=_object(("name",), name=_NAME)),
+            _object(
+                ("type", "allowed_tools"),
+                type=_one_of("allowed_tools"),
+                allowed_tools=_object(
+                    ("mode", "tools"),
+                    mode=_one_of("auto", "required"),
+                    tools=_list_of(
+                        _object(
+                            ("type", "function"), type=_one_of("function"), function=_object(("name",), name=_NAME)
+                        ),
+                        1,
+                    ),
+                ),
+            ),
         )
     ),
 ]
