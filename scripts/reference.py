@@ -209,6 +209,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "POST /v1/responses/{response_id}/cancel": "stop a response whose stream goes on without its client",
         "GET /v1/responses/{response_id}/input_items": "what a stored response was asked",
         "POST /v1/responses/input_tokens": "count the tokens of a Responses request",
+        "POST /v1/responses/compact": "a long conversation as its user messages and a summary, to be sent as `input`",
         "POST /v1/messages": "Anthropic's Messages API",
         "POST /v1/messages/count_tokens": "count the tokens of a Messages request",
         "GET /v1/stream/{stream_id}": "the events of a resumable stream; `from=N` starts at event N",

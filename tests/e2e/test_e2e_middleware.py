@@ -211,5 +211,6 @@ def test_a_server_on_a_unix_socket(short_path: Path) -> None:
             found = client.get("/metrics").text
         roles = set(re.findall(r'process_resident_memory_bytes\{process="(\w+)"', found))
         assert roles == {"supervisor", "api", "engine"} and found.count("process_open_fds{") == 4
-        assert server.terminate() == 0
+        server.process.terminate()
+        assert server.process.wait(60) == 0
     assert not path.exists()

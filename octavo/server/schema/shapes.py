@@ -190,6 +190,7 @@ _ITEM = _any_of(
         summary=_list_of(_object(("type", "text"), type=_one_of("summary_text"), text=_TEXT)),
         encrypted_content=_NULL,
     ),
+    _object(("type", "encrypted_content"), type=_one_of("compaction"), id=_MAYBE_TEXT, encrypted_content=_TEXT),
     _object(("type", "id"), type=_one_of("item_reference"), id=_TEXT),
 )
 Input = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_ITEM, 1)))]
