@@ -657,6 +657,9 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "TERM": "no colours in `octavo top` where it is empty or `dumb`",
         "PYTHONPATH": "passed on to worker processes, with the package's folder added",
     },
+    "Set by a flag": {
+        "HF_HUB_CACHE": "`--download-dir`: where huggingface_hub keeps models; it reads the variable itself where the flag is not given",
+    },
     "Set where they are not set": {
         "GOMP_SPINCOUNT": "how long idle compute threads spin before they sleep (5000): a bounded spin keeps a quiet machine fast and "
         "a crowded one alive",

@@ -74,10 +74,10 @@ def _is_answered(path: str) -> bool:
 
 
 def remove_socket(listener: socket.socket) -> None:
-    """Remove the file of a UNIX socket that was bound by listen(). Does nothing for others."""
-    if listener.family == socket.AF_UNIX and (path := listener.getsockname()):
+    """Remove the file of a UNIX socket that was bound by listen(). Does nothing for others, or once it is closed."""
+    if listener.family == socket.AF_UNIX:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            os.unlink(listener.getsockname())
 
 
 def check_certificates(server: ServerConfig) -> None:

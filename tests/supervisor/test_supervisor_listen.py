@@ -20,6 +20,7 @@ def test_a_unix_socket_is_bound_named_and_removed(short_path: Path) -> None:
     assert not os.path.exists(path)
     remove_socket(listener)  # gone already
     listener.close()
+    remove_socket(listener)
 
 
 def test_a_socket_that_was_left_behind_is_replaced(short_path: Path) -> None:
