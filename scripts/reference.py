@@ -460,6 +460,7 @@ def _why(field: Schema) -> str:
 def params_page() -> Iterator[str]:
     from octavo.config import Config
     from octavo.messages import params
+    from octavo.offline import params as offline_params
     from octavo.server.schema.fields import ranges
 
     limits = ranges(Config())
@@ -488,6 +489,14 @@ def params_page() -> Iterator[str]:
             span = [_range("", limits.get(field, {})).strip(", ")] if has_range else []
             rows.append((code(field), code(kind), code(default) if default else "", *span, cell(comment)))
         yield from table(head, rows)
+        if name == "SamplingParams":
+            yield "In Python it also has:"
+            yield ""
+            own = _struct_fields(inspect.getsource(offline_params), name)
+            yield from table(
+                ("field", "type", "default", ""),
+                [(code(field), code(kind), code(default), cell(comment)) for field, kind, default, comment in own],
+            )
 
 
 def _struct_fields(source: str, name: str) -> Iterator[tuple[str, str, str, str]]:
@@ -738,6 +747,7 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
         "server.schema.fields.MAX_ALLOWED_TOKEN_IDS": ("entries of `allowed_token_ids`", "400"),
         "messages.params.MAX_BIASES": ("entries of `logit_bias`", "400"),
         "messages.params.MAX_BAD_WORDS": ("entries of `bad_words`", "400"),
+        "messages.params.MAX_LOGPROB_TOKEN_IDS": ("entries of `logprob_token_ids`", "400"),
         "messages.params.MAX_BAD_WORD_LEN": ("characters of one of them", "400"),
         "messages.params.MAX_BEAM_STOPS": ("entries of `stop_token_ids` with `use_beam_search`", "400"),
         "messages.params.MAX_PATTERN_SIZE": ("tokens of a pattern of `repetition_detection`", "400"),

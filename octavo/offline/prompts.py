@@ -27,10 +27,10 @@ def read_prompts(
     if prompt_token_ids is not None:
         if prompts is not None:
             raise InvalidRequest("give either prompts or prompt_token_ids", param="prompt_token_ids")
-        ids = [prompt_token_ids] if _is_ids(prompt_token_ids) else list(prompt_token_ids)
-        if not all(_is_ids(each) for each in ids):
+        lists: list[Any] = [prompt_token_ids] if _is_ids(prompt_token_ids) else list(prompt_token_ids)
+        if not all(_is_ids(each) for each in lists):
             raise InvalidRequest("prompt_token_ids must be a list of ids, or a list of such lists", "prompt_token_ids")
-        return [OfflinePrompt(None, [int(token) for token in each]) for each in ids]  # type: ignore[union-attr]
+        return [OfflinePrompt(None, [int(token) for token in each]) for each in lists]
     if prompts is None:
         raise InvalidRequest("prompts is missing: give a text, token ids, or a list of these", param="prompts")
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
@@ -50,7 +50,7 @@ def read_prompt(prompt: Prompt) -> OfflinePrompt:
         return _of_mapping(prompt)
     if not isinstance(prompt, Sequence | range) and not hasattr(prompt, "__iter__"):
         raise InvalidRequest(f"a prompt must be a text or token ids, got {type(prompt).__name__}", param="prompts")
-    ids = list(prompt)
+    ids: list[Any] = list(prompt)
     if not all(isinstance(token, Integral) for token in ids):
         raise InvalidRequest("a prompt of token ids must be a list of whole numbers", param="prompts")
     return OfflinePrompt(None, [int(token) for token in ids])
