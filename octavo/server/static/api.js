@@ -47,8 +47,10 @@ function* rows(document, schema, depth = 0, above = []) {
     const inner = form.type === "array" ? forms(document, form.items || {}) : [form];
     for (const object of inner) {
       if (!object.properties || above.includes(object) || depth >= MAX_DEPTH) continue;
-      for (const [name, member] of Object.entries(object.properties)) {
-        const needed = (object.required || []).includes(name);
+      const isNeeded = (name) => (object.required || []).includes(name);
+      const members = Object.entries(object.properties);
+      for (const [name, member] of members.sort(([one], [other]) => isNeeded(other) - isNeeded(one))) {
+        const needed = isNeeded(name);
         yield element("tr", {},
           element("td", { depth }, element("code", { text: name })),
           element("td", { text: kindOf(document, member) }),
@@ -63,7 +65,7 @@ function* rows(document, schema, depth = 0, above = []) {
 function table(document, title, schema) {
   const body = element("tbody", {}, ...rows(document, schema));
   if (!body.children.length) return [element("p", { class: "faint", text: `${title}: ${kindOf(document, schema)}` })];
-  return [element("h2", { text: title }), element("div", { class: "scroll" }, element("table", {}, body))];
+  return [element("h2", { text: title }), element("div", { class: "sideways" }, element("table", {}, body))];
 }
 
 const jsonOf = (part) => part?.content?.["application/json"]?.schema;
