@@ -83,8 +83,8 @@ class ModelConfig:
     )
     served_model_name: str = knob(
         "",
-        "names that clients may use for the model in requests, separated by spaces or commas; answers have the first; empty: the model's "
-        "own name",
+        "names that clients may use for the model in requests: several after the flag, or separated by commas; answers have the first; "
+        "empty: the model's own name",
         kind="names",
     )
     download_dir: str = knob("", "folder for models from the hub; empty: the hub's own cache (HF_HUB_CACHE)")
