@@ -19,6 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [97]},
     "/v1/responses": {"input": "a"},
     "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/responses/compact": {"input": "a"},
     "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
 }
@@ -64,6 +65,7 @@ RICH: dict[str, list[dict[str, Any]]] = {
     "/tokenize": [CHAT],
     "/v1/responses": [INPUT, {"input": "a", **WISH}],
     "/v1/responses/input_tokens": [COUNTED, {"input": "a", **WISH}],
+    "/v1/responses/compact": [{"input": INPUT["input"]}, {"input": "a", **WISH}],
     "/v1/messages": [{"max_tokens": 9, **TURNS}],
     "/v1/messages/count_tokens": [TURNS],
 }

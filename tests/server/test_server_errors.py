@@ -218,7 +218,7 @@ class TestBodies:
 
 
 class TestRoutes:
-    @pytest.mark.parametrize("path", ["/v1/nope", "/v1/completions/", "/docs", "/redoc"])
+    @pytest.mark.parametrize("path", ["/v1/nope", "/v1/completions/", "/docs/", "/redoc"])
     async def test_unknown(self, serve: Serve, path: str) -> None:
         assert error_of(await serve().get(path), 404)["code"] == "not_found"
 
