@@ -4,19 +4,25 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.messages import BeamSearchParams, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+    from octavo.messages import BeamSearchParams, RepetitionDetectionParams, StructuredOutputsParams
+    from octavo.offline.async_llm import AsyncEngineArgs, AsyncLLM
     from octavo.offline.llm import LLM
-    from octavo.offline.outputs import BeamSearchOutput, CompletionOutput, EmbeddingOutput, RequestOutput
+    from octavo.offline.outputs import BeamSearchOutput, CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
+    from octavo.offline.params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingOutput",
+    "Logprob",
     "RepetitionDetectionParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
@@ -24,13 +30,13 @@ __all__ = [
 
 _HOMES = {
     "LLM": "octavo.offline.llm",
+    **dict.fromkeys(("AsyncEngineArgs", "AsyncLLM"), "octavo.offline.async_llm"),
     **dict.fromkeys(
-        ("BeamSearchOutput", "CompletionOutput", "EmbeddingOutput", "RequestOutput"), "octavo.offline.outputs"
+        ("BeamSearchOutput", "CompletionOutput", "EmbeddingOutput", "Logprob", "RequestOutput"),
+        "octavo.offline.outputs",
     ),
-    **dict.fromkeys(
-        ("BeamSearchParams", "RepetitionDetectionParams", "SamplingParams", "StructuredOutputsParams"),
-        "octavo.messages",
-    ),
+    **dict.fromkeys(("RequestOutputKind", "SamplingParams"), "octavo.offline.params"),
+    **dict.fromkeys(("BeamSearchParams", "RepetitionDetectionParams", "StructuredOutputsParams"), "octavo.messages"),
 }
 
 

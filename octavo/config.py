@@ -2,7 +2,9 @@
 commands add a few of their own (cli/main.py). limits.py resolves most `auto`s that need no measurement."""
 
 import dataclasses
+import json
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,12 @@ AUTO = "auto"
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
-KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY", "OCTAVO_ADMIN_KEY")  # of the environment, with API keys
+KEY_VARIABLES = (
+    "OCTAVO_API_KEY",
+    "VLLM_API_KEY",
+    "OCTAVO_ADMIN_KEY",
+    "OCTAVO_METRICS_KEY",
+)  # of the environment, with API keys
 MAX_JSON_DEPTH = 190  # the decoder's own limit is 200
 AUTO_TEXT_LEN, AUTO_TEXT_LEN_PER_TOKEN = 2 * 2**20, 16  # characters; ordinary text has about four for each token
 MAX_LOGPROBS = 20  # upper bound on the top logprobs per position that a request may ask for
@@ -74,7 +81,29 @@ class ModelConfig:
         kind="tokens",
         least=1,
     )
-    served_model_name: str = knob("", "model name that clients use in requests; empty: the model's own name")
+    served_model_name: str = knob(
+        "",
+        "names that clients may use for the model in requests: several after the flag, or separated by commas; answers have the first; "
+        "empty: the model's own name",
+        kind="names",
+    )
+    download_dir: str = knob("", "folder for models from the hub; empty: the hub's own cache (HF_HUB_CACHE)")
+    hf_overrides: str = knob(
+        "",
+        "JSON object that replaces values of the model's config.json, for example "
+        '\'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}\'',
+        kind="json",
+    )
+    generation_config: str = knob(
+        AUTO,
+        "where the default sampling parameters come from. auto: the model's generation_config.json; vllm: neutral values (temperature "
+        "1), whatever the model says; otherwise a folder with another generation_config.json",
+    )
+    override_generation_config: str = knob(
+        "",
+        "JSON object of default sampling parameters that replace those of --generation-config: '{\"temperature\": 0.5}'",
+        kind="json",
+    )
     seed: int = knob(0, "base seed for offline requests that do not set a seed")
     load_format: str = knob(
         AUTO, "auto: load the model's weights; dummy: random weights, for benchmarks", choices=(AUTO, "dummy")
@@ -100,6 +129,15 @@ class ModelConfig:
     enforce_eager: bool = knob(False, "do not use CUDA graphs: launch every kernel separately")
     chat_template: str = knob("", "file with a Jinja chat template that replaces the model's own")
     device: str = knob(AUTO, "device to compute on; auto: a GPU if there is one", choices=(AUTO, "cpu", "cuda"))
+
+    @property
+    def served_names(self) -> list[str]:
+        """The names of --served-model-name. Empty: the model's own name."""
+        return list(dict.fromkeys(split_list(self.served_model_name)))
+
+    def name_of(self, own_name: str) -> str:
+        """The name in answers. `own_name`: the model's."""
+        return self.served_names[0] if self.served_names else own_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +224,7 @@ class ParallelConfig:
 class ServerConfig:
     host: str = knob("127.0.0.1", "address to listen on")
     port: int = knob(8000, "port to listen on; 0: any free port", least=0, most=65535)
+    uds: str = knob("", "path of a UNIX socket to listen on, instead of --host and --port")
     api_key: str = knob(
         "",
         "API key that clients must send as 'Authorization: Bearer KEY', and browsers as the password. For several keys, repeat "
@@ -203,6 +242,14 @@ class ServerConfig:
         "",
         "API key that sees the files, batches, requests and responses of all keys; every other key sees its own. For several, "
         "as --api-key. Environment: OCTAVO_ADMIN_KEY",
+        kind="list",
+        is_secret=True,
+    )
+    metrics_open: bool = knob(False, "answer GET /metrics without a key, for scrapers that can send none")
+    metrics_key: str = knob(
+        "",
+        "key that may read GET /metrics and nothing else, as 'Authorization: Bearer KEY'; with it, /metrics needs this or an API key "
+        "even if nothing else does. For several, as --api-key. Environment: OCTAVO_METRICS_KEY",
         kind="list",
         is_secret=True,
     )
@@ -338,6 +385,11 @@ class ServerConfig:
     def admin_keys(self) -> list[str]:
         """The keys that see what belongs to other keys, too."""
         return split_list(self.admin_key)
+
+    @property
+    def metrics_keys(self) -> list[str]:
+        """The keys for /metrics alone."""
+        return split_list(self.metrics_key)
 
     def num_api_processes(self, num_cores: int) -> int:
         # Three of four cores are left to the engine and to other work. With more than eight API processes, the engine would
@@ -494,15 +546,25 @@ class Config:
         for section, cls in sections():
             for option in dataclasses.fields(cls):
                 _check_value(option, getattr(getattr(self, section), option.name))
+        for name in ("hf_overrides", "override_generation_config"):
+            read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
         self._check_access()
 
     def _check_access(self) -> None:
         """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""
         server = self.server
-        for name, given in (("api-key", server.api_key), ("admin-key", server.admin_key)):
+        for name, given in (
+            ("api-key", server.api_key),
+            ("admin-key", server.admin_key),
+            ("metrics-key", server.metrics_key),
+        ):
             if given and not split_list(given):
                 variable = f"OCTAVO_{name.upper().replace('-', '_')}"
                 raise ConfigError(f"--{name} (or {variable}) {given!r} holds no key: give one, or leave it out")
+        if server.metrics_open and server.metrics_keys:
+            raise ConfigError("--metrics-open needs no key and --metrics-key needs one: give one of the two")
+        if shared := set(server.metrics_keys) & set(server.api_keys):
+            raise ConfigError(f"{len(shared)} of the keys of --metrics-key are API keys, too: choose others")
         for name, value in (("--ssl-keyfile", server.ssl_keyfile), ("--ssl-ca-certs", server.ssl_ca_certs)):
             if value and not server.ssl_certfile:
                 raise ConfigError(f"{name} is for TLS: give --ssl-certfile as well")
@@ -566,16 +628,18 @@ def field_names(section: str) -> dict[str, str]:
 
 
 def replace(config: Config, **values: Any) -> Config:
-    """Return a copy with fields changed by name, in whichever section they are. An unknown name raises ConfigError."""
+    """Return a copy with fields changed by name, in whichever section they are. Counts and sizes may be texts, as on the command line:
+    "8k", "64M". An unknown name raises ConfigError."""
     changed: dict[str, Any] = {}
-    for section, _ in sections():
+    for section, cls in sections():
         names = field_names(section)
+        kinds = {option.name: option.metadata["kind"] for option in dataclasses.fields(cls)}
         mine = {names[name]: values.pop(name) for name in list(values) if name in names}
+        mine = {name: _read_value(name, kinds[name], value) for name, value in mine.items()}
         if mine:
             changed[section] = dataclasses.replace(getattr(config, section), **mine)
     if values:
-        known = sorted(name for section, _ in sections() for name in field_names(section).values())
-        raise ConfigError(f"unknown option {sorted(values)[0]!r}; the options are {', '.join(dict.fromkeys(known))}")
+        raise unknown_option(sorted(values)[0], {name for section, _ in sections() for name in field_names(section)})
     return dataclasses.replace(config, **changed)
 
 
@@ -585,6 +649,72 @@ def offline(config: Config) -> Config:
     return replace(config, max_inter_token_ms=0.0) if is_auto else config
 
 
+def unknown_option(name: str, known: Collection[str]) -> ConfigError:
+    """The error for an option that does not exist: it names the nearest one, or all of them."""
+    import difflib  # imported lazily: only needed for an error
+
+    known = [option for option in known if option.islower()]  # not MODEL, which is no option by that name
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+    instead = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(sorted(known))}"
+    return ConfigError(f"unknown option {name!r}; {instead}")
+
+
+COUNT_HINT = "give 8192, 8k (k = 1024), or auto if the flag accepts it"
+SIZE_HINT = "give bytes, or K, M, G, T (powers of 1024) as in 512M or 1.5G"
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def read_count(text: str) -> int | None:
+    """A count: 8192, 8k, 1.5k. None: it is none."""
+    return _scaled(text, r"([0-9.]+)([km]?)")
+
+
+def read_size(text: str) -> int | None:
+    """A number of bytes: 1048576, 512M, 1.5G, 2GiB. None: it is none; 2GB is ambiguous (10^9 or 2^30)."""
+    return _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?")
+
+
+def read_json_object(text: str, what: str) -> dict[str, Any]:
+    """Parse a JSON object; an empty text is an empty one. `what`: the flag, for errors."""
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} must be a JSON object, got {text[:100]!r}")
+    return value
+
+
+def _read_value(name: str, kind: str, value: Any) -> Any:
+    """A value of the Python API, which may have another form than the command line's."""
+    if kind == "json" and isinstance(value, Mapping):
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name} is not JSON: {error}") from None
+    if kind == "names" and isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if not isinstance(value, str) or kind not in ("tokens", "bytes") or value == AUTO:
+        return value
+    found, hint = (read_count(value), COUNT_HINT) if kind == "tokens" else (read_size(value), SIZE_HINT)
+    if found is None:
+        raise ConfigError(f"{name}: {value!r} is not a {'count' if kind == 'tokens' else 'size'}: {hint}")
+    return found
+
+
+def _scaled(text: str, pattern: str) -> int | None:
+    parts = re.fullmatch(pattern, text.strip().lower(), re.ASCII)
+    if not parts:
+        return None
+    try:
+        value = float(parts[1]) * _UNITS[parts[2] or ""] if "." in parts[1] else int(parts[1]) * _UNITS[parts[2] or ""]
+        return int(value) if value == int(value) else None
+    except (ValueError, OverflowError):  # "1.2.3"; too large for a float
+        return None
+
+
 def without_keys(config: Config) -> Config:
     """A copy for processes that have no use for API keys."""
-    return replace(config, api_key="", admin_key="", api_key_file="")
+    return replace(config, api_key="", admin_key="", metrics_key="", api_key_file="")

@@ -12,6 +12,7 @@ OctavoError
 │   ├── NotFound 404            an object named by its id does not exist, or no longer does
 │   ├── RequestTimeout 408      the request did not arrive completely in time
 │   ├── TooLarge 413            the request body is over the limit
+│   ├── UnsupportedEncoding 415 the body is compressed in a way that is not taken
 │   ├── HeadTooLarge 431        the request's head or trailers are over the limit
 │   ├── Overloaded 429          the queue is full, or the request left it unserved; carries .retry_after
 │   └── DeadlineExceeded 504     the request's own deadline_ms has passed
@@ -241,6 +242,12 @@ class TooLarge(RequestError):
     """The request body exceeds the limit."""
 
     status = 413
+
+
+class UnsupportedEncoding(RequestError):
+    """The request body is compressed in a way that is not supported."""
+
+    status = 415
 
 
 class HeadTooLarge(RequestError):

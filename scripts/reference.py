@@ -210,12 +210,14 @@ ROUTES: dict[str, dict[str, str]] = {
         "POST /v1/responses/{response_id}/cancel": "stop a response whose stream goes on without its client",
         "GET /v1/responses/{response_id}/input_items": "what a stored response was asked",
         "POST /v1/responses/input_tokens": "count the tokens of a Responses request",
+        "POST /v1/responses/compact": "a long conversation as its user messages and a summary, to be sent as `input`",
         "POST /v1/messages": "Anthropic's Messages API",
         "POST /v1/messages/count_tokens": "count the tokens of a Messages request",
         "GET /v1/stream/{stream_id}": "the events of a resumable stream; `from=N` starts at event N",
         "POST /v1/embeddings": "vectors of texts or token ids",
         "POST /tokenize": "text or messages to token ids",
         "POST /detokenize": "token ids to text",
+        "GET /tokenizer_info": "special tokens, sizes and the chat template",
     },
     "Models and the server": {
         "GET /v1/models": "the model that is served",
@@ -223,6 +225,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /version": "version, `system_fingerprint` and its parts",
         "GET /v1/compat": "every field of every dialect: honoured, refused or without effect",
         "GET /openapi.json": "this server as an OpenAPI 3.1 document",
+        "GET /docs": "the same as a page, which loads nothing from elsewhere",
     },
     "Ollama's API": {
         "POST /api/chat": "a chat turn, in lines or whole",
@@ -252,6 +255,8 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /health/live": "200 while the process answers",
         "GET /health/ready": "200 while an engine takes requests",
         "GET /health/progress": "steps, waiting requests and what they wait for, page audits, restarts",
+        "GET /ping": "as `/health`, under the name that Amazon SageMaker asks for",
+        "POST /ping": "the same",
         "GET /metrics": "Prometheus text",
         "GET /v1/requests": "journeys of recent requests; `state`, `limit`",
         "GET /v1/requests/{request_id}": "the journey of one request, by its `x-request-id` or its answer's id",
@@ -468,6 +473,7 @@ def _why(field: Schema) -> str:
 def params_page() -> Iterator[str]:
     from octavo.config import Config
     from octavo.messages import params
+    from octavo.offline import params as offline_params
     from octavo.server.schema.fields import ranges
 
     limits = ranges(Config())
@@ -496,6 +502,14 @@ def params_page() -> Iterator[str]:
             span = [_range("", limits.get(field, {})).strip(", ")] if has_range else []
             rows.append((code(field), code(kind), code(default) if default else "", *span, cell(comment)))
         yield from table(head, rows)
+        if name == "SamplingParams":
+            yield "In Python it also has:"
+            yield ""
+            own = _struct_fields(inspect.getsource(offline_params), name)
+            yield from table(
+                ("field", "type", "default", ""),
+                [(code(field), code(kind), code(default), cell(comment)) for field, kind, default, comment in own],
+            )
 
 
 def _struct_fields(source: str, name: str) -> Iterator[tuple[str, str, str, str]]:
@@ -530,6 +544,7 @@ def metrics_page() -> Iterator[str]:
     from octavo.messages import Responded
     from octavo.observe.metrics.engine_metrics import EngineMetrics
     from octavo.observe.metrics.gauges import EngineState
+    from octavo.observe.metrics.process_metrics import MODULES, SUPERVISOR, process_metrics
     from tests.doubles import REPORT
 
     known = _labels(text_string_to_metric_families(EngineMetrics("m", REPORT).text(EngineState())))
@@ -544,8 +559,10 @@ def metrics_page() -> Iterator[str]:
         rejections={"x": 1},
         blocked_seconds={},
     )
-    families = list(text_string_to_metric_families(metrics.text(some)))
+    families = list(text_string_to_metric_families(metrics.text(some) + process_metrics()))
     labels = _labels(families)
+    roles = {SUPERVISOR, *MODULES.values()}
+    known |= {family.name: {"process": roles} for family in families if family.name.startswith("process_")}
     yield "# Metrics"
     yield ""
     yield "`GET /metrics` answers in Prometheus' text format, once for the whole server. Names that vLLM has are vLLM's, so that its"
@@ -553,7 +570,12 @@ def metrics_page() -> Iterator[str]:
     yield "Samples of the engine carry `model_name` and `engine` besides the labels below."
     yield "Counters end in `_total`; a histogram has `_bucket`, `_count` and `_sum`."
     yield ""
-    for title, prefix in (("vLLM's names", "vllm:"), ("Octavo's own", "octavo:"), ("HTTP", "http_")):
+    for title, prefix in (
+        ("vLLM's names", "vllm:"),
+        ("Octavo's own", "octavo:"),
+        ("HTTP", "http_"),
+        ("Processes", "process_"),
+    ):
         yield f"## {title}"
         yield ""
         rows = []
@@ -698,6 +720,7 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
         "server.schema.fields.MAX_ALLOWED_TOKEN_IDS": ("entries of `allowed_token_ids`", "400"),
         "messages.params.MAX_BIASES": ("entries of `logit_bias`", "400"),
         "messages.params.MAX_BAD_WORDS": ("entries of `bad_words`", "400"),
+        "messages.params.MAX_LOGPROB_TOKEN_IDS": ("entries of `logprob_token_ids`", "400"),
         "messages.params.MAX_BAD_WORD_LEN": ("characters of one of them", "400"),
         "messages.params.MAX_BEAM_STOPS": ("entries of `stop_token_ids` with `use_beam_search`", "400"),
         "messages.params.MAX_PATTERN_SIZE": ("tokens of a pattern of `repetition_detection`", "400"),
@@ -830,7 +853,7 @@ def _limits(path: Path) -> set[str]:
 
 
 def other_flags_page() -> Iterator[str]:
-    from octavo.cli.foreign_flags import FOREIGN, VALUES, ForeignFlag
+    from octavo.foreign_flags import FOREIGN, VALUES, ForeignFlag
 
     def becomes(flag: ForeignFlag) -> str:
         if flag.ours:

@@ -84,8 +84,23 @@ def test_no_option_of_python_takes_a_word_that_is_not_offered() -> None:
     assert caught.value.message == "--quantization must be one of auto, none, fp8, int8, int4, got 'q4'"
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"metrics_key": ","}, "--metrics-key (or OCTAVO_METRICS_KEY) ',' holds no key"),
+        ({"metrics_key": "a", "metrics_open": True}, "--metrics-open needs no key and --metrics-key needs one"),
+        ({"metrics_key": "a,b", "admin_key": "b"}, "1 of the keys of --metrics-key are API keys, too"),
+    ],
+)
+def test_keys_for_metrics_make_sense(options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(Config(), **options)
+    assert caught.value.message.startswith(problem)
+
+
 def test_keys_are_in_no_repr_and_not_given_to_those_who_need_none() -> None:
-    config = replace(Config(), api_key="sesame", admin_key="sesame-too")
+    config = replace(Config(), api_key="sesame", admin_key="sesame-too", metrics_key="sesame-three")
     assert "sesame" not in repr(config)
     assert config.server.api_keys == ["sesame", "sesame-too"]
+    assert not without_keys(config).server.metrics_keys
     assert not without_keys(config).server.api_keys and without_keys(config).server.port == config.server.port

@@ -46,6 +46,8 @@ def admit(
         raise InvalidRequest(Field("min_tokens") + f" must be at most {room} here, got {quote(params.min_tokens)}")
     if params.stop_token_ids:
         check_ids(params.stop_token_ids, report, Field("stop_token_ids"))
+    if params.logprob_token_ids:
+        check_ids(params.logprob_token_ids, report, Field("logprob_token_ids"))
     if params.allowed_token_ids:
         check_ids(params.allowed_token_ids, report, Field("allowed_token_ids"))
     for token in params.logit_bias or ():

@@ -12,10 +12,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from octavo.cli.foreign_flags import translate
 from octavo.cli.settings import arguments_in, from_environment
-from octavo.config import AUTO, Config, replace, sections
+from octavo.config import (
+    AUTO,
+    COUNT_HINT,
+    SIZE_HINT,
+    Config,
+    read_count,
+    read_json_object,
+    read_size,
+    replace,
+    sections,
+)
 from octavo.errors import ConfigError
+from octavo.foreign_flags import translate
 
 OFFLINE = ("model", "cache", "scheduler", "parallel")
 """Sections that apply without a server."""
@@ -29,9 +39,9 @@ _FILE, _IN_FILE = (
     "settings_file",
     "settings_in_file",
 )  # the value of --config, and the config fields that this file sets
+_LAST_NAME = "last_served_name"  # the last of several values after one --served-model-name
 _DEST = "config."  # prefix of config fields in the namespace, to separate them from the commands' own flags
 _ADMIN_MARK = "admin:"  # begins a line of --api-key-file whose key is an admin key
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 class Parser(argparse.ArgumentParser):
@@ -138,6 +148,8 @@ def _add_knob(group: argparse._ArgumentGroup, knob: "dataclasses.Field[Any]") ->
     choices = knob.metadata["choices"]
     if knob.metadata["kind"] == "list":
         options["action"] = _Gather
+    if knob.metadata["kind"] == "names":
+        options |= {"action": _GatherNames, "nargs": "+"}
     metavar = "{" + ",".join(choices) + "}" if choices else _metavar(knob)
     group.add_argument(*_names(knob), type=_reader(knob), metavar=metavar, **options)
 
@@ -158,6 +170,14 @@ class _Gather(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
+class _GatherNames(_Gather):
+    """The same for a knob that takes several values at once, which may have taken the command's MODEL for the last of them."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, _LAST_NAME, values[-1] if len(values) > 1 else None)
+        super().__call__(parser, namespace, ",".join(values), option_string)
 
 
 def _names(knob: "dataclasses.Field[Any]") -> list[str]:
@@ -196,8 +216,10 @@ def _reader(knob: "dataclasses.Field[Any]") -> Callable[[str], Any]:
         return lambda text: _automatic(text) or size(text)
     if knob.metadata["kind"] == "ms":
         return milliseconds
-    if knob.metadata["kind"] == "list":
+    if knob.metadata["kind"] in ("list", "names"):
         return entries
+    if knob.metadata["kind"] == "json":
+        return json_object
     match knob.type:
         case builtins.int:
             return integer
@@ -231,6 +253,14 @@ def entries(text: str) -> str:
     if not isinstance(values, list) or not all(isinstance(value, str) and "," not in value for value in values):
         raise argparse.ArgumentTypeError(f'{text!r} is not a list: give a,b or ["a","b"]')
     return ",".join(values)
+
+
+def json_object(text: str) -> str:
+    try:
+        read_json_object(text, "it")
+    except ConfigError:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a JSON object") from None
+    return text
 
 
 def integer(text: str) -> int:
@@ -271,39 +301,25 @@ def milliseconds(text: str) -> float | str:
 
 def count(text: str) -> int:
     """Parse a count: 8192, 8k, 1.5k."""
-    value = _scaled(text, r"([0-9.]+)([km]?)", {"": 1, "k": 2**10, "m": 2**20})
-    if value is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a count: give 8192, 8k (k = 1024), or auto if the flag accepts it"
-        )
+    if (value := read_count(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: {COUNT_HINT}")
     return value
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes: 1048576, 512M, 1.5G, 2GiB. 2GB is rejected because it is ambiguous (10^9 or 2^30)."""
-    value = _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?", _UNITS)
-    if value is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: give bytes, or K, M, G, T (powers of 1024) as in 512M or 1.5G"
-        )
+    """Parse a number of bytes: 1048576, 512M, 1.5G, 2GiB."""
+    if (value := read_size(text)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: {SIZE_HINT}")
     return value
-
-
-def _scaled(text: str, pattern: str, units: Mapping[str, int]) -> int | None:
-    parts = re.fullmatch(pattern, text.strip().lower())
-    if not parts:
-        return None
-    try:
-        value = float(parts[1]) * units[parts[2] or ""] if "." in parts[1] else int(parts[1]) * units[parts[2] or ""]
-        return int(value) if value == int(value) else None
-    except (ValueError, OverflowError):  # "1.2.3"; too large for a float
-        return None
 
 
 def options_from(arguments: argparse.Namespace) -> dict[str, Any]:
     """The config fields that were given as flags, by name, as keyword arguments of `LLM`."""
     given = {name.removeprefix(_DEST): value for name, value in vars(arguments).items() if name.startswith(_DEST)}
     model = given.pop("positional_model", None)
+    if model is None and "model" not in given and (last := getattr(arguments, _LAST_NAME, None)) is not None:
+        # `--served-model-name NAME MODEL`, as it is written where the flag takes one name.
+        given["served_model_name"], model = given["served_model_name"].removesuffix("," + last), last
     if model is not None:
         if given.get("model", model) != model:
             raise ConfigError(f"two models are named: {model!r} and --model {given['model']!r}; give one")

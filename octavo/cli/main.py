@@ -23,7 +23,7 @@ from octavo.cli.flags import (
     options_from,
 )
 from octavo.cli.models import add_models
-from octavo.cli.settings import unknown_variables
+from octavo.cli.settings import unknown_variables, wants_json_lines
 from octavo.errors import ConfigError, OctavoError
 from octavo.ipc.stderr import say
 
@@ -32,6 +32,13 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
+        if wants_json_lines(sys.argv[1:] if argv is None else argv, os.environ):
+            # Before anything can be written: notes and errors about the flags are lines of the log, too.
+            import logging
+
+            from octavo.observe import logs
+
+            logs.install(logging.WARNING, "json")
         arguments = build_parser().parse_args(argv)
         code: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -4,7 +4,7 @@ variable, a variable before the file, and the file before the default."""
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.config import sections
@@ -20,6 +20,8 @@ _KEYS = frozenset({"api_key", "admin_key"})  # a key file replaces their variabl
 _SWITCH = {
     "1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False,
 }  # fmt: skip
+
+_JSON = "json"
 
 Reader = Callable[["dataclasses.Field[Any]"], Callable[[str], Any]]
 
@@ -49,6 +51,32 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables with our prefix that no flag has."""
     known = OTHER_VARIABLES | {variable_of(knob) for _, cls in sections() for knob in dataclasses.fields(cls)}
     return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+
+
+def wants_json_lines(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether `octavo serve` is to log JSON, found before its arguments are parsed: what is wrong with them is logged as well. The last
+    flag counts, as for the parser; then the variable; then the file of --config."""
+    if not argv or argv[0] != "serve":
+        return False
+    if (given := _last_value(argv, "--log-format")) is not None:
+        return given == _JSON
+    if given := environ.get(PREFIX + "LOG_FORMAT", "").strip():
+        return given == _JSON
+    if (file := _last_value(argv, "--config")) is None:
+        return False
+    try:
+        return _last_value(arguments_in(file), "--log-format") == _JSON
+    except ConfigError:  # the parser reports it
+        return False
+
+
+def _last_value(argv: Sequence[str], flag: str) -> str | None:
+    found = None
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if equals else following
+    return found
 
 
 def arguments_in(file: str) -> list[str]:

@@ -23,7 +23,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "HF_TOKEN_PATH": "the file with the token, where `HF_TOKEN` is not set",
         "HF_ENDPOINT": "the hub's address, for a mirror; else `https://huggingface.co`",
         "HF_HOME": "the folder of the hub's library; models are in `hub/` in it (`~/.cache/huggingface`)",
-        "HF_HUB_CACHE": "the folder for downloaded models, where it is not `hub/` in `HF_HOME`",
+        "HF_HUB_CACHE": "the folder for downloaded models, where it is not `hub/` in `HF_HOME`; `--download-dir` sets it",
         "HF_HUB_OFFLINE": "`1`: use downloaded models only, and never ask the hub",
     },
     "Read from the system": {

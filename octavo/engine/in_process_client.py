@@ -8,6 +8,7 @@ import threading
 from octavo.client.client import EngineClient
 from octavo.engine.build import Engine
 from octavo.engine.driver import Driver, Inbox
+from octavo.errors import EngineDead
 from octavo.messages import FromEngine, Hello, ToEngine
 
 
@@ -22,6 +23,10 @@ class InProcessClient(EngineClient):
         self._thread = threading.Thread(target=self._drive, name="octavo-engine", daemon=True)
         self._receive(engine.report)
         self._thread.start()
+
+    def fail_open(self, error: EngineDead) -> None:
+        """End every open request and call with this error."""
+        self._fail(error)
 
     def close(self) -> None:
         self._inbox.put(None)

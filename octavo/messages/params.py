@@ -12,6 +12,7 @@ from octavo.errors import Field, InvalidRequest, quote
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LEN = 256  # characters
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BEAM_STOPS = 16  # ids that end a beam: each one adds candidates to every beam
 MAX_LENGTH_PENALTY = 10
 MAX_PATTERN_SIZE = 1024  # tokens
@@ -77,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # chosen token and of the k most likely tokens at its position.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()  # with logprobs: return those of these tokens instead of the most likely
     logit_bias: Mapping[int, float] | None = None  # token id → number added to its logit
     allowed_token_ids: Sequence[int] | None = None  # None: all
     bad_words: Sequence[str] = ()
@@ -134,8 +136,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             )
         if self.logit_bias or self.allowed_token_ids is not None or self.bad_words:
             self._check_edits()
+        if self.logprob_token_ids:
+            self._check_logprob_ids()
         if self.use_beam_search:
             self._check_beams()
+
+    def _check_logprob_ids(self) -> None:
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(
+                Field("logprob_token_ids")
+                + f" has {len(self.logprob_token_ids)} entries, at most {MAX_LOGPROB_TOKEN_IDS} are allowed"
+            )
+        if self.logprobs is None:
+            raise InvalidRequest(Field("logprob_token_ids") + " needs logprobs")
+        if self.logprobs:
+            raise InvalidRequest(
+                Field("logprob_token_ids")
+                + " are returned instead of the most likely tokens: leave the number of these out"
+            )
 
     @property
     def num_sequences(self) -> int:
@@ -207,6 +225,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         for name, values, fits, kind in (
             ("stop", stop, _is_text, "a string or a list of strings, all valid Unicode"),
             ("stop_token_ids", self.stop_token_ids, _is_int64, "a list of 64-bit integers"),
+            ("logprob_token_ids", self.logprob_token_ids, _is_int64, "a list of 64-bit integers"),
             ("allowed_token_ids", self.allowed_token_ids, _is_int64, "a list of 64-bit integers"),
             ("bad_words", self.bad_words, _is_text, "a list of strings, all valid Unicode"),
         ):
@@ -238,6 +257,7 @@ _NUMBERS = (
     "length_penalty",
 )
 _NOT_WITH_BEAMS = (
+    "logprob_token_ids",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",

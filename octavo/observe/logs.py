@@ -96,11 +96,11 @@ class LineHandler(logging.Handler):
 
 
 class TextFormatter(logging.Formatter):
-    """A record as one line, followed by those of its traceback."""
+    """A record as one line that begins with its time, followed by those of its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        lines = [PREFIX + level + escape(record.getMessage().rstrip())]
+        lines = [f"{_time_of(record)} {PREFIX}{level}{escape(record.getMessage().rstrip())}"]
         for more in (self.formatException(record.exc_info) if record.exc_info else "", record.stack_info or ""):
             lines += [CONTINUED + escape(line) for line in more.split("\n") if line]
         return "\n".join(lines)
@@ -111,7 +111,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
+            "time": _time_of(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage().rstrip(),
@@ -122,6 +122,11 @@ class JsonFormatter(logging.Formatter):
         if record.stack_info:
             line["stack"] = record.stack_info
         return escape_json(json.dumps(line, ensure_ascii=False))
+
+
+def _time_of(record: logging.LogRecord) -> str:
+    """UTC, to the millisecond."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
 
 
 class LogStream(io.TextIOBase):

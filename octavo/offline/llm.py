@@ -6,18 +6,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from types import FrameType
 from typing import Any
 
 import msgspec
 
 from octavo import config as configuration
-from octavo.admission.validate import admit, admit_embedding, choose_pooling, cut_to, longest_embedding
+from octavo.admission.validate import admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.engine.build import start_engine
-from octavo.errors import ConfigError, EngineDead, InvalidRequest
-from octavo.messages import Abort, BeamSearchParams, GenerateRequest, SamplingParams, TokenDelta
-from octavo.messages.params import choice_seed
+from octavo.errors import EngineDead, InvalidRequest
+from octavo.messages import Abort, BeamSearchParams, GenerateRequest, TokenDelta
+from octavo.messages import SamplingParams as EngineParams
 from octavo.offline.outputs import (
     Answer,
     BeamSearchOutput,
@@ -26,34 +25,24 @@ from octavo.offline.outputs import (
     RequestOutput,
     Vector,
 )
-from octavo.text import Text, TextDelta, load_text
-from octavo.text.grammar.build import grammar_of
-from octavo.text.grammar.limits import STACK_BYTES, on_stack
+from octavo.offline.params import SamplingParams
+from octavo.offline.prompts import OfflinePrompt, Prompt, read_prompt, read_prompts
+from octavo.offline.requests import Message, RequestBuilder, read_options, refuse_unsupported, source_of
+from octavo.offline.tokenizer import OfflineTokenizer
+from octavo.text import Text, TextDelta
 from octavo.text.pooling_config import PoolingConfig, read_pooling_config
-from octavo.weights.sources.source import resolve
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-_OF_SERVERS = ("server", "budget", "batches", "recorder")  # sections of the configuration that only a server has
 
 
 class LLM:
-    """`LLM()` runs the embedded model; `LLM("folder", max_model_len=2048, …)` takes any option of the configuration."""
+    """`LLM()` runs the embedded model; `LLM("folder", max_model_len="8k", …)` takes any option of the configuration, and vLLM's."""
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        of_servers = {name for section in _OF_SERVERS for name in configuration.field_names(section)}
-        for name in options:
-            if name in of_servers:
-                raise ConfigError(f"{name} is an option of the server, which LLM does not start: leave it out")
-        self.config = configuration.offline(configuration.replace(configuration.Config(), model=model, **options))
-        source = resolve(
-            model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
-        )
-        self.model_name = self.config.model.served_model_name or source.name
+        self.config = configuration.offline(read_options(model, options))
+        source = source_of(self.config)
+        self.model_name = self.config.model.name_of(source.name)
         self._loop, self.report, _ = start_engine(self.config, source, self.model_name)
         self._source = source
-        self._text: Text | None = None
-        self._num_requests = 0
+        self._requests = RequestBuilder(self.config, source, self.report)
         self._boxes: dict[str, list[TokenDelta]] = {}  # open request → the list that its deltas are appended to
         self._failure: EngineDead | None = None
         self._peak_pages = 0
@@ -63,34 +52,32 @@ class LLM:
     @property
     def text(self) -> Text:
         """Tokenizer and chat template. Loaded on first use: prompts of token ids do not need them."""
-        if self._text is None:
-            model = self.config.model
-            self._text = load_text(
-                self._source.path,
-                tokenizer=model.tokenizer,
-                chat_template=model.chat_template,
-                default_sampling=self._source.default_sampling,
-            )
-            self._text.require_fit(self.report.vocab_size)
-        return self._text
+        return self._requests.text
+
+    def get_tokenizer(self) -> OfflineTokenizer:
+        """The model's tokenizer, with the methods of transformers' that scripts use."""
+        return OfflineTokenizer(self.text)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: EngineParams | Sequence[EngineParams] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text or token ids); outputs come in the order of the prompts. `priority`: one number for each
-        prompt, lower first, if `scheduling_policy` is "priority"."""
-        every = _as_list(prompts)
-        wanted = self._params_for(len(every), params)
+        """Complete every prompt: a text, token ids, {"prompt": …} or {"prompt_token_ids": …}; outputs come in the order of the prompts.
+        `priority`: one number for each prompt, lower first, if `scheduling_policy` is "priority"."""
+        refuse_unsupported(lora_request=lora_request)
+        every = read_prompts(prompts, prompt_token_ids)
+        wanted = self._requests.params_for(len(every), sampling_params)
         if priority is not None and len(priority) != len(every):
             raise InvalidRequest(f"{len(every)} prompts need {len(every)} priorities, got {len(priority)}", "priority")
         ranks = priority or [0] * len(every)
-        requests = [self._request(*its) for its in zip(every, wanted, ranks, strict=True)]
-        return self._run(requests, wanted, [prompt if isinstance(prompt, str) else None for prompt in every], use_tqdm)
+        requests = [self._requests.request(*its) for its in zip(every, wanted, ranks, strict=True)]
+        return self._run(requests, wanted, every, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
@@ -102,21 +89,35 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        sampling_params: EngineParams | Sequence[EngineParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several."""
+        """Answer one conversation, or several. `tools`: as in OpenAI's API; an answer that calls one is text."""
+        refuse_unsupported(lora_request=lora_request)
         if not messages:
             raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        every = self._params_for(len(conversations), params)
-        rendered = [self.text.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        requests = [
-            self._request(self.text.encode_chat(conversation), its)  # type: ignore[arg-type]
-            for conversation, its in zip(conversations, every, strict=True)
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        wanted = self._requests.params_for(len(conversations), sampling_params)
+        prompts = [
+            self._requests.chat_prompt(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
         ]
-        return self._run(requests, every, list(rendered), use_tqdm)
+        requests = [self._requests.request(*its) for its in zip(prompts, wanted, strict=True)]
+        return self._run(requests, wanted, prompts, use_tqdm)
 
     def embed(
         self,
@@ -131,35 +132,38 @@ class LLM:
         """Compute one vector for each prompt (text or token ids), in their order. `pooling` ("cls", "mean", "last") and
         `normalize` default to the model's own configuration; `dimensions` keeps only that many leading numbers. A prompt that is
         too long is refused, or truncated at its end to `truncate_prompt_tokens` tokens (-1: as many as the model takes)."""
-        every = _as_list(prompts)
+        every = read_prompts(prompts)
         pooling_config = (
-            self.text.pooling_config if any(isinstance(prompt, str) for prompt in every) else self._pooling_config()
+            self.text.pooling_config if any(prompt.ids is None for prompt in every) else self._pooling_config()
         )
         params = choose_pooling(pooling_config, self.report, pooling, normalize, dimensions)
         longest = cut_to(truncate_prompt_tokens, longest_embedding(params, pooling_config, self.report))
         answers: dict[str, Vector] = {}
         requests: list[GenerateRequest] = []
-        for number, prompt in enumerate(every, self._num_requests):
+        for number, prompt in enumerate(every, self._requests.take_number(len(every))):
             ids = self._ids_of(prompt, longest)
             requests.append(admit_embedding(f"offline-{number}", ids, params, pooling_config, self.report))
-            text = prompt if isinstance(prompt, str) else None
-            answers[requests[-1].id] = Vector(EmbeddingOutput(requests[-1].id, text, ids))
-        self._num_requests += len(requests)
+            answers[requests[-1].id] = Vector(EmbeddingOutput(requests[-1].id, prompt.text, ids))
         self._collect(requests, answers, use_tqdm)
         return [answers[request.id].output for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(self, prompt: Prompt, sampling_params: EngineParams | None = None) -> Iterator[TextDelta]:
         """Yield one prompt's text as it is generated. Leaving the iterator early aborts the request; several may be open at
         once."""
-        return self._stream(self._single(self._request(prompt, params or self.default_params())))
+        return self._stream(self._single(self._request(prompt, sampling_params)))
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        request = self._request(self.text.encode_chat(messages), params or self.default_params())
-        return self._stream(self._single(request))
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: EngineParams | None = None
+    ) -> Iterator[TextDelta]:
+        return self._stream(self._single(self._request(self.text.encode_chat(messages), sampling_params)))
 
     def default_params(self) -> SamplingParams:
         """The sampling parameters of the model's own configuration, with as many tokens as fit."""
-        return SamplingParams(**{"max_tokens": None, **self.text.default_sampling})  # type: ignore[arg-type]
+        return self._requests.default_params()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The same, by vLLM's name."""
+        return self.default_params()
 
     def engine_stats(self) -> dict[str, float]:
         """Statistics of all steps so far: pages, their use, steps, preemptions."""
@@ -189,50 +193,24 @@ class LLM:
 
     # ── private ──
 
-    def _params_for(
-        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Sequence[SamplingParams]:
-        if params is None:
-            return [self.default_params()] * count
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise InvalidRequest(
-                f"{count} prompts need one or {count} SamplingParams, got {len(params)}", param="params"
-            )
-        return params
+    def _request(self, prompt: Prompt, sampling_params: EngineParams | None) -> GenerateRequest:
+        (wanted,) = self._requests.params_for(1, sampling_params)
+        return self._requests.request(read_prompt(prompt), wanted)
 
     def _single(self, request: GenerateRequest) -> GenerateRequest:
         if request.params.n != 1:
             raise InvalidRequest(f"a stream has one choice: n must be 1, got {request.params.n}", param="n")
         return request
 
-    def _request(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> GenerateRequest:
-        number = self._num_requests
-        self._num_requests += 1
-        ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if params.seed is None:  # offline runs are repeatable: the n-th request of a given --seed samples the same
-            params = msgspec.structs.replace(params, seed=choice_seed(self.config.model.seed, number))
-        if params.bad_words:
-            params = msgspec.structs.replace(params, bad_word_ids=self.text.bad_word_ids(params.bad_words))
-        if params.structured_outputs:
-            # Compiled here and not in a sandbox: the caller trusts its own grammar, which runs with the caller's rights.
-            wish, vocabulary = params.structured_outputs, self.text.vocabulary
-            grammar = on_stack(STACK_BYTES, lambda: grammar_of(wish, vocabulary))
-            params = msgspec.structs.replace(params, grammar=grammar)
-        has_text = self._text is not None or not params.ignore_eos or bool(params.stop or params.grammar)
-        eos_ids = self.text.eos_ids if has_text else ()
-        return admit(f"offline-{number}", ids, params, self.report, eos_ids, priority=priority)
-
     def _run(
         self,
         requests: list[GenerateRequest],
         wanted: Sequence[SamplingParams],
-        prompts: Sequence[str | None],
+        prompts: Sequence[OfflinePrompt],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         answers = {
-            request.id: Answer(request, prompt, self._text, params)
+            request.id: Answer(request, prompt.text, self._requests.text_for(params), params)
             for request, prompt, params in zip(requests, prompts, wanted, strict=True)
         }
         self._collect(requests, answers, use_tqdm)
@@ -244,9 +222,10 @@ class LLM:
         sequences = []
         for choice in output.outputs:
             tokens = output.prompt_token_ids + choice.token_ids
-            text = None if self._text is None else self._text.decode(tokens)
+            text = None if (words := self._requests.loaded_text) is None else words.decode(tokens)
             ends = (choice.finish_reason, choice.stop_reason)
-            sequences.append(BeamSearchSequence(tokens, choice.logprobs, choice.cumulative_logprob or 0.0, text, *ends))
+            scores = choice.logprobs or []
+            sequences.append(BeamSearchSequence(tokens, scores, choice.cumulative_logprob or 0.0, text, *ends))
         return BeamSearchOutput(sequences)
 
     def _collect(self, requests: list[GenerateRequest], answers: Mapping[str, Answer | Vector], use_tqdm: bool) -> None:
@@ -275,13 +254,15 @@ class LLM:
 
     def _pooling_config(self) -> PoolingConfig:
         """Read the pooling configuration without loading a tokenizer: prompts of token ids do not need one."""
-        return self._text.pooling_config if self._text is not None else read_pooling_config(self._source.path)
+        text = self._requests.loaded_text
+        return text.pooling_config if text is not None else read_pooling_config(self._source.path)
 
-    def _ids_of(self, prompt: Prompt, longest: int | None) -> list[int]:
+    def _ids_of(self, prompt: OfflinePrompt, longest: int | None) -> list[int]:
         """Token ids of a prompt, truncated to `longest` tokens (None: not truncated)."""
-        if not isinstance(prompt, str):
-            return list(prompt)[:longest]
-        return self.text.encode(prompt) if longest is None else self.text.encode_cut(prompt, longest)
+        if prompt.ids is not None:
+            return prompt.ids[:longest]
+        text = prompt.text or ""
+        return self.text.encode(text) if longest is None else self.text.encode_cut(text, longest)
 
     def _stream(self, request: GenerateRequest) -> Iterator[TextDelta]:
         stream = self.text.stream(request.params, request.prompt_ids)
@@ -349,17 +330,3 @@ def _uninterrupted_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
     if came and callable(previous):
         previous(*came[0])
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Make a list of prompts; a single prompt, text or ids, becomes a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    num_ids = sum(isinstance(item, Integral) for item in prompts)
-    if num_ids == 0:
-        return [prompt for prompt in prompts if not isinstance(prompt, int)]
-    if num_ids < len(prompts):
-        raise InvalidRequest(
-            "prompts mixes token ids and prompts: give one list of ids, or a list of prompts", "prompts"
-        )
-    return [[int(item) for item in prompts if isinstance(item, Integral)]]

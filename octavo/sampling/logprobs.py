@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens and of the likeliest tokens, from the model's unchanged logits."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ class Raw(NamedTuple):
     at: torch.Tensor  # [P] int64: indices of the step's samples
     logits: torch.Tensor  # [P, V]
     wanted: list[int]  # [P] number of top logprobs
+    asked: dict[int, Sequence[int]]  # index in P → the tokens whose logprobs it wants instead of the likeliest
 
 
 def keep_raw(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Raw | None:
@@ -28,9 +30,13 @@ def keep_raw(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Raw | No
     found = [(at, state.num_logprobs[row]) for at, row in enumerate(rows.tolist()) if row in state.num_logprobs]
     if not found:
         return None
-    at = torch.tensor([at for at, _ in found])
+    at = torch.tensor([place for place, _ in found])
     at = at.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else at
-    return Raw(at, logits.index_select(0, at), [wanted for _, wanted in found])
+    asked = {}
+    if state.logprob_token_ids:
+        of_row = [state.logprob_token_ids.get(int(rows[at])) for at, _ in found]
+        asked = {place: ids for place, ids in enumerate(of_row) if ids}
+    return Raw(at, logits.index_select(0, at), [wanted for _, wanted in found], asked)
 
 
 @dataclass(slots=True)
@@ -41,30 +47,46 @@ class Scores:
     logprobs: torch.Tensor  # [P, 1 + K] float32
     ranks: torch.Tensor  # [P] int64
     wanted: list[int]  # [P] number of top logprobs
+    # Index in P → tokens in place of the likeliest, and their logprobs [n] float32.
+    asked: dict[int, tuple[Sequence[int], torch.Tensor]] = field(default_factory=dict)
 
     def sent_home(self) -> "Scores":
         """Start asynchronous copies to the host; on a CPU the tensors are returned as they are."""
         ids, logprobs, ranks = (
             values.to("cpu", non_blocking=True) for values in (self.token_ids, self.logprobs, self.ranks)
         )
-        return Scores(ids, logprobs, ranks, self.wanted)
+        asked = {at: (tokens, values.to("cpu", non_blocking=True)) for at, (tokens, values) in self.asked.items()}
+        return Scores(ids, logprobs, ranks, self.wanted, asked)
 
     def entries(self) -> list[Logprobs]:
         columns = zip(self.ranks.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), self.wanted, strict=True)
-        return [Logprobs(rank, ids[: 1 + count], values[: 1 + count]) for rank, ids, values, count in columns]
+        found = [Logprobs(rank, ids[: 1 + count], values[: 1 + count]) for rank, ids, values, count in columns]
+        for at, (tokens, values) in self.asked.items():
+            own = found[at]
+            found[at] = Logprobs(own.rank, [own.token_ids[0], *tokens], [own.logprobs[0], *values.tolist()])
+        return found
 
 
 def score(
     logits: torch.Tensor,  # [P, V], not changed
     chosen: torch.Tensor,  # [P] int64: the token at each position
     wanted: list[int],  # [P]
+    asked: Mapping[int, Sequence[int]] | None = None,
 ) -> Scores:
     """Score the positions in chunks, so that many rows of a large vocabulary need little memory beside their logits."""
     num_best = min(MAX_LOGPROBS, logits.shape[1]) if any(wanted) else 0
     ends = range(_CHUNK, len(chosen) + _CHUNK, _CHUNK)
     parts = [_score(logits[end - _CHUNK : end], chosen[end - _CHUNK : end], num_best) for end in ends]
     ids, logprobs, ranks = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return Scores(ids, logprobs, ranks, wanted)
+    others = {at: (tokens, _score_tokens(logits[at : at + 1], tokens)) for at, tokens in (asked or {}).items()}
+    return Scores(ids, logprobs, ranks, wanted, others)
+
+
+def _score_tokens(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Logprobs [n] of these tokens at one position, from its logits [1, V]."""
+    logits = logits.float()
+    values = logits[0, torch.tensor(tokens, device=logits.device)].double() - ranking.log_sum(logits)[0]
+    return values.float().nan_to_num_(nan=IMPOSSIBLE, neginf=IMPOSSIBLE).clamp_(min=IMPOSSIBLE)
 
 
 def _score(

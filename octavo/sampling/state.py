@@ -41,6 +41,7 @@ class SamplingState:
         self.edits: dict[int, Edits] = {}
         self._latest_edits: tuple[SamplingParams, Edits] | None = None
         self.num_logprobs: dict[int, int] = {}
+        self.logprob_token_ids: dict[int, Sequence[int]] = {}  # of rows that want the logprobs of these tokens
         self.num_prompt_logprobs: dict[int, int] = {}
         self.num_candidates: dict[int, int] = {}  # rows that are beams
         # The same parameters in the format of the Triton kernels; a step adds the place of the row's logits and its uniform.
@@ -85,6 +86,8 @@ class SamplingState:
             self.num_candidates[row] = params.num_candidates(len(stop_ids))
         elif params.logprobs is not None:
             self.num_logprobs[row] = params.logprobs
+            if params.logprob_token_ids:
+                self.logprob_token_ids[row] = params.logprob_token_ids
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
         if params.grammar:
@@ -105,6 +108,7 @@ class SamplingState:
         """Drop the row's entries that a step would still read."""
         self.edits.pop(row, None)
         self.num_logprobs.pop(row, None)
+        self.logprob_token_ids.pop(row, None)
         self.num_candidates.pop(row, None)
         self.num_prompt_logprobs.pop(row, None)
         self.grammars.leave(row)

@@ -25,8 +25,9 @@ def build_app(
 ) -> FastAPI:
     """The ASGI application; its Service is at `app.state.service`."""
     service = Service(engine, text, config, model_name, model_path)
-    # No generated docs: request bodies are read and checked by hand, and the docs page loads its scripts from elsewhere.
-    app = FastAPI(title="Octavo", openapi_url=None, redirect_slashes=False)
+    # No docs of the framework: request bodies are read and checked by hand, and its page loads scripts from elsewhere. endpoints/docs.py
+    # has a page of ours.
+    app = FastAPI(title="Octavo", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     service.ask = functools.partial(ask, app)
     service.openapi = functools.partial(build_document, app, service)

@@ -95,7 +95,7 @@ def _request_body(route: RouteSchema[Any], schemas: Schema, service: Service) ->
     for name, inner in schema.pop("$defs", {}).items():
         schemas.setdefault(name, _tidy(inner))
     if "model" in schema["properties"]:  # the only served model may be omitted
-        names = [service.model_name, *([None] if "model" not in schema.get("required", ()) else [])]
+        names = [*service.model_names, *([None] if "model" not in schema.get("required", ()) else [])]
         schema["properties"]["model"] = {"enum": names}
     for name, limits in ranges(service.config).items():
         field = schema["properties"].get(name, {})

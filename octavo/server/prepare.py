@@ -26,6 +26,9 @@ async def prepare(
             tokenizer=model.tokenizer,
             chat_template=model.chat_template,
             default_sampling=dict(default_sampling),
+            generation_config=model.generation_config,
+            override_generation_config=model.override_generation_config,
+            hf_overrides=model.hf_overrides,
             tool_call_parser=server.tool_call_parser,
             reasoning_parser=server.reasoning_parser,
         )

@@ -24,8 +24,13 @@ class StandaloneEngine:
     def __init__(self, config: Config) -> None:
         model = config.model
         self._config = offline(config)
-        self._source = resolve(model.model, model.revision, allow_missing_weights=model.load_format == "dummy")
-        self.name = model.served_model_name or self._source.name
+        self._source = resolve(
+            model.model,
+            model.revision,
+            allow_missing_weights=model.load_format == "dummy",
+            download_dir=model.download_dir,
+        )
+        self.name = model.name_of(self._source.name)
         self._folder = RuntimeDir()
 
     @property

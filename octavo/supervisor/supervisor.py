@@ -27,7 +27,14 @@ from octavo.observe import logs
 from octavo.recording.crash_files import CrashFiles
 from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit
 from octavo.supervisor.api_processes import ApiProcess, ApiProcesses
-from octavo.supervisor.listen import access_note, cannot_listen, check_certificates, listen, url_of
+from octavo.supervisor.listen import (
+    access_note,
+    cannot_listen,
+    check_certificates,
+    listen,
+    remove_socket,
+    url_of,
+)
 from octavo.supervisor.memory_report import budget_lines
 from octavo.supervisor.runtime_dir import RuntimeDir, ServerRecord, files_folder, remove_abandoned, write_record
 from octavo.supervisor.watchdog import LOOK_SECONDS, Restarts, Watch, for_clients
@@ -69,9 +76,20 @@ def serve(config: Config) -> int:
     raise_descriptor_limit()
     check_certificates(config.server)
     _check_parsers(config.server)
-    listener = listen(config.server.host, config.server.port)
+    listener = listen(config.server.host, config.server.port, config.server.uds)
+    try:
+        return _serve(config, listener, started)
+    finally:
+        remove_socket(listener)
+        settle_standard_error()
+
+
+def _serve(config: Config, listener: socket.socket, started: float) -> int:
     source = resolve(
-        config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
+        config.model.model,
+        config.model.revision,
+        allow_missing_weights=config.model.load_format == "dummy",
+        download_dir=config.model.download_dir,
     )
     remove_abandoned()
     folder = RuntimeDir()
@@ -84,9 +102,9 @@ def serve(config: Config) -> int:
         ):
             return supervisor.run(signals, started)
     finally:
+        remove_socket(listener)  # before it is closed: its name is known only until then
         acceptor.close()
         folder.close()
-        settle_standard_error()
 
 
 class _Supervisor:
@@ -98,7 +116,7 @@ class _Supervisor:
     ) -> None:
         self._config, self._source, self._folder = config, source, folder
         self._listener, self._acceptor = listener, acceptor
-        self._served_name = config.model.served_model_name or source.name
+        self._served_name = config.model.name_of(source.name)
         self._num_servers = config.server.num_api_processes(usable_cores())
         self._engine: subprocess.Popen[bytes] | None = None
         self._num_engines = 0

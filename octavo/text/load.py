@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.config import AUTO
+from octavo.config import AUTO, read_json_object
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.gguf import GGUFFile
 from octavo.messages import SamplingParams
@@ -35,6 +35,7 @@ _ROLES_OF = {
     _QWEN_FILE: {"eos_token": "<|endoftext|>"},
 }
 _ENDS_OF = {_QWEN_FILE: ("<|im_end|>",)}
+NEUTRAL = "vllm"  # of --generation-config
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -45,12 +46,16 @@ def load_text(
     tokenizer: str = "",
     chat_template: str = "",
     default_sampling: Mapping[str, float] | None = None,
+    generation_config: str = AUTO,
+    override_generation_config: str = "",
+    hf_overrides: str = "",
     tool_call_parser: str = AUTO,
     reasoning_parser: str = AUTO,
 ) -> Text:
     """Load the text side of a model. `source_path`: a folder or a .gguf file. `tokenizer`: a folder or file that replaces the
     model's own vocabulary and template. `chat_template`: a file that replaces the template of both. `default_sampling`: values
-    for what the model's own generation_config.json does not set. For the parsers see formats.py."""
+    for what the model's own generation_config.json does not set. `generation_config`, `override_generation_config`, `hf_overrides`: as
+    the flags of these names. For the parsers see formats.py."""
     model_path = Path(source_path)
     words_path = Path(tokenizer).expanduser() if tokenizer else model_path
     if not words_path.exists():
@@ -60,7 +65,8 @@ def load_text(
     generation = _read_json(model_path / "generation_config.json") if model_path.is_dir() else {}
     stop_ids = _ids(generation.get("eos_token_id"))
     if model_path.is_dir():
-        stop_ids |= _ids(_read_json(model_path / "config.json").get("eos_token_id"))
+        overrides = read_json_object(hf_overrides, "--hf-overrides")
+        stop_ids |= _ids({**_read_json(model_path / "config.json"), **overrides}.get("eos_token_id"))
     elif words_path != model_path:  # the model's own stop ids apply whatever the tokenizer
         stop_ids |= set(gguf_eos_ids(read_vocabulary(GGUFFile(model_path).metadata)))
 
@@ -83,7 +89,8 @@ def load_text(
         for token in (variables.get("eos_token"), *_ENDS_OF.get(_kind(file), ())):
             stop_ids |= _ids(words.token_id(token)) if token is not None else set()
     template = ChatTemplate(override or sources, variables)
-    sampling = {**(default_sampling or {}), **_sampling(generation, model_path)}
+    sampling = _default_sampling(default_sampling or {}, generation, model_path, generation_config)
+    sampling |= _overridden(override_generation_config)
     if pooling_config is None:  # for a single file, read the settings in its folder
         pooling_config = read_pooling_config(
             model_path if model_path.is_dir() or _is_gguf(model_path) else model_path.parent
@@ -261,6 +268,35 @@ def _ids(value: Any) -> set[int]:
     """Ids from a value that is an id or a list of ids; anything else, such as null, gives none."""
     values = value if isinstance(value, list) else [value]
     return {item for item in values if isinstance(item, int) and not isinstance(item, bool)}
+
+
+def _default_sampling(
+    otherwise: Mapping[str, float], generation: dict[str, Any], model_path: Path, wish: str
+) -> dict[str, float | int]:
+    """`otherwise`: the makers' advice where no file has it. `wish`: --generation-config."""
+    if wish == AUTO:
+        return {**otherwise, **_sampling(generation, model_path)}
+    if wish == NEUTRAL:
+        return {}
+    folder = Path(wish).expanduser()
+    if not (folder / "generation_config.json").is_file():
+        raise ConfigError(
+            f"--generation-config {wish} has no generation_config.json: give auto, {NEUTRAL} or a folder with one"
+        )
+    return _sampling(_read_json(folder / "generation_config.json"), folder)
+
+
+def _overridden(text: str) -> dict[str, float | int]:
+    """The values of --override-generation-config. Here a bad value is the operator's mistake."""
+    found = read_json_object(text, "--override-generation-config")
+    for name, value in found.items():
+        if name not in _SAMPLING:
+            raise ConfigError(f"--override-generation-config has {name[:60]!r}; it can set {', '.join(_SAMPLING)}")
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequest as error:
+            raise ConfigError(f"--override-generation-config: {error.message}") from None
+    return found
 
 
 def _sampling(generation: dict[str, Any], folder: Path) -> dict[str, float | int]:

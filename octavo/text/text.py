@@ -109,6 +109,16 @@ class Text:
         """Names of the tokens in the vocabulary: "Ġhello", "▁hello". None: no token has this id."""
         return [self._tokenizer.token_name(token_id) for token_id in token_ids]
 
+    def token_id(self, name: str) -> int | None:
+        """The id of a token by its name in the vocabulary. None: there is none."""
+        return self._tokenizer.token_id(name)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Control tokens, as far as they are known: at least those that end an output."""
+        pieces = self._tokenizer.pieces
+        return frozenset(self.eos_ids) if pieces is None else pieces.special_ids
+
     def spell(self, token_id: int) -> bytes:
         """Bytes that one token adds to a text: maybe only part of a character."""
         return self._tokenizer.spell(token_id)
@@ -140,15 +150,20 @@ class Text:
         return isinstance(self._template, DescribedTemplate) or self._template.is_there
 
     @property
-    def template_source(self) -> str:
-        """The chat template's text. Empty: there is none."""
-        return self._template.source()
-
-    @property
     def template_variables(self) -> dict[str, str]:
         """Variables that every chat template gets: bos_token, eos_token, …"""
         assert isinstance(self._template, ChatTemplate)
         return self._template.variables
+
+    @property
+    def template_source(self) -> str | None:
+        """The chat template as Jinja text. None: there is none."""
+        return self._template.source() if isinstance(self._template, ChatTemplate) and self.has_chat_template else None
+
+    @property
+    def tokenizer_kind(self) -> str:
+        """The class that reads the vocabulary."""
+        return type(self._tokenizer).__name__
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template uses a variable of this name, such as enable_thinking."""
@@ -176,7 +191,12 @@ class Text:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        call = self.render_call(messages, add_generation_prompt, continue_final_message, tools, variables)
+        return self.rendered(
+            self.render_call(messages, add_generation_prompt, continue_final_message, tools, variables)
+        )
+
+    def rendered(self, call: RenderCall) -> str:
+        """The chat by render_call() as text, as people read it."""
         return self._tokenizer.lookalikes.reveal(self._finished(call, self._render(call)))
 
     def encode_chat(

@@ -2,11 +2,12 @@
 
 Threads, batches, pages and processes are not among the parts: no bit depends on them."""
 
+import hashlib
 import importlib.metadata
 
 import torch
 
-from octavo.config import ModelConfig
+from octavo.config import AUTO, ModelConfig
 from octavo.kernels.cpu.library import isa
 from octavo.layers.context import BuildContext
 from octavo.layers.model import DecoderModel
@@ -40,6 +41,9 @@ def fingerprint_of(
         "tensor_parallel": str(context.group.size),
         "deterministic": "yes" if context.ops.is_invariant or context.ops.kernels == "native" else "no",
     }
+    settings = (config.hf_overrides, config.generation_config, config.override_generation_config)
+    if settings != ("", AUTO, ""):
+        parts["settings"] = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:16]
     if spec.longest_len > spec.context_len:  # an extended context changes the rotation
         parts["context"] = str(context.max_len)
     return parts

@@ -96,7 +96,9 @@ class Loader:
     def open(self) -> Checkpoint:
         """Open the checkpoint, and set spec and limits from its configuration."""
         is_dummy = self.config.model.load_format == "dummy"
-        checkpoint = open_checkpoint(self.source, allow_missing_weights=is_dummy)
+        checkpoint = open_checkpoint(
+            self.source, allow_missing_weights=is_dummy, hf_overrides=self.config.model.hf_overrides
+        )
         family = load_family(checkpoint.config["model_type"])
         with naming(checkpoint.config_path):
             self.spec = family.spec(checkpoint.config)

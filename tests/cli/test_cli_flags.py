@@ -38,6 +38,8 @@ def test_every_knob_is_a_flag_and_reads_back_a_value() -> None:
                 text, value = "2k", 2048
             elif knob.metadata["kind"] == "ms":
                 text, value = "75", 75.0
+            elif knob.metadata["kind"] == "json":
+                text = value = '{"a": 1}'
             else:
                 text, value = samples[knob.type]
             # Alone: some flags need another one, which the configuration checks.
@@ -272,3 +274,32 @@ def test_help_shows_defaults_and_sections(capsys: pytest.CaptureFixture[str]) ->
         "--no-enable-prefix-caching",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "names"),
+    [
+        (["m", "--served-model-name", "a"], "m", ["a"]),
+        (["m", "--served-model-name", "a", "b"], "m", ["a", "b"]),
+        (["m", "--served-model-name", "a", "b", "--port", "1"], "m", ["a", "b"]),
+        (["--model", "m", "--served-model-name", "a", "b"], "m", ["a", "b"]),
+        (["--served-model-name", "a", "m"], "m", ["a"]),
+        (["--served-model-name", "a", "--", "m"], "m", ["a"]),
+        (["--served-model-name=a,b,a"], "", ["a", "b"]),
+        (["m", "--served-model-name", "a", "--served-model-name", "b", "c"], "m", ["a", "b", "c"]),
+        ([], "", []),
+    ],
+)
+def test_names_of_the_model(argv: list[str], model: str, names: list[str]) -> None:
+    config = parse(*argv)
+    assert (config.model.model, config.model.served_names) == (model, names)
+    assert config.model.name_of("own") == (names[0] if names else "own")
+
+
+def test_json_flags_take_objects(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse("--hf-overrides", '{"a": 1}', "--override-generation-config", '{"top_k": 5}')
+    assert (config.model.hf_overrides, config.model.override_generation_config) == ('{"a": 1}', '{"top_k": 5}')
+    for bad in ("[1]", "{", "3"):
+        with pytest.raises(SystemExit):
+            parse("--hf-overrides", bad)
+        assert capsys.readouterr().err == f"octavo: error: --hf-overrides: {bad!r} is not a JSON object\n"

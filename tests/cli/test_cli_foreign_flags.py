@@ -3,8 +3,8 @@
 import pytest
 
 from octavo.cli.flags import Parser, add_config_flags, config_from
-from octavo.cli.foreign_flags import FOREIGN, VALUES
 from octavo.config import Config
+from octavo.foreign_flags import FOREIGN, VALUES
 
 
 def parse(*argv: str) -> Config:

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import os
+import re
 import socket
 import ssl
 import subprocess
@@ -11,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.certificates import Certificates, make_certificates
@@ -169,8 +172,45 @@ def test_every_line_of_a_json_log_is_json() -> None:
     assert {line.get("path") for line in lines} >= {"/\n{}\x1b", "/v1/completions"}
 
 
-def test_a_mistake_at_the_start_is_json_too() -> None:
-    command = [sys.executable, "-m", "octavo.cli.main", "serve", "--log-format", "json", "--port", "0", "/nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    (line,) = map(json.loads, done.stderr.splitlines())
-    assert done.returncode == 2 and line["level"] == "error" and "/nowhere" in line["message"]
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        (["--log-format", "json", "--port", "0", "/nowhere"], {}, ["/nowhere"]),
+        (["--log_format=json", "--prot", "1"], {}, ["unknown flag --prot; did you mean --port?"]),
+        (["--log-format", "json", "--port", "many"], {}, ["--port: 'many' is not a whole number"]),
+        (["--enable-chunked-prefill", "/nowhere"], {"OCTAVO_LOG_FORMAT": "json", "OCTAVO_PROT": "1"},
+         ["--enable-chunked-prefill has no effect", "OCTAVO_PROT is not known", "/nowhere"]),
+        (["--config", "FILE", "--enable-lora"], {}, ["--enable-lora is not offered"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_at_the_start_is_json_too(
+    flags: list[str], environ: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "octavo.yaml"
+    file.write_text("log-format: json\n")
+    named = [str(file) if flag == "FILE" else flag for flag in flags]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", *named]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environ})
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode == 2 and lines[-1]["level"] == "error"
+    assert all(part in line["message"] for part, line in zip(words, lines, strict=True)), lines
+
+
+def test_a_server_on_a_unix_socket(short_path: Path) -> None:
+    path = short_path / "octavo.sock"
+    with Server("--uds", str(path), "--served-model-name", "one,two", "--api-processes", "2") as server:
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=120
+        ) as client:
+            assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["one", "two"]
+            body = {"model": "two", "prompt": "a", "max_tokens": 3, "temperature": 0}
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["usage"]["completion_tokens"] == 3 and answer["model"] == "one"
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                assert list(stream.iter_lines())[-2] == "data: [DONE]"
+            found = client.get("/metrics").text
+        roles = set(re.findall(r'process_resident_memory_bytes\{process="(\w+)"', found))
+        assert roles == {"supervisor", "api", "engine"} and found.count("process_open_fds{") == 4
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+    assert not path.exists()

@@ -174,7 +174,7 @@ def test_more_choices_than_rows_are_the_choices_that_many_rows_give(model, rows,
         with engine(folder, max_num_seqs=max_num_seqs, enable_prefix_caching=caches) as llm:
             output, other = llm.generate([references[0].prompt, references[1].prompt], params, use_tqdm=False)
             tokens = [choice.token_ids for choice in (*output.outputs, *other.outputs)]
-            scores = [entry.token_ids for entry in output.prompt_logprobs]
+            scores = [list(entry) for entry in output.prompt_logprobs[1:]]
             found.append((tokens, scores, output.num_cached_tokens))
     assert found[0] == found[1] and len(found[0][0]) == 16
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, Logprob, SamplingParams
 from octavo.errors import InvalidRequest
-from octavo.messages import Logprobs
 from tests.doubles import write_byte_tokenizer
 
 VOCAB = 300
@@ -53,13 +52,17 @@ def reference(model, ids: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
 
-def check(found: Logprobs, row: torch.Tensor, token: int, count: int) -> None:
-    assert found.token_ids[0] == token and len(found.token_ids) == len(found.logprobs) == count + 1
-    assert found.rank == int((row > row[token]).sum()) + 1
-    for other, logprob in zip(found.token_ids, found.logprobs, strict=True):
-        assert abs(logprob - float(row[other])) < 1e-4
+def check(found: dict[int, Logprob], row: torch.Tensor, token: int, count: int) -> None:
+    assert next(iter(found)) == token and len(found) in (
+        max(1, count),
+        count + 1,
+    )  # the chosen one may be among the best
+    for other, entry in found.items():
+        assert abs(entry.logprob - float(row[other])) < 1e-4
+        assert entry.rank == int((row > row[other]).sum()) + 1
     best = row.topk(count).values if count else row[:0]
-    assert torch.allclose(torch.tensor(found.logprobs[1:]), best, atol=1e-4)
+    ranked = sorted((entry for entry in found.values() if entry.rank <= count), key=lambda entry: entry.rank)
+    assert torch.allclose(torch.tensor([entry.logprob for entry in ranked]), best, atol=1e-4)
 
 
 def check_output(model, output, params: SamplingParams) -> None:
@@ -67,17 +70,18 @@ def check_output(model, output, params: SamplingParams) -> None:
     for choice in output.outputs:
         rows = reference(model, [*prompt, *choice.token_ids])
         if params.logprobs is None:
-            assert choice.logprobs == []
+            assert choice.logprobs is None
         else:
             assert len(choice.logprobs) == len(choice.token_ids)
             for at, (entry, token) in enumerate(zip(choice.logprobs, choice.token_ids, strict=True)):
                 check(entry, rows[len(prompt) - 1 + at], token, params.logprobs)
     if params.prompt_logprobs is None:
-        assert output.prompt_logprobs == []
+        assert output.prompt_logprobs is None
     else:
-        assert len(output.prompt_logprobs) == len(prompt) - 1
+        first, *others = output.prompt_logprobs
+        assert first is None and len(others) == len(prompt) - 1
         rows = reference(model, prompt)
-        for at, entry in enumerate(output.prompt_logprobs):
+        for at, entry in enumerate(others):
             check(entry, rows[at], prompt[at + 1], params.prompt_logprobs)
 
 
@@ -170,3 +174,28 @@ def test_mistakes_are_named(refusing, fields, param, words):
 def refusing(folder):
     with LLM(folder, **OPTIONS) as llm:
         yield llm
+
+
+def test_tokens_by_id_instead_of_the_likeliest(kernels, model, folder):
+    """Beside requests that want none, or the likeliest."""
+    asked = [0, 299, 7, 7]
+    plain = {"max_tokens": 5, "ignore_eos": True, "seed": 3}
+    every = [
+        SamplingParams(logprobs=0, logprob_token_ids=asked, prompt_logprobs=1, **plain),
+        SamplingParams(logprobs=3, **plain),
+        SamplingParams(logprobs=0, logprob_token_ids=[9], n=2, **plain),
+        SamplingParams(temperature=0, **plain),
+    ]
+    with LLM(folder, **OPTIONS) as llm:
+        found = llm.generate(PROMPTS[:4], every, use_tqdm=False)
+    check_output(model, found[1], every[1])
+    for output, ids in ((found[0], asked), (found[2], [9])):
+        for choice in output.outputs:
+            rows = reference(model, [*output.prompt_token_ids, *choice.token_ids])
+            for at, (entry, token) in enumerate(zip(choice.logprobs, choice.token_ids, strict=True)):
+                row = rows[len(output.prompt_token_ids) - 1 + at]
+                assert entry.keys() == {token, *ids} and entry[token].rank == int((row > row[token]).sum()) + 1
+                for other, score in entry.items():
+                    assert abs(score.logprob - float(row[other])) < 1e-4
+                    assert other == token or score.rank is None
+    assert len(found[0].prompt_logprobs) == len(found[0].prompt_token_ids)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -127,15 +128,32 @@ def record_of(message: str, level: int = logging.WARNING, exc_info: object = Non
     return logging.LogRecord("octavo.test", level, "", 0, "%s", (message,), exc_info)  # type: ignore[arg-type]
 
 
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
+
+
+def text_of(record: logging.LogRecord) -> str:
+    """A record as text, without its time."""
+    line = TextFormatter().format(record)
+    assert re.match(TIME, line), line
+    return re.sub(TIME, "", line, count=1)
+
+
+def test_a_record_has_the_time_at_which_it_was_made() -> None:
+    record = record_of("ready", logging.INFO)
+    record.created, record.msecs = 1_763_358_886.25, 250.0
+    assert TextFormatter().format(record) == "2025-11-17T05:54:46.250Z octavo: ready"
+    assert json.loads(JsonFormatter().format(record))["time"] == "2025-11-17T05:54:46.250Z"
+
+
 def test_no_text_forges_a_line() -> None:
-    line = TextFormatter().format(record_of(HOSTILE))
+    line = text_of(record_of(HOSTILE))
     assert line.startswith(
         "octavo: warning: GET /a\\noctavo: error: forged\\r\\x1b[2J\\x07\\x7f\\x85\\x9b\\u2028\\u2029\\u202e"
     )
     assert not UNSAFE & set(line)
     json_line = JsonFormatter().format(record_of(HOSTILE))
     assert not UNSAFE & set(json_line) and json.loads(json_line)["message"] == HOSTILE
-    assert TextFormatter().format(record_of("Grüße, 世界 🌊", logging.INFO)) == "octavo: Grüße, 世界 🌊"
+    assert text_of(record_of("Grüße, 世界 🌊", logging.INFO)) == "octavo: Grüße, 世界 🌊"
 
 
 def test_no_exception_forges_a_line() -> None:
@@ -143,7 +161,7 @@ def test_no_exception_forges_a_line() -> None:
         raise ValueError(HOSTILE)
     except ValueError as error:
         record = record_of("it failed", logging.ERROR, (ValueError, error, error.__traceback__))
-    first, *rest = TextFormatter().format(record).split("\n")
+    first, *rest = text_of(record).split("\n")
     assert first == "octavo: error: it failed" and len(rest) >= 4
     assert all(line.startswith("octavo: | ") for line in rest) and any(
         "| octavo: error: forged" in line for line in rest
@@ -199,7 +217,7 @@ def test_one_format_for_all_that_a_process_says(kind: str) -> None:
         assert all({"time", "level", "logger", "message"} <= line.keys() for line in found)
         spoken = " ".join(line["message"] + line.get("exception", "") for line in found)
     else:
-        assert all(line.startswith("octavo: ") for line in lines), lines
+        assert all(re.match(f"({TIME})?octavo: ", line) for line in lines), lines
         spoken = " ".join(lines)
     for words in ("of a library", "UserWarning: of Python", "thread worker ends", "ZeroDivisionError", "ignored", "printed",
                   "this process ends: KeyError", "KeyError: 'the last'"):  # fmt: skip

@@ -124,8 +124,14 @@ def test_mistakes_are_named(llm, folder):
         llm.stream("x", greedy(n=2))
     with pytest.raises(InvalidRequest, match="messages"):
         llm.chat([])
-    with pytest.raises(ConfigError, match="unknown option 'max_len'"):
+    with pytest.raises(ConfigError, match="unknown option 'max_len'; the options are attention_backend, "):
         LLM(folder, max_len=3)
+    with pytest.raises(ConfigError, match=r"unknown option 'max_modle_len'; did you mean 'max_model_len'\?"):
+        LLM(folder, max_modle_len=3)
+    with pytest.raises(ConfigError, match="max_model_len: '8kk' is not a count"):
+        LLM(folder, max_model_len="8kk")
+    with pytest.raises(ConfigError, match=r"enable_lora=True is not offered: adapters \(LoRA\) are not supported"):
+        LLM(folder, enable_lora=True)
     with pytest.raises(ConfigError, match="port is an option of the server"):
         LLM(folder, port=3)
     with pytest.raises(ConfigError, match="beyond the model's context"):

@@ -1,8 +1,10 @@
 """POST /v1/chat/completions: messages, template, choices; what is refused and under which name."""
 
+import httpx
 import pytest
 
-from tests.doubles import TURN, ScriptedEngine, byte_text, says
+from octavo.server.app import build_app
+from tests.doubles import TURN, ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of, events
 
 URL = "/v1/chat/completions"
@@ -162,3 +164,23 @@ async def test_unknown_model(serve: Serve) -> None:
     assert error["code"] == "model_not_found" and error["param"] == "model" and "byte-model" in error["message"]
     for name in ("byte-model", "", None):
         assert (await client.post(URL, json={"model": name, "messages": HI})).status_code == 200
+
+
+async def test_a_model_of_several_names(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    app = build_app(engine, byte_text(), config(served_model_name="first,second"), "first")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+        for name in ("first", "second", None):
+            answer = await client.post(URL, json={"model": name, "messages": [{"role": "user", "content": "hi"}]})
+            assert answer.status_code == 200 and answer.json()["model"] == "first"
+        error = error_of(await client.post(URL, json={"model": "third", "messages": []}), 404)
+        assert error["message"] == "model 'third' is not served here; use 'first' or 'second'"
+        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["first", "second"]
+        assert (await client.get("/v1/models/second")).json()["id"] == "second"
+        document = (await client.get("/openapi.json")).json()
+        assert document["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"][:2] == [
+            "first",
+            "second",
+        ]
+    engine.close()
+    app.state.service.compiler.close()

@@ -2,12 +2,14 @@
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from octavo.messages import EngineReport, GenerateRequest, TokenDelta
 from tests.doubles import EOS, REPORT, ScriptedEngine, byte_text, says
+from tests.server import running
 from tests.server.conftest import Serve, error_of, events
 
 URL = "/v1/completions"
@@ -20,7 +22,14 @@ async def test_whole_answer_and_usage(serve: Serve) -> None:
     assert response.status_code == 200
     assert body["id"].startswith("cmpl-") and body["object"] == "text_completion" and body["model"] == "byte-model"
     assert body["choices"] == [
-        {"index": 0, "text": "héllo", "finish_reason": "stop", "stop_reason": None, "logprobs": None}
+        {
+            "index": 0,
+            "text": "héllo",
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "logprobs": None,
+            "prompt_logprobs": None,
+        }
     ]
     assert body["usage"] == {
         "prompt_tokens": 3,
@@ -281,3 +290,11 @@ async def test_much_text_is_encoded_beside_the_event_loop(
 
 def _as_list(prompt: Any) -> list[Any]:
     return prompt if isinstance(prompt, list) else [prompt]
+
+
+async def test_more_choices_than_rows_wait_for_rows(served: Callable[..., running.Served]) -> None:
+    server = served(running.engine(max_num_seqs=4))
+    body = {"prompt": "abc", "n": 11, "max_tokens": 5, "ignore_eos": True}
+    answer = (await server.http.post(URL, json=body)).json()
+    assert sorted(choice["index"] for choice in answer["choices"]) == list(range(11))
+    assert {choice["text"] for choice in answer["choices"]} == {"aaaaa"} and answer["usage"]["completion_tokens"] == 55

@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,8 @@ from tests.server.conftest import Serve, error_of
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/byte-model"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/live"),
-    ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("GET", "/openapi.json"), ("GET", "/docs"),
-    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/compat"), ("GET", "/health/"), ("GET", "/HEALTH"), ("GET", "/health/ready"),
+    ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("GET", "/openapi.json"), ("POST", "/docs"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/compat"), ("GET", "/health/"), ("GET", "/HEALTH"), ("GET", "/health/ready/"),
     ("GET", "/health/progress"), ("POST", "/"), ("POST", "/pages/cockpit.js"),
 ]  # fmt: skip
 
@@ -42,9 +43,33 @@ class TestKeys:
             assert response.headers["www-authenticate"] == "Bearer"
             assert "secret" not in response.text
 
-    async def test_liveness_is_open(self, serve: Serve) -> None:
-        for path in ("/health", "/health/live"):
+    async def test_probes_are_open(self, serve: Serve) -> None:
+        for path in ("/health", "/health/live", "/health/ready", "/ping"):
             assert (await serve(api_key="secret").get(path)).status_code == 200
+        assert (await serve(api_key="secret").post("/ping")).json() == {"status": "ok"}
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [  # without a key, with the API key, with the metrics key
+            ({}, (200, 200, 200)),
+            ({"api_key": "secret"}, (401, 200, 401)),
+            ({"api_key": "secret", "metrics_open": True}, (200, 200, 200)),
+            ({"api_key": "secret", "metrics_key": "other, scraper"}, (401, 200, 200)),
+            ({"metrics_key": "scraper"}, (401, 401, 200)),
+        ],
+    )
+    async def test_who_reads_metrics(self, serve: Serve, options: dict[str, Any], expected: tuple[int, ...]) -> None:
+        client = serve(**options)
+        headers = [{}, {"authorization": "Bearer secret"}, {"authorization": "Bearer scraper"}]
+        assert tuple([(await client.get("/metrics", headers=each)).status_code for each in headers]) == expected
+        for method, path in (("GET", "/v1/models"), ("GET", "/metrics/"), ("POST", COMPLETIONS)):
+            response = await client.request(method, path, headers=headers[2])
+            assert (response.status_code == 401) == ("api_key" in options), path
+
+    async def test_open_metrics_are_not_for_other_sites_pages(self, serve: Serve) -> None:
+        client = serve(api_key="secret", metrics_open=True)
+        response = await client.get("/metrics", headers={"origin": "https://evil.example"})
+        assert response.status_code == 403 and "# TYPE" not in response.text
 
     @pytest.mark.parametrize(
         ("credentials", "status"),
@@ -193,7 +218,7 @@ class TestBodies:
 
 
 class TestRoutes:
-    @pytest.mark.parametrize("path", ["/v1/nope", "/v1/completions/", "/docs", "/redoc"])
+    @pytest.mark.parametrize("path", ["/v1/nope", "/v1/completions/", "/docs/", "/redoc"])
     async def test_unknown(self, serve: Serve, path: str) -> None:
         assert error_of(await serve().get(path), 404)["code"] == "not_found"
 

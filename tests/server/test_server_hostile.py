@@ -10,6 +10,7 @@ import pytest
 
 from octavo.messages.params import MAX_BAD_WORDS, MAX_BIASES
 from octavo.server.endpoints import routers
+from octavo.server.http.middleware import OPEN_ROUTES
 from tests.doubles import ScriptedEngine
 from tests.server.conftest import Serve, error_of
 
@@ -137,7 +138,7 @@ def test_the_watch_does_see(watch: Watch, tmp_path: Any) -> None:
     assert any(event.startswith("open") for event in watch.seen)
 
 
-async def test_every_route_but_liveness_needs_a_key(serve: Serve) -> None:
+async def test_every_route_but_probes_needs_a_key(serve: Serve) -> None:
     client = serve(api_key="secret")
     found = (route for router in routers(client.app.state.service) for route in router.routes)  # type: ignore[attr-defined]
     routes = {(method, route.path) for route in found for method in route.methods}  # type: ignore[attr-defined]
@@ -151,7 +152,7 @@ async def test_every_route_but_liveness_needs_a_key(serve: Serve) -> None:
             {"x-api-key": "Bearer secret"},
         ):
             response = await client.request(method, url, headers=headers)
-            assert (response.status_code == 401) is (path not in ("/health", "/health/live")), (method, path, headers)
+            assert (response.status_code == 401) is (path not in OPEN_ROUTES), (method, path, headers)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ async def test_completions(serve: Serve) -> None:
     body = {**BODIES[COMPLETIONS], "logprobs": 1}
     (choice,) = (await client.post(COMPLETIONS, json=body)).json()["choices"]
     expected = {
-        "text_offset": [0, 1, 2, 3],
+        "text_offset": [0, 1, 1, 2],  # é is two tokens
         "token_logprobs": [-97 / 1024, -0xC3 / 1024, -0xA9 / 1024, -0.25],
         "tokens": ["a", "\ufffd", "\ufffd", "<|end|>"],
         "top_logprobs": [
@@ -121,8 +121,70 @@ async def test_echo(serve: Serve, stream: bool) -> None:
         logprobs = [*chain.from_iterable(choice["logprobs"]["token_logprobs"] for choice in own)]
         assert logprobs == [None, *(-token / 1024 for token in [*ids[1:], *ANSWER])]
         offsets = [*chain.from_iterable(choice["logprobs"]["text_offset"] for choice in own)]
-        assert offsets == list(range(len(ids) + len(ANSWER)))
+        of_prompt = [0, 1, 1] if prompt == "xé" else [0, 1]
+        assert offsets == [*of_prompt, 2, 3, 3, 4]
     assert engine.requests[0].params.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_control_tokens_of_a_prompt_are_echoed_with_their_places(serve: Serve, stream: bool) -> None:
+    body = {"prompt": [EOS, TURN, 120, EOS], "echo": True, "logprobs": 0, "stream": stream}
+    response = await serve(ScriptedEngine(scored)).post(COMPLETIONS, json=body)
+    if stream:
+        choices = [choice for chunk in events(response.content) for choice in chunk["choices"]]
+    else:
+        choices = response.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "<|end|><|turn|>x<|end|>aé"
+    offsets = [*chain.from_iterable(choice["logprobs"]["text_offset"] for choice in choices)]
+    assert offsets == [0, 7, 15, 16, 23, 24, 24, 25]
+
+
+async def test_tokens_as_ids(serve: Serve) -> None:
+    client = serve(ScriptedEngine(scored))
+    wish = {"return_tokens_as_token_ids": True}
+    (choice,) = (await client.post(COMPLETIONS, json={"prompt": "x", "logprobs": 1, "echo": True, **wish})).json()[
+        "choices"
+    ]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["token_id:120", "token_id:97", "token_id:195", "token_id:169", f"token_id:{EOS}"]
+    assert logprobs["top_logprobs"][1] == {"token_id:97": -97 / 1024, "token_id:98": -0.125}
+    assert logprobs["text_offset"] == [0, 1, 2, 2, 3] and choice["text"] == "xaé"
+    body = {**BODIES[CHAT], "logprobs": True, "top_logprobs": 1, **wish}
+    whole = (await client.post(CHAT, json=body)).json()["choices"][0]["logprobs"]["content"]
+    streamed = events((await client.post(CHAT, json={**body, "stream": True})).content)
+    for tokens in (
+        whole,
+        [token for chunk in streamed for token in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]],
+    ):
+        assert [token["token"] for token in tokens] == logprobs["tokens"][1:]
+        assert tokens[0]["top_logprobs"] == [{"token": "token_id:98", "logprob": -0.125, "bytes": [98]}]
+
+
+async def test_tokens_by_id(serve: Serve) -> None:
+    """The engine returns what was asked for: see tests/engine/test_engine_logprobs.py."""
+    engine = ScriptedEngine(scored)
+    client = serve(engine)
+    for path, logprobs in ((COMPLETIONS, 0), (CHAT, True)):
+        body = {**BODIES[path], "logprob_token_ids": [5, 6], "logprobs": logprobs}
+        assert (await client.post(path, json=body)).status_code == 200
+        assert engine.requests[-1].params.logprob_token_ids == (5, 6) and engine.requests[-1].params.logprobs == 0
+        for wrong, words in (
+            ({"logprobs": None}, "needs logprobs"),
+            ({"logprob_token_ids": [258]}, "258"),
+            ({"logprob_token_ids": [-1]}, "-1"),
+            ({"logprob_token_ids": [1] * 129}, "at most 128"),
+            ({"logprobs": 2} if path == COMPLETIONS else {"top_logprobs": 2}, "instead of the most likely"),
+            ({"use_beam_search": True, "n": 2}, "not supported with use_beam_search"),
+        ):
+            error = error_of(await client.post(path, json={**body, **wrong}), 400)
+            assert error["param"].startswith("logprob_token_ids") and words in error["message"]
+
+
+async def test_scores_of_a_prompt_that_nobody_asked_for_are_null(serve: Serve) -> None:
+    client = serve(ScriptedEngine(scored))
+    completion = (await client.post(COMPLETIONS, json={"prompt": "x", "prompt_logprobs": None})).json()
+    chat = (await client.post(CHAT, json=BODIES[CHAT])).json()
+    assert completion["choices"][0]["prompt_logprobs"] is None and chat["prompt_logprobs"] is None
 
 
 async def test_an_echo_alone(serve: Serve) -> None:
@@ -217,6 +279,19 @@ async def test_sampling_fields_reach_the_engine(serve: Serve) -> None:
     long = {"prompt": "x" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 10}
     assert (await serve(engine).post(COMPLETIONS, json=long)).status_code == 200
     assert len(engine.requests[-1].prompt_ids) == 246
+
+
+async def test_the_side_that_is_cut(serve: Serve) -> None:
+    engine = ScriptedEngine(scored)
+    client = serve(engine)
+    for side, kept in (("left", "ef"), ("right", "ab"), (None, "ef")):
+        body = {"prompt": "abcdef", "truncate_prompt_tokens": 2, "truncation_side": side}
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+        assert bytes(engine.requests[-1].prompt_ids).decode() == kept
+    answer = (await client.post(COMPLETIONS, json={"prompt": "abc", "truncation_side": "right"})).json()
+    assert answer["ignored_fields"] == ["truncation_side"]
+    error = error_of(await client.post(COMPLETIONS, json={"prompt": "abc", "truncation_side": "middle"}), 400)
+    assert error["param"] == "truncation_side" and "'left' or 'right'" in error["message"]
 
 
 @pytest.mark.parametrize(

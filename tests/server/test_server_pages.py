@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.conftest import Serve, error_of
 
-PAGES = ("/", "/play")
+PAGES = ("/", "/play", "/docs")
 
 
 async def parts(client: httpx.AsyncClient, path: str) -> dict[str, str]:
@@ -50,6 +50,6 @@ async def test_a_browser_asks_for_the_key_as_a_password_and_sends_it_with_what_t
         assert (await client.get(path, headers={"authorization": "Bearer secret"})).status_code == 200, path
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "cockpit.html", "..%2fapp.py", "%2e%2e", "style.css.js"])
+@pytest.mark.parametrize("name", ["nothing.js", "cockpit.html", "docs.html", "..%2fapp.py", "%2e%2e", "style.css.js"])
 async def test_no_other_file_can_be_had(serve: Serve, name: str) -> None:
     error_of(await serve().get(f"/pages/{name}"), 404)

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -21,6 +22,7 @@ from tests.doubles import config
 from tests.server.api_process import NUM_LETTERS, SECONDS, Server
 
 MAX_BODY_BYTES = 4 * 2**20
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "  # begins the line of a record
 
 
 @pytest.fixture
@@ -241,7 +243,7 @@ def test_a_start_up_mistake_is_one_line_and_exit_2(folder: Path) -> None:
     try:
         assert server.exit_code() == 2
         lines = server.stderr().splitlines()
-        assert len(lines) == 1 and lines[0].startswith("octavo: error: ") and "missing.jinja" in lines[0]
+        assert len(lines) == 1 and re.match(TIME + "octavo: error: ", lines[0]) and "missing.jinja" in lines[0]
     finally:
         server.close()
 
@@ -315,7 +317,7 @@ def test_no_path_forges_a_line_of_the_log(folder: Path, log_format: str) -> None
     if log_format == "json":
         assert json.loads(lines[0])["path"] == "/\noctavo: error: forged\x1b[2J"
     else:
-        assert all(line.startswith("octavo: req-") for line in lines)
+        assert all(re.match(TIME + "octavo: req-", line) for line in lines)
         assert "GET /\\noctavo: error: forged\\x1b[2J 401" in lines[0]
     assert max(map(len, lines)) < 4000 and "key" not in text
 
@@ -333,7 +335,7 @@ def test_requests_that_are_no_http_are_seldom_logged(folder: Path) -> None:
     finally:
         server.close()
     assert 1 <= len(lines) <= 1 + 100 // 10, lines
-    assert all(line.startswith("octavo: warning: a request was refused: ") for line in lines), lines
+    assert all(re.match(TIME + "octavo: warning: a request was refused: ", line) for line in lines), lines
 
 
 def test_a_body_that_dribbles_does_not_hold_up_the_end(folder: Path) -> None:

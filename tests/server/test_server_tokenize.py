@@ -89,3 +89,10 @@ async def test_bad_input_is_named(serve: Serve, path: str, body: dict[str, Any],
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})])
 async def test_another_model(serve: Serve, path: str, body: dict[str, Any]) -> None:
     error_of(await serve().post(path, json={**body, "model": "other"}), 404)
+
+
+async def test_tokenizer_info(serve: Serve) -> None:
+    info = (await serve().get("/tokenizer_info")).json()
+    assert (info["vocab_size"], info["model_max_length"], info["eos_token"]) == (258, 256, "<|end|>")
+    assert info["eos_token_ids"] == [256] and info["all_special_ids"] == [256, 257] and info["bos_token"] is None
+    assert info["chat_template"].startswith("{% for message in messages %}") and info["tokenizer_class"]

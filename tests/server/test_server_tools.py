@@ -279,6 +279,74 @@ async def test_calls_that_are_required_are_kept_to_by_a_grammar(
     assert '"get_weather"' in grammar and ('"get_time"' in grammar) == (choice == "required")
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_only_the_allowed_tools_are_offered(serve: Serve) -> None:
+    scripted = engine(says(CALL))
+    client = serve(scripted, byte_text(HERMES))
+    tools = [WEATHER, CLOCK]
+    (choice,) = (await ask(client, tools=tools, tool_choice=allowed("auto", "get_weather", "get_weather")))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    prompt = bytes(scripted.requests[-1].prompt_ids).decode()
+    assert "get_weather" in prompt and "get_time" not in prompt and not scripted.requests[-1].params.grammar
+    await ask(client, tools=tools, tool_choice=allowed("required", "get_weather"))
+    grammar = scripted.requests[-1].params.grammar
+    assert '"get_weather"' in grammar and '"get_time"' not in grammar
+
+
+@pytest.mark.parametrize(
+    ("choice", "param", "words"),
+    [
+        (allowed("auto", "get_place"), "tool_choice.allowed_tools.tools[0]", "names 'get_place', which is not in tools"),
+        (allowed("auto"), "tool_choice", "tools\": [at least one]"),
+        (allowed("named", "get_time"), "tool_choice", '"auto" or "required"'),
+        ({"type": "allowed_tools"}, "tool_choice", "must be"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"name": "get_time"}]}},
+         "tool_choice.allowed_tools.tools[0]", 'must be {"type": "function"'),
+    ],
+)  # fmt: skip
+async def test_mistaken_allowed_tools(serve: Serve, choice: Any, param: str, words: str) -> None:
+    error = error_of(await serve().post(URL, json={"messages": HI, "tools": [CLOCK], "tool_choice": choice}), 400)
+    assert error["param"] == param and words in error["message"]
+
+
+async def test_a_call_without_marks(serve: Serve) -> None:
+    client = serve(engine(says(OBJECT)), byte_text(HERMES))
+    completion = await ask(client, tools=[WEATHER])
+    (choice,) = completion["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    streamed = events((await client.post(URL, json={"messages": HI, "tools": [WEATHER], "stream": True})).content)
+    assert put_together(streamed) == as_streamed(completion)
+    (choice,) = (await ask(client, tools=[CLOCK]))["choices"]
+    assert choice["message"]["content"] == OBJECT and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/responses", "/tokenize"])
+async def test_template_variables_that_the_template_does_not_read_are_named_back(serve: Serve, path: str) -> None:
+    body: dict[str, Any] = {"input": "hi"} if path == "/v1/responses" else {"messages": HI}
+    body["chat_template_kwargs"] = {"enable_thinking": False, "mood": "calm", "x" * 500: 1}
+    answer = await serve(engine(says("a")), byte_text(THINKING)).post(path, json=body)
+    assert answer.status_code == 200
+    assert answer.json()["ignored_fields"] == ["chat_template_kwargs.mood", f"chat_template_kwargs.{'x' * 60}"]
+    strict = serve(engine(says("a")), byte_text(THINKING), strict_fields=True)
+    error = error_of(await strict.post(path, json=body), 400)
+    assert error["param"] == "chat_template_kwargs.mood" and "the chat template does not read it" in error["message"]
+    body["chat_template_kwargs"] = {"enable_thinking": False}
+    assert "ignored_fields" not in (await strict.post(path, json=body)).json()
+
+
+async def test_template_variables_reach_the_prompt_of_a_response(serve: Serve) -> None:
+    scripted = engine(says("a"))
+    client = serve(scripted, byte_text(THINKING))
+    for off in (True, False):
+        await client.post("/v1/responses", json={"input": "hi", "chat_template_kwargs": {"enable_thinking": not off}})
+        assert bytes(scripted.requests[-1].prompt_ids).endswith(b"<think></think>") == off
+
+
 @pytest.mark.parametrize("answer", ["<", "<tool_call>", '<tool_call>\n{"na'])
 async def test_what_is_left_of_a_call_that_had_no_room_is_no_content(serve: Serve, answer: str) -> None:
     client = serve(engine(says(answer, reason="length")), byte_text(HERMES))

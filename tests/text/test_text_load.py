@@ -433,3 +433,32 @@ def test_gguf_templates_of_the_wrong_types_are_none() -> None:
     assert gguf_chat_templates({"tokenizer.chat_templates": 7, "tokenizer.chat_template": 7}) == {}
     named = {"tokenizer.chat_templates": ["rag", 3], "tokenizer.chat_template.rag": "x", "tokenizer.chat_template": "y"}
     assert gguf_chat_templates(named) == {"rag": "x", "default": "y"}
+
+
+def test_where_default_sampling_comes_from(folder: Path, tmp_path: Path) -> None:
+    write(folder, generation_config={"temperature": 0.3, "top_k": 9})
+    assert load_text(folder, default_sampling={"top_p": 0.5}).default_sampling == {
+        "temperature": 0.3,
+        "top_k": 9,
+        "top_p": 0.5,
+    }
+    assert load_text(folder, default_sampling={"top_p": 0.5}, generation_config="vllm").default_sampling == {}
+    changed = load_text(folder, override_generation_config='{"temperature": 0.8, "min_p": 0.1}').default_sampling
+    assert changed == {"temperature": 0.8, "top_k": 9, "min_p": 0.1}
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.7}')
+    assert load_text(folder, generation_config=str(tmp_path)).default_sampling == {"top_p": 0.7}
+    for options, problem in (
+        ({"generation_config": "nowhere"}, "--generation-config nowhere has no generation_config.json"),
+        ({"override_generation_config": '{"temperature": -1}'}, "--override-generation-config: temperature must be"),
+        (
+            {"override_generation_config": '{"max_new_tokens": 1}'},
+            "has 'max_new_tokens'; it can set temperature, top_p",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            load_text(folder, **options)
+
+
+def test_an_overridden_end_of_sequence(folder: Path) -> None:
+    write(folder, config={"eos_token_id": 1})
+    assert 3 in load_text(folder, hf_overrides='{"eos_token_id": [3]}').eos_ids

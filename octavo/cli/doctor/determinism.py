@@ -45,7 +45,12 @@ class _Engine:
 
     def __init__(self, config: Config) -> None:
         is_dummy = config.model.load_format == "dummy"
-        source = resolve(config.model.model, config.model.revision, allow_missing_weights=is_dummy)
+        source = resolve(
+            config.model.model,
+            config.model.revision,
+            allow_missing_weights=is_dummy,
+            download_dir=config.model.download_dir,
+        )
         self._loop, self.report, _ = start_engine(config, source, source.name)
         self._num_asked = 0
 

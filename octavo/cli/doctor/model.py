@@ -70,7 +70,12 @@ def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fin
     """Yield each finding as soon as it is known."""
     is_dummy = config.model.load_format == "dummy"
     try:
-        source = resolve(config.model.model, config.model.revision, allow_missing_weights=is_dummy)
+        source = resolve(
+            config.model.model,
+            config.model.revision,
+            allow_missing_weights=is_dummy,
+            download_dir=config.model.download_dir,
+        )
     except ConfigError as error:
         yield Finding("files", "failed", error.message)
         return
@@ -168,6 +173,9 @@ def _text_findings(config: Config, source: ModelSource, spec: ModelSpec | None) 
             tokenizer=config.model.tokenizer,
             chat_template=config.model.chat_template,
             default_sampling=source.default_sampling,
+            generation_config=config.model.generation_config,
+            override_generation_config=config.model.override_generation_config,
+            hf_overrides=config.model.hf_overrides,
         )
     except ConfigError as error:
         yield Finding("tokenizer", "failed", error.message)

@@ -29,7 +29,7 @@ FLAGS = (
 )  # fmt: skip
 # By machine and suffix of a source file's name. Only those files may contain such instructions, and a CPU without them never
 # runs them. (NEON is part of every aarch64 CPU.)
-ISA_FLAGS = {
+ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "_avx512vnni": (
             "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c",

@@ -1,4 +1,5 @@
-"""GET /health: 200 only if a token could be produced now. /health/live, /health/ready, /health/progress: the parts of that.
+"""GET /health: 200 only if a token could be produced now. /health/live, /health/ready, /health/progress: the parts of that. /ping: the
+same as /health, as Amazon SageMaker asks for it.
 
 live: this process answers. ready: new requests are accepted, and there is an engine whose step does not take far longer than usual.
 /health: ready, and the engine's loop runs. progress: what the engine is doing, which requests wait and why; 200 or 503 as
@@ -36,7 +37,7 @@ ANSWER_SECONDS = 1.0
 
 _OK = Shape(dict[Literal["status"], Literal["ok"]])
 SHAPES = {
-    **dict.fromkeys(("GET /health", "GET /health/live", "GET /health/ready"), _OK),
+    **dict.fromkeys(("GET /health", "GET /health/live", "GET /health/ready", "GET /ping", "POST /ping"), _OK),
     "GET /health/progress": Shape(Progress, error={"type": "object"}),
 }
 
@@ -58,6 +59,11 @@ def router(service: Service) -> APIRouter:
         check_ready(service)
         await check_loop(service)
         return _ok()
+
+    @router.get("/ping")
+    @router.post("/ping")
+    async def ping() -> Response:
+        return await health()
 
     @router.get("/health/progress")
     async def progress(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the one model that is served."""
+"""GET /v1/models and /v1/models/{id}: the one model that is served, under each of its names."""
 
 from typing import Literal
 
@@ -32,19 +32,19 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        return _json(ModelList([_card(service)]))
+        return _json(ModelList([_card(service, name) for name in service.model_names]))
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> Response:
         service.check_model(name)
-        return _json(_card(service))
+        return _json(_card(service, name))
 
     return router
 
 
-def _card(service: Service) -> ModelCard:
+def _card(service: Service, name: str) -> ModelCard:
     root = service.config.model.model or service.model_name
-    return ModelCard(service.model_name, service.created, service.report.max_model_len, root)
+    return ModelCard(name, service.created, service.report.max_model_len, root)
 
 
 def _json(body: msgspec.Struct) -> Response:

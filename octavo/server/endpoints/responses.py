@@ -1,4 +1,4 @@
-"""/v1/responses: create, stream, retrieve, delete; a response's input items; how many tokens an input has."""
+"""/v1/responses: create, stream, retrieve, delete; a response's input items; how many tokens an input has; compaction."""
 
 import time
 from typing import Any
@@ -11,6 +11,13 @@ from fastapi import Response as HttpResponse
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.dialects.openai_responses import request as requests
 from octavo.server.dialects.openai_responses import types
+from octavo.server.dialects.openai_responses.compact import (
+    INSTRUCTION,
+    Compacted,
+    CompactRequest,
+    CompactWriter,
+)
+from octavo.server.dialects.openai_responses.compact import NOT_OFFERED as COMPACT_NOT_OFFERED
 from octavo.server.dialects.openai_responses.conversation import Conversation
 from octavo.server.dialects.openai_responses.output import item_id
 from octavo.server.dialects.openai_responses.request import INCLUDABLE, NAMES, InputRequest, ResponsesRequest
@@ -21,7 +28,7 @@ from octavo.server.endpoints.stream import find as find_stream
 from octavo.server.generate.chat_task import ChatTask
 from octavo.server.http.respond import submit_and_respond
 from octavo.server.http.sse import EventStream, owner_of
-from octavo.server.schema.fields import RouteSchema, read_fields
+from octavo.server.schema.fields import RouteSchema, StreamFields, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.loopback import is_inside
@@ -30,6 +37,7 @@ from octavo.server.state.service import Service
 ROUTE_SCHEMAS: list[RouteSchema[Any]] = [
     RouteSchema("responses", "/v1/responses", ResponsesRequest, requests.NOT_OFFERED),
     RouteSchema("responses input tokens", "/v1/responses/input_tokens", InputRequest, requests.NOT_OFFERED),
+    RouteSchema("responses compact", "/v1/responses/compact", CompactRequest, COMPACT_NOT_OFFERED),
 ]
 SHAPES = {
     "POST /v1/responses": Shape(
@@ -42,6 +50,7 @@ SHAPES = {
         ),
     ),
     "POST /v1/responses/input_tokens": Shape(types.InputTokens),
+    "POST /v1/responses/compact": Shape(Compacted),
     "GET /v1/responses/{response_id}": Shape(types.Response, EVENTS),
     "DELETE /v1/responses/{response_id}": Shape(types.Deleted),
     "POST /v1/responses/{response_id}/cancel": Shape(types.Response),
@@ -105,6 +114,27 @@ def router(service: Service) -> APIRouter:
         return json_response(
             types.InputTokens(len(conversation.prompt.ids)), NAMES.ignored(fields, conversation.fields)
         )
+
+    @router.post("/v1/responses/compact")
+    async def compact(request: Request) -> HttpResponse:
+        arrived = time.monotonic()
+        service.accept()
+        fields: CompactRequest = await read_fields(request, ROUTE_SCHEMAS[2], service.config)
+        service.check_model(fields.model)
+        asked, response_id = fields.as_input(), item_id("resp")
+        conversation = await Conversation.read(service, kept, asked, owner_of(request), INSTRUCTION)
+        with NAMES.in_errors():
+            task = await ChatTask.prepare(
+                service,
+                conversation.fields,
+                conversation.prompt,
+                response_id=response_id,
+                max_tokens=asked.max_output_tokens,
+                arrived=arrived,
+            )
+        writer = CompactWriter(task, conversation.items, response_id)
+        ignored = NAMES.ignored(fields, conversation.fields)
+        return await submit_and_respond(service, request, StreamFields(), response_id, task, writer, ignored=ignored)
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> HttpResponse:

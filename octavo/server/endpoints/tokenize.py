@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize, with vLLM's shapes: a prompt or messages to token ids, and back."""
+"""POST /tokenize and /detokenize, with vLLM's shapes: a prompt or messages to token ids, and back. GET /tokenizer_info: the tokenizer's
+settings."""
 
 from typing import Annotated, Any
 
@@ -58,7 +59,26 @@ class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
 
 
-SHAPES = {"POST /tokenize": Shape(Tokens), "POST /detokenize": Shape(Detokenized)}
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """Under the names of a tokenizer_config.json."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    eos_token_ids: list[int]  # all that end an answer
+    all_special_ids: list[int]
+    chat_template: str | None  # null: the model has none
+
+
+SHAPES = {
+    "POST /tokenize": Shape(Tokens),
+    "POST /detokenize": Shape(Detokenized),
+    "GET /tokenizer_info": Shape(TokenizerInfo),
+}
 
 
 def router(service: Service) -> APIRouter:
@@ -94,6 +114,25 @@ def router(service: Service) -> APIRouter:
 
         return await offload(len(fields.tokens), respond)
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        text = service.text
+        roles = text.template_variables
+        return json_response(
+            TokenizerInfo(
+                text.tokenizer_kind,
+                text.vocab_size,
+                service.report.max_model_len,
+                roles.get("bos_token"),
+                roles.get("eos_token"),
+                roles.get("unk_token"),
+                roles.get("pad_token"),
+                list(text.eos_ids),
+                sorted(text.special_ids),
+                text.template_source,
+            )
+        )
+
     return router
 
 
@@ -115,7 +154,7 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
         check_text_len(service, fields.num_bytes, given, MESSAGES)
         tools = parse_tools(fields.tools or [])
         variables = fields.chat_template_kwargs or {}
-        check_variables(variables, Field("chat_template_kwargs"))
+        check_variables(service, fields, variables, Field("chat_template_kwargs"), text)
         messages = parse_messages(fields.messages or [], service.config.budget)
         ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
         return Chat(messages, tools, parse_tool_choice(None, tools), variables, text, ending)

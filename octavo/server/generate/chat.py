@@ -93,12 +93,18 @@ def check_choice(choice: ToolChoice, service: Service) -> None:
         )
 
 
-def check_variables(variables: Mapping[str, Any], field: Field) -> None:
+def check_variables(
+    service: Service, fields: RequestFields, variables: Mapping[str, Any], field: Field, text: Text
+) -> None:
+    """Check variables for the template. Those that it does not read are named back."""
     if len(variables) > MAX_TEMPLATE_VARIABLES:
         raise InvalidRequest(field + f" has {len(variables)} entries; at most {MAX_TEMPLATE_VARIABLES} are allowed")
     for name in variables:
         if name in RESERVED or not name.isidentifier():
             raise InvalidRequest(field + f" must not set {name[:60]!r}")
+    for name in variables:
+        if not text.template_reads(name):
+            fields.pass_over(field / name[:60], service.config, "the chat template does not read it")
 
 
 def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: bool | None) -> Ending:

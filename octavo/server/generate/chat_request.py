@@ -25,7 +25,7 @@ from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Messages, ToolChoice, Tools
 from octavo.server.state.service import Service
 from octavo.text import Text
-from octavo.text.chat.tools import NO_CALLS, Tool, parse_tool_choice, parse_tools
+from octavo.text.chat.tools import NO_CALLS, Tool, allowed_tools, parse_tool_choice, parse_tools
 
 
 class ChatFields(GenerationFields):
@@ -99,15 +99,15 @@ def parse_chat(service: Service, fields: ChatFields, text: Text) -> Chat:
     tools: list[Tool] = []
     choice = NO_CALLS
     if fields.tools or fields.tool_choice is not None:
-        tools = parse_tools(fields.tools or [])
-        choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
+        tools, wish = allowed_tools(parse_tools(fields.tools or []), fields.tool_choice)
+        choice = parse_tool_choice(wish, tools, parallel=fields.parallel_tool_calls is not False)
         check_choice(choice, service)
         for at, tool in enumerate(tools if choice.mode == "auto" else ()):
             if tool.strict:
                 fields.pass_over(Field("tools", at, "function", "strict"), service.config)
     variables = fields.chat_template_kwargs or {}
     if variables:
-        check_variables(variables, Field("chat_template_kwargs"))
+        check_variables(service, fields, variables, Field("chat_template_kwargs"), text)
     by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
     messages = parse_messages(fields.messages, service.config.budget)
     ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)

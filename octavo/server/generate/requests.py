@@ -184,7 +184,7 @@ _BY_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in _
 
 
 def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -> list[int]:
-    """Truncate the prompt at its beginning: generation continues its end."""
+    """Truncate the prompt: at its beginning, since generation continues its end, unless the request says otherwise."""
     keep = fields.truncate_prompt_tokens
     if keep is None:
         return ids
@@ -194,7 +194,8 @@ def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -
             Field("truncate_prompt_tokens")
             + f" must be -1 (all that fits) or from 1 to {report.max_model_len - 1}, got {quote(keep)}"
         )
-    return ids[-(longest if keep == -1 else keep) :]
+    most = longest if keep == -1 else keep
+    return ids[:most] if fields.truncation_side == "right" else ids[-most:]
 
 
 def sampling_values(fields: GenerationFields, report: EngineReport, defaults: Mapping[str, Any]) -> dict[str, Any]:

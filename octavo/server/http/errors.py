@@ -19,6 +19,7 @@ CODES: dict[type[errors.OctavoError], str | None] = {
     errors.NotFound: "not_found",
     errors.RequestTimeout: "request_timeout",
     errors.TooLarge: "request_too_large",
+    errors.UnsupportedEncoding: "unsupported_encoding",
     errors.HeadTooLarge: "head_too_large",
     errors.Overloaded: "rate_limit_exceeded",
     errors.DeadlineExceeded: "deadline_exceeded",
@@ -77,6 +78,8 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, errors.UnsupportedEncoding):
+        headers["accept-encoding"] = "gzip, deflate, identity"  # of requests (RFC 9110, 12.5.3)
     if isinstance(error, errors.RequestFailed | errors.DeadlineExceeded):
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it: the same request would fail again
     if status == 408:

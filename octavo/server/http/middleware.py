@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -19,6 +20,7 @@ from octavo.errors import EngineUnavailable, Forbidden, Overloaded, RequestError
 from octavo.observe.journeys.journey import current
 from octavo.server.http.browsers import HostRule, OriginRule, machine_names
 from octavo.server.http.errors import error_response
+from octavo.server.http.inflate import Inflater, inflater_for
 from octavo.server.state.disconnect import ClientGone, receiving
 from octavo.server.state.journeys import JourneySender
 from octavo.server.state.loopback import INSIDE, OWNER
@@ -27,8 +29,9 @@ from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
 
-OPEN_ROUTES = frozenset({"/health", "/health/live"})  # liveness, under our name and the usual one
-PAGES = frozenset({"/", "/play"})
+OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})  # probes, which come without a key
+METRICS = "/metrics"
+PAGES = frozenset({"/", "/play", "/docs"})
 PAGES_FOLDER = "/pages/"
 MAX_REQUEST_ID_LEN = 200
 MAX_PATH_LEN = 1000  # characters of a path in journeys and logs
@@ -76,6 +79,9 @@ class RequestMiddleware:
         self._app = app
         self._service = service
         self._keys = [key.encode() for key in server.api_keys]
+        # Keys for /metrics alone; with them it needs a key, even where nothing else does.
+        self._metrics_keys = [key.encode() for key in server.metrics_keys]
+        self._is_metrics_open = server.metrics_open
         self._hosts = HostRule(server, machine_names())
         self._origins = OriginRule(server)
         self._prefix = server.root_path.rstrip("/")
@@ -112,7 +118,9 @@ class RequestMiddleware:
             return
         try:
             self._hosts.check(scope, headers)
-            if not self._keys:
+            if route_of(scope) == METRICS and (self._metrics_keys or self._is_metrics_open):
+                self._check_metrics(scope, headers)
+            elif not self._keys:
                 self._origins.check(scope, headers)
             elif route_of(scope) not in OPEN_ROUTES:
                 self._check_key(scope, headers)
@@ -120,11 +128,17 @@ class RequestMiddleware:
             self._service.refused("forbidden", error.reason)
             raise
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
+    def _check_metrics(self, scope: Scope, headers: Headers) -> None:
+        """A browser's page of another origin gets no metrics, with --metrics-open either."""
+        self._origins.check(scope, headers)
+        if not self._is_metrics_open:
+            self._check_key(scope, headers, self._metrics_keys)
+
+    def _check_key(self, scope: Scope, headers: Headers, more_keys: Sequence[bytes] = ()) -> None:
         keys, passwords = _secrets(headers)
         # Every key is compared, in constant time, so that timing reveals nothing about them.
         right, right_passwords = (
-            [key for secret in given for key in self._keys if hmac.compare_digest(secret, key)]
+            [key for secret in given for key in (*self._keys, *more_keys) if hmac.compare_digest(secret, key)]
             for given in (keys, passwords)
         )
         if not right:
@@ -133,13 +147,13 @@ class RequestMiddleware:
             self._origins.check(scope, headers)  # browsers add a stored password to requests of other sites' pages, too
         scope[OWNER] = self._service.owners.of((right or right_passwords)[0])
 
-    def check_length(self, scope: Scope, num_bytes: int) -> None:
+    def check_length(self, scope: Scope, num_bytes: int, what: str = "the request body") -> None:
         if num_bytes <= self._max_body_bytes or INSIDE in scope:
             return
         limit = self._service.body_limits.get(route_of(scope), self._max_body_bytes)
         if num_bytes > limit:
             flag = "--max-body-bytes" if limit == self._max_body_bytes else "--max-file-bytes"
-            raise TooLarge(f"the request body is over the limit of {limit} bytes ({flag})")
+            raise TooLarge(f"{what} is over the limit of {limit} bytes ({flag})")
 
     def count_body(self, scope: Scope, num_bytes: int, num_body_bytes: int) -> int:
         """Count `num_bytes` more of a body that has `num_body_bytes` by now. → the bytes counted, for `release_body`. Raises
@@ -173,6 +187,7 @@ class _Passage:
         self._num_body_bytes = 0
         self._num_held_bytes = 0  # of the body, as the middleware counts them
         self._is_body_complete = False
+        self._inflater: Inflater | None = None  # None: the body is not compressed
         # Seconds waited for the next BODY_STEP bytes, and how many of them have arrived.
         self._waited, self._num_late_bytes = 0.0, 0
         self._patience = service.patience.request
@@ -196,6 +211,8 @@ class _Passage:
             length = self._headers.get("content-length", "")
             if length.isascii() and length.isdigit():
                 self._door.check_length(self._scope, int(length))
+            if self._scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+                self._inflater = inflater_for(self._headers.get("content-encoding", ""))
             await app(self._scope, self.receive, self.send)
         except (ClientGone, ClientDisconnect):
             self._status = 499
@@ -209,6 +226,24 @@ class _Passage:
             await error_response(error, self.request_id, method, path)(self._scope, self.receive, self.send)
 
     async def receive(self) -> Message:
+        if self._inflater is None or self._inflater.is_over:
+            return await self._receive_as_sent()
+        return await self._receive_inflated(self._inflater)
+
+    async def _receive_inflated(self, inflater: Inflater) -> Message:
+        while True:
+            piece = inflater.take()
+            self._door.check_length(self._scope, inflater.num_bytes, "the request body, inflated,")
+            if piece or inflater.is_over:
+                self._num_held_bytes += self._door.count_body(self._scope, len(piece), inflater.num_bytes)
+                await asyncio.sleep(0)  # other requests have their turn between two pieces
+                return {"type": "http.request", "body": piece, "more_body": not inflater.is_over}
+            message = await self._receive_as_sent()
+            if message["type"] != "http.request":
+                return message
+            inflater.feed(message.get("body", b""), is_last=not message.get("more_body", False))
+
+    async def _receive_as_sent(self) -> Message:
         message = await self._receive() if self._is_body_complete else await self._receive_in_time()
         if message["type"] == "http.request":
             num_bytes = len(message.get("body", b""))

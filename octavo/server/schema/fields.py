@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from octavo.config import Config
 from octavo.errors import Field, InvalidRequest, Unsupported, quote, quote_json
 from octavo.messages import RepetitionDetectionParams
-from octavo.messages.params import MAX_BAD_WORDS, MAX_BIASES
+from octavo.messages.params import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROB_TOKEN_IDS
 from octavo.observe.journeys.journey import current
 from octavo.server.schema.json_size import check_json
 from octavo.server.schema.lists import TOO_MANY, AtMost, FirstError, too_many
@@ -80,11 +80,11 @@ class RequestFields(BaseModel):
         """Paths of all fields without effect."""
         return self._ignored
 
-    def pass_over(self, field: Field, config: Config) -> None:
+    def pass_over(self, field: Field, config: Config, why: str = "") -> None:
         """Record that a field of the schema has no effect with this model, or beside the request's other fields. Strict mode
-        refuses it."""
+        refuses it. `why`: empty: as WITHOUT_EFFECT says."""
         if config.server.strict_fields:
-            raise Unsupported(field + f" is not supported here: {WITHOUT_EFFECT[_row(str(field))]}")
+            raise Unsupported(field + f" is not supported here: {why or WITHOUT_EFFECT[_row(str(field))]}")
         log.info("field without effect: %s", field)
         self._ignored = (*self._ignored, field)
 
@@ -122,6 +122,7 @@ class SamplingFields(RequestFields):
     logit_bias: Annotated[dict[str, float] | None, AtMost(MAX_BIASES)] = None
     allowed_token_ids: Annotated[list[int] | None, FirstError(), AtMost(MAX_ALLOWED_TOKEN_IDS)] = None
     bad_words: Annotated[list[str] | None, AtMost(MAX_BAD_WORDS)] = None
+    logprob_token_ids: Annotated[list[int] | None, AtMost(MAX_LOGPROB_TOKEN_IDS)] = None
     repetition_detection: RepetitionDetection | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -279,7 +280,11 @@ class GenerationFields(SamplingFields, SearchFields, StreamFields):
     # Both values are honoured: decoding never adds spaces between special tokens.
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = (
+        None  # which end is cut; None: the left, since an answer continues the right
+    )
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # tokens of logprobs as token_id:N
     response_format: ResponseFormat = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None  # vLLM's: tokens of a choice per stream event, after the first token
@@ -490,6 +495,8 @@ def moot(fields: object) -> Iterator[tuple[str, str]]:
     loops = getattr(fields, "repetition_detection", None)
     if loops is not None and not loops.max_pattern_size and (loops.min_pattern_size or loops.min_count):
         yield "repetition_detection", "max_pattern_size is 0"
+    if getattr(fields, "truncation_side", None) == "right" and getattr(fields, "truncate_prompt_tokens", None) is None:
+        yield "truncation_side", "truncate_prompt_tokens is not set"
     is_search = bool(getattr(fields, "use_beam_search", None))
     why = "beam search ranks tokens by the model's own logprobs" if is_search else "it applies only to use_beam_search"
     for name, says_nothing in (_DRAWS if is_search else _OF_BEAMS).items():

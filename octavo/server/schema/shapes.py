@@ -108,6 +108,20 @@ ToolChoice = Annotated[
         _any_of(
             {"enum": ["none", "auto", "required", None]},
             _object(("type", "function"), type=_one_of("function"), function=_object(("name",), name=_NAME)),
+            _object(
+                ("type", "allowed_tools"),
+                type=_one_of("allowed_tools"),
+                allowed_tools=_object(
+                    ("mode", "tools"),
+                    mode=_one_of("auto", "required"),
+                    tools=_list_of(
+                        _object(
+                            ("type", "function"), type=_one_of("function"), function=_object(("name",), name=_NAME)
+                        ),
+                        1,
+                    ),
+                ),
+            ),
         )
     ),
 ]
@@ -177,6 +191,7 @@ _ITEM = _any_of(
         summary=_list_of(_object(("type", "text"), type=_one_of("summary_text"), text=_TEXT)),
         encrypted_content=_NULL,
     ),
+    _object(("type", "encrypted_content"), type=_one_of("compaction"), id=_MAYBE_TEXT, encrypted_content=_TEXT),
     _object(("type", "id"), type=_one_of("item_reference"), id=_TEXT),
 )
 Input = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_ITEM, 1)))]

@@ -13,9 +13,7 @@ NOT_OFFERED: dict[str, Harmless] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     # vLLM: sampling
-    "logprob_token_ids": ([],),
     "thinking_token_budget": (),
-    "truncation_side": ("left",),
     "watermarking": (False,),
     # vLLM: engine
     "cache_salt": (),
@@ -24,7 +22,6 @@ NOT_OFFERED: dict[str, Harmless] = {
     "request_id": (),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "session_id": (),
     "vllm_xargs": ({},),
 }

@@ -48,6 +48,7 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.model_path = model_path
+        self.model_names = config.model.served_names or [model_name]  # under which it is served
         self.created = int(time.time())
         self.owners = owners_of(config)
         self.compiler = Compiler(text, config.budget)
@@ -118,8 +119,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """None and the empty string mean the one model that is served."""
-        if name and name != self.model_name:
-            raise ModelNotFound(f"model {quote(name)} is not served here; use {self.model_name!r}", param="model")
+        if name and name not in self.model_names:
+            names = " or ".join(map(repr, self.model_names))
+            raise ModelNotFound(f"model {quote(name)} is not served here; use {names}", param="model")
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Give requests to the engine, in order: all of them, or none where one is refused. Their deltas are to be read; those

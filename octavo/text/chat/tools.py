@@ -106,8 +106,36 @@ def parse_tool_choice(value: object, tools: Sequence[Tool], parallel: bool = Tru
             return ToolChoice("named", name, parallel=False)
         case _:
             raise InvalidRequest(
-                _CHOICE + ' must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": …}}'
+                _CHOICE
+                + ' must be \'none\', \'auto\', \'required\', {"type": "function", "function": {"name": …}} or allowed_tools'
             )
+
+
+def allowed_tools(tools: list[Tool], choice: object) -> tuple[list[Tool], object]:
+    """Resolve a choice of `allowed_tools`: the tools that the model may call, and the choice among these. Another choice stays as it
+    is."""
+    match choice:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*chosen]}} if (
+            chosen
+        ):
+            by_name = {tool.name: tool for tool in tools}
+            names: dict[str, None] = {}
+            for at, entry in enumerate(chosen):
+                where = _CHOICE / "allowed_tools" / "tools" / at
+                match entry:
+                    case {"type": "function", "function": {"name": str(name)}}:
+                        if name not in by_name:
+                            raise InvalidRequest(where + f" names {name[:60]!r}, which is not in " + _TOOLS)
+                        names[name] = None
+                    case _:
+                        raise InvalidRequest(where + ' must be {"type": "function", "function": {"name": …}}')
+            return [by_name[name] for name in names], mode
+        case {"type": "allowed_tools"}:
+            raise InvalidRequest(
+                _CHOICE
+                + ' must be {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [at least one]}}'
+            )
+    return tools, choice
 
 
 def schemas_by_name(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.config import read_json_object
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
 from octavo.weights.sources import folder
@@ -70,13 +71,35 @@ def naming(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: {error.message}") from error
 
 
-def open_checkpoint(source: ModelSource | Path, *, allow_missing_weights: bool = False) -> Checkpoint:
-    """Read configuration and headers, but no tensor. Damaged or unreadable files raise ConfigError here."""
+_FIXED = ("model_type", "architectures", "quantization_config")
+"""What decides how weights are read: no override changes it."""
+
+
+def open_checkpoint(
+    source: ModelSource | Path, *, allow_missing_weights: bool = False, hf_overrides: str = ""
+) -> Checkpoint:
+    """Read configuration and headers, but no tensor. Damaged or unreadable files raise ConfigError here. `hf_overrides`: JSON that
+    replaces values of the configuration."""
     if isinstance(source, Path):
         source = local(source, allow_missing_weights=allow_missing_weights)
     if source.kind == "gguf":
-        return _open_gguf(source.path)
-    return _open_folder(source.path, allow_missing_weights)
+        found = _open_gguf(source.path)
+    else:
+        found = _open_folder(source.path, allow_missing_weights)
+    if not hf_overrides:
+        return found
+    return replace(found, config=_overridden(found.config, read_json_object(hf_overrides, "--hf-overrides")))
+
+
+def _overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Values are replaced; those of text_config, which is a configuration itself, one by one."""
+    for name in _FIXED:
+        if name in overrides:
+            raise ConfigError(f"--hf-overrides cannot set {name}: the checkpoint's files decide it")
+    inner = overrides.get("text_config")
+    if isinstance(inner, dict) and isinstance(config.get("text_config"), dict):
+        overrides = {**overrides, "text_config": {**config["text_config"], **inner}}
+    return {**config, **overrides}
 
 
 def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:

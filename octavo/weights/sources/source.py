@@ -28,8 +28,13 @@ class ModelSource:
     )  # the makers' advice, if none of its files holds it
 
 
-def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = False) -> ModelSource:
-    """Find or fetch a model; "" is the default model. `allow_missing_weights`: random weights will be used."""
+def resolve(
+    name: str, revision: str = "", *, allow_missing_weights: bool = False, download_dir: str = ""
+) -> ModelSource:
+    """Find or fetch a model; "" is the default model. `allow_missing_weights`: random weights will be used. `download_dir`: folder for
+    models from the hub; empty: the hub's own."""
+    if download_dir:
+        _download_to(download_dir)
     path = _existing(name) if name else None
     hub_name = read_name(name) if name and path is None else None
     if revision and hub_name is None:
@@ -63,6 +68,19 @@ def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = Fals
     except ConfigError as error:  # the folder is one the caller never named
         raise ConfigError(f"hub model {name}: {error.message}") from error
     return ModelSource(fetched, name, "folder")
+
+
+def _download_to(folder: str) -> None:
+    """Set the hub's cache for this process and those that it starts."""
+    from huggingface_hub import constants
+
+    path = os.path.abspath(os.path.expanduser(folder))
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--download-dir {folder} cannot be used ({error.strerror}): name another folder") from None
+    os.environ["HF_HUB_CACHE"] = path
+    constants.HF_HUB_CACHE = path  # read from the environment when the library was imported
 
 
 def local(path: Path, *, allow_missing_weights: bool = False) -> ModelSource:

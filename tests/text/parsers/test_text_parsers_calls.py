@@ -276,6 +276,7 @@ def said_after_each(name: str, pieces: list[str]) -> list[str]:
 
 def test_only_what_may_be_a_mark_is_held_back_and_no_longer_than_that() -> None:
     assert said_after_each("hermes", ["a <", "tool", "_", "box> b", " "]) == ["a", "", "", " <tool_box> b", "", " "]
+    assert said_after_each("hermes", ['{"', "ci", 'ty": 1', "}"]) == ["", '{"ci', 'ty": 1', "}", ""]  # other JSON
     assert said_after_each("hermes", ["<tool_call><", "x"]) == ["<tool_call>", "<x", ""]
     assert said_after_each("hermes", ['<tool_call>{"a" 1', "x"]) == ['<tool_call>{"a" 1', "x", ""]  # never JSON
     assert said_after_each("llama3_json", ["{", '"na', 'me"', "x"]) == ["", "", "", '{"name"x', ""]
@@ -307,6 +308,17 @@ HERMES_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
         ("hermes", '<tool_call>{"name": "now", "arguments": {}}}</tool_call>', None, []),
         ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', None, []),
         ("hermes", "<tool_call>" + '{"a":' * 5000, None, []),
+        # Without marks: the whole output, and the name of a tool.
+        ("hermes", ' {"name": "now", "arguments": {"a": 1}}\n', "", [("now", {"a": 1})]),
+        ("hermes", '{"arguments": {}, "name": "now"}\n{"name": "files.write", "arguments": {}}', "", [("now", {}), ("files.write", {})]),
+        ("hermes", '{"name": "now", "arguments": {}}\n</tool_call>', "", [("now", {})]),
+        ("hermes", '{"name": "now", "arguments": {}}' + HERMES_NOW, "", [("now", {}), ("now", {})]),
+        ("hermes", '{"name": "now", "arguments": {}} is a call', None, []),
+        ("hermes", '{"name": "elsewhere", "arguments": {}}', None, []),
+        ("hermes", '{"name": "now"}', None, []),
+        ("hermes", '{"name": "now", "arguments": {}', None, []),
+        ("hermes", 'So: {"name": "now", "arguments": {}}', None, []),
+        ("hermes", '{"city": "Rome", "name": "now", "arguments": {}}', None, []),
         ("hermes", f"<tool_call>oops {HERMES_NOW}", "<tool_call>oops", [("now", {})]),
         ("llama3_json", '{"name": "now", "parameters": {}}', "", [("now", {})]),
         ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', "", [("now", {})]),

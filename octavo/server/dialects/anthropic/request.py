@@ -109,7 +109,7 @@ def _chat_fields(service: Service, fields: CountRequest) -> chat_request.ChatFie
             fields.pass_over(Field("thinking"), service.config)
         # Where the template has no switch and the model thinks anyway, its reasoning is left out of the answer.
         values |= {
-            "chat_template_kwargs": dict.fromkeys(SWITCHES, is_wanted),
+            "chat_template_kwargs": {name: is_wanted for name in SWITCHES if service.text.template_reads(name)},
             "include_reasoning": is_wanted,
         }
     if values["messages"][-1]["role"] == "assistant":

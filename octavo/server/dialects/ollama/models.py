@@ -121,7 +121,7 @@ def show(service: Service, name: str) -> Shown:
             capabilities.append("tools")
         if text.formats.thinking is not None:
             capabilities.append("thinking")
-        return _shown(facts, text.template_source, _parameters(text.default_sampling), capabilities)
+        return _shown(facts, text.template_source or "", _parameters(text.default_sampling), capabilities)
     model = find(name)
     return _shown(_facts_of(model.path), "", "", ["completion"])
 

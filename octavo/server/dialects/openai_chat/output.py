@@ -49,7 +49,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     system_fingerprint: str
     choices: list[Choice]
     usage: Usage
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None  # vLLM's; null where not requested
     prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 

@@ -67,7 +67,7 @@ class ChatWriter:
         answers = await self._task.whole()
         size = sum(count_logprobs(answer.logprobs) for answer in answers)
         choices = await offload(size, lambda: [self._choice(answer) for answer in answers])
-        scores: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+        scores: list[dict[str, PromptLogprob] | None] | None = None
         if self._fields.prompt_logprobs is not None:
             entries = self._task.generation.prompt_logprobs[0]
             scores = await offload(count_logprobs(entries), lambda: prompt_logprobs(self._text, entries))
@@ -117,7 +117,8 @@ class ChatWriter:
         return choices
 
     def _logprobs(self, entries: Sequence[Logprobs]) -> ChatLogprobs | None:
-        return chat_logprobs(self._text, entries) if self._fields.logprobs else None
+        as_ids = bool(self._fields.return_tokens_as_token_ids)
+        return chat_logprobs(self._text, entries, as_ids) if self._fields.logprobs else None
 
     def _token_ids(self, token_ids: Sequence[int]) -> Sequence[int] | UnsetType:
         return token_ids if self._fields.return_token_ids else UNSET

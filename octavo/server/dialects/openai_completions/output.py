@@ -18,7 +18,9 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     logprobs: CompletionLogprobs | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType | None = (
+        UNSET  # vLLM's; null where not requested
+    )
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,13 @@ from octavo.messages import Logprobs
 from octavo.server.dialects.openai_completions.output import Choice, Completion
 from octavo.server.dialects.openai_completions.request import CompletionRequest
 from octavo.server.generate.generation import Generation, Piece, Usage
-from octavo.server.generate.logprobs import PromptLogprob, completion_logprobs, count_logprobs, prompt_logprobs
+from octavo.server.generate.logprobs import (
+    PromptLogprob,
+    TextOffsets,
+    completion_logprobs,
+    count_logprobs,
+    prompt_logprobs,
+)
 from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import Prompt, build_requests
 from octavo.server.http.sse import DONE, Frames, event
@@ -60,7 +66,7 @@ class CompletionWriter:
         per_event = fields.tokens_per_event(service.config)
         self.generation = Generation(service, requests, per_event, wants_tokens, num_kept=fields.num_kept)
         self._fields, self._text, self._prompts = fields, text, prompts
-        self._offsets: dict[int, int] = {}  # choice that has begun → characters of its tokens so far
+        self._offsets: dict[int, TextOffsets] = {}  # of the choices that have begun
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -115,9 +121,11 @@ class CompletionWriter:
             return usage
         return msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
 
-    def _prompt_scores(self, scores: Sequence[Logprobs]) -> list[dict[str, PromptLogprob] | None] | UnsetType:
+    def _prompt_scores(self, scores: Sequence[Logprobs]) -> list[dict[str, PromptLogprob] | None] | UnsetType | None:
         count = self._fields.prompt_logprobs
-        return UNSET if count is None else prompt_logprobs(self._text, [entry.cut_to(count) for entry in scores])
+        if count is None:
+            return UNSET if self._fields.stream else None
+        return prompt_logprobs(self._text, [entry.cut_to(count) for entry in scores])
 
     def _choice(self, piece: Piece) -> Choice:
         """The next chunk of a choice, or the whole one: both begin with the echoed prompt."""
@@ -129,16 +137,20 @@ class CompletionWriter:
         number = piece.index // (fields.n or 1)
         prompt, scores = self._prompts[number], self.generation.prompt_logprobs[number]
         is_first = piece.index not in self._offsets
-        if is_first and fields.echo:
-            words = prompt.text if prompt.text is not None else self._text.decode(prompt.ids)
-            text, token_ids = words + text, [*prompt.ids, *token_ids]
-            entries = [None, *scores, *entries]
-        offset = self._offsets.setdefault(piece.index, 0)
+        if is_first:
+            self._offsets[piece.index] = TextOffsets(self._text, fields.skip_special_tokens is not False)
+        echoed, words = (prompt.ids if is_first and fields.echo else []), ""
+        if echoed:
+            # Token ids are echoed with their control tokens: they are part of what was given.
+            words = prompt.text if prompt.text is not None else self._text.decode(prompt.ids, skip_special_tokens=False)
+            entries = [None, *(entry.cut_to(fields.logprobs or 0) for entry in scores), *entries]
+        text, new_ids, token_ids = words + text, token_ids, [*echoed, *token_ids]
         logprobs = None
         if fields.logprobs is not None:
-            cut = [entry and entry.cut_to(fields.logprobs) for entry in entries]
-            logprobs = completion_logprobs(self._text, token_ids, cut, offset)
-            self._offsets[piece.index] = offset + sum(map(len, logprobs.tokens))
+            offsets = self._offsets[piece.index]
+            places = [*offsets.of_prompt(echoed, words), *offsets.of_output(new_ids)]
+            as_ids = bool(fields.return_tokens_as_token_ids)
+            logprobs = completion_logprobs(self._text, token_ids, entries, places, as_ids)
         shows_prompt = is_first and bool(fields.return_token_ids)
         return Choice(
             piece.index,

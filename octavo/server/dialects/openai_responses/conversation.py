@@ -24,7 +24,10 @@ class Conversation(msgspec.Struct, frozen=True):
     prompt: chat_request.ChatPrompt
 
     @staticmethod
-    async def read(service: Service, kept: KeptResponses, fields: InputRequest, owner: bytes) -> "Conversation":
+    async def read(
+        service: Service, kept: KeptResponses, fields: InputRequest, owner: bytes, closing: str = ""
+    ) -> "Conversation":
+        """`closing`: a last message of the user, which is not one of its items."""
         config = service.config
         requests.check(fields, config)
         before, num_bytes = b"", fields.num_bytes
@@ -54,7 +57,9 @@ class Conversation(msgspec.Struct, frozen=True):
 
         def convert() -> tuple[list[types.Item], chat_request.ChatFields]:
             check_text_len(service, num_bytes, (fields.input, fields.instructions, fields.tools), Field("input"))
-            items = [*decode_items(before), *read_input(fields.input, referred.get, config.budget)]
+            items = decode_items(before)
+            if fields.input != [] or not closing:
+                items = [*items, *read_input(fields.input, referred.get, config.budget)]
             if len(items) > config.budget.max_messages:
                 raise InvalidRequest(
                     f"input has {len(items)} items, including those of earlier responses; this server allows at most "
@@ -62,6 +67,8 @@ class Conversation(msgspec.Struct, frozen=True):
                     param="input",
                 )
             messages = chat_messages(fields.instructions, items)
+            if closing:
+                messages.append({"role": "user", "content": closing})
             with NAMES.in_errors():
                 return items, requests.chat_request(fields, messages, num_bytes)
 

@@ -6,9 +6,11 @@ from typing import Any
 from octavo.config import BudgetConfig
 from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.dialects.openai_responses.output import item_id
+from octavo.server.dialects.openai_responses.summary import read_summary
 from octavo.server.dialects.openai_responses.types import (
     CallItem,
     CallOutputItem,
+    CompactionItem,
     InputText,
     Item,
     MessageItem,
@@ -63,6 +65,10 @@ def _item(entry: object, where: str, find: Find, budget: BudgetConfig) -> Item:
             return CallOutputItem(_id(entry, "fco"), _call_id(entry, where), _output(entry.get("output"), where))
         case "reasoning":
             return _reasoning(entry, where)
+        case "compaction":
+            content = _text(entry, "encrypted_content", where)
+            read_summary(content, where)
+            return CompactionItem(_id(entry, "cmp"), content)
         case "item_reference":
             item = find(_text(entry, "id", where))
             if item is None:
@@ -75,7 +81,7 @@ def _item(entry: object, where: str, find: Find, budget: BudgetConfig) -> Item:
         case kind:
             raise Unsupported(
                 f"{where}.type {str(kind)[:60]!r} is not supported here; supported are message, function_call, "
-                "function_call_output, reasoning and item_reference",
+                "function_call_output, reasoning, compaction and item_reference",
                 param=f"{where}.type",
             )
 
@@ -207,6 +213,9 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[
                     messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
             case CallOutputItem():
                 messages.append(_result(item, names))
+            case CompactionItem():
+                summary = read_summary(item.encrypted_content, "input")
+                messages.append({"role": "assistant", "content": f"Summary of our conversation so far:\n{summary}"})
     if opening:
         messages[0]["content"] = "\n\n".join([messages[0]["content"], *opening])
     return messages

@@ -61,7 +61,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     # vLLM's own
     "cache_salt": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "enable_response_messages": (False,),
     "previous_input_messages": (),
     "request_id": (),
@@ -105,6 +104,7 @@ class InputRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     # Labels for the caller's own use: accepted, without effect.
     user: str | None = None
     metadata: Annotated[dict[str, str] | None, AtMost(MAX_METADATA)] = None
@@ -185,6 +185,8 @@ def chat_request(fields: InputRequest, messages: list[dict[str, Any]], num_bytes
         values["response_format"] = format
     if fields.effort is not None:
         values["reasoning_effort"] = fields.effort
+    if fields.chat_template_kwargs:
+        values["chat_template_kwargs"] = fields.chat_template_kwargs
     # The same validators have checked these already.
     sampling = {name: getattr(fields, name) for name in SamplingFields.model_fields.keys() - RequestFields.model_fields}
     return make_fields(ChatFields, values, num_bytes, sampling)

@@ -73,7 +73,14 @@ class CallOutputItem(msgspec.Struct, frozen=True, tag="function_call_output"):
     status: Status = "completed"
 
 
-Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
+class CompactionItem(msgspec.Struct, frozen=True, tag="compaction"):
+    """Stands for a conversation (compact.py)."""
+
+    id: str
+    encrypted_content: str
+
+
+Item = MessageItem | ReasoningItem | CallItem | CallOutputItem | CompactionItem
 
 
 class ItemList(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 A flag is renamed to ours, or it is taken with a note that says why it has no effect, or it is refused with one sentence that
 names the alternative. docs/reference/other-flags.md is generated from these tables."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -172,10 +172,6 @@ _REFUSED = {
     "hf-token": "set the environment variable HF_TOKEN: a token on the command line is visible to other users",
     "code-revision": _NO_CODE,
     "tokenizer-revision": "--revision applies to the tokenizer too; --tokenizer names another folder",
-    "uds": "the server listens on TCP: a proxy can listen on a UNIX socket",
-    "hf-overrides": "the model's config.json is read as it is: change it there",
-    "override-generation-config": "the model's generation_config.json gives the defaults: change it there, or set them in requests",
-    "download-dir": "set the environment variable HF_HUB_CACHE to the folder for downloads",
     "grpc-port": "there is no gRPC API; the HTTP API is at --port",
     "tool-server": "built-in tools are not run by the server; clients run the tools they declare",
     "chat-template-content-format": "the format is found by trying the template",
@@ -211,16 +207,16 @@ _SWITCHES = {
     "disable-cascade-attn": _TUNED,
     "disable-chunked-mm-input": _MEDIA,
     "disable-hybrid-kv-cache-manager": "layers with windows always have page tables of their own",
-    "return-tokens-as-token-ids": "requests ask for token ids with return_token_ids",
+    "return-tokens-as-token-ids": "requests set return_tokens_as_token_ids",
     "enable-prompt-tokens-details": "usage.prompt_tokens_details is always returned",
     "enable-server-load-tracking": "/metrics and /health/progress always have the load",
     "enable-force-include-usage": "streams include usage if stream_options.include_usage is set",
-    "enable-tokenizer-info-endpoint": "/tokenize and /detokenize are always there",
+    "enable-tokenizer-info-endpoint": "/tokenizer_info is always there",
     "enable-request-id-headers": "every response has the header x-request-id",
     "enable-per-request-metrics": "GET /v1/requests/ID has the times of each request",
     "exclude-tools-when-tool-choice-none": "with tool_choice none, tools are left out of the prompt where the template allows",
-    "disable-fastapi-docs": "there are no FastAPI pages; /openapi.json has the schema",
-    "enable-offline-docs": "there are no FastAPI pages; /openapi.json has the schema",
+    "disable-fastapi-docs": "/docs needs an API key where there are keys, and shows what is in this documentation",
+    "enable-offline-docs": "/docs loads nothing from elsewhere",
     "log-error-stack": "the log has the stack of every unexpected error",
     "aggregate-engine-logging": "there is one engine and one log",
     "enable-flashinfer-autotune": _TUNED,
@@ -250,8 +246,6 @@ _VALUES = {
                              why="the tokenizer's files decide; only auto, hf, slow and mistral are known"),
     "config-format": _noted("config.json or params.json is found by itself", "auto hf mistral",
                             why="config.json or params.json is found by itself"),
-    "generation-config": _noted("generation_config.json of the model is used", "auto",
-                                why="only auto is supported: the model's generation_config.json gives the defaults"),
     "distributed-executor-backend": _noted("ranks are processes", "mp uni", why=_NODES),
     "model-impl": _noted("models are Octavo's own", "auto vllm", why="models are Octavo's own; transformers' are not used"),
     "runner": _noted("what a model does follows from its files", "auto generate pooling",
@@ -398,6 +392,33 @@ def translate(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], lis
             shown = f" {value}" if flag.harmless_values else ""
             return arguments, notes, f"{name}{shown} is not offered: {flag.why}"
     return _with_own_values(arguments, notes), notes, ""
+
+
+def translate_options(options: Mapping[str, object], own: Collection[str]) -> tuple[dict[str, object], list[str], str]:
+    """Do the same for keyword arguments of the Python LLM. `own`: the names of our options. A value that asks for nothing (None, False,
+    0, an empty text or mapping) of another server's option is left out without a word; None of any option means its default."""
+    found: dict[str, object] = {}
+    notes: list[str] = []
+    for name, value in options.items():
+        dashed = "--" + name.replace("_", "-")
+        flag = FOREIGN.get(dashed)
+        if name in own or flag is None:
+            if value is not None or name not in own:
+                values = VALUES.get(dashed, {}) if isinstance(value, str) else {}
+                ours, reason = values.get(str(value).lower(), (value, ""))
+                found[name] = ours
+                notes += [f"{name}={value!r} means {ours!r} here: {reason}"] if reason else []
+        elif flag.ours.startswith("--no-"):
+            found[flag.ours[5:].replace("-", "_")] = not value
+        elif flag.ours:
+            found[flag.ours[2:].replace("-", "_")] = value
+        elif not value:
+            continue
+        elif flag.note and (not flag.harmless_values or str(value).lower() in flag.harmless_values):
+            notes.append(f"{name} has no effect: {flag.note}")
+        else:
+            return found, notes, f"{name}={value!r} is not offered: {flag.why}"
+    return found, notes, ""
 
 
 def _with_own_values(argv: Sequence[str], notes: list[str]) -> list[str]:
