@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli.topics import ENVIRONMENT, OF_MAKE, OF_OTHERS
+
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs/internals").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
 BASES = (ROOT / "octavo", ROOT)  # paths are given from either
@@ -19,8 +21,9 @@ _NAME = re.compile(
     r"\w+(?:\.\w+)+$|[A-Z]\w*[a-z]\w*$|[A-Z][A-Z_]{2,}$|_\w+$|[a-z]+(?:_[a-z0-9]+)+$"
 )  # no single small words
 
-FOREIGN = {"config.json", "model_type", "build/site/", "num_x", "x_len"}
+FOREIGN = {"config.json", "model_type", "build/site/", "dist/", "num_x", "x_len", "manylinux_2_29"}
 """Of checkpoints, built, or patterns of names."""
+VARIABLES = {name for names in (*ENVIRONMENT.values(), OF_OTHERS, OF_MAKE) for name in names}
 
 
 def spans(page: Path) -> list[str]:
@@ -119,7 +122,7 @@ def problem_with(span: str) -> str | None:
         return None
     text = re.split(r"[ (]", span)[0]
     text = text.partition("<")[0]  # octavo/models/<model_type>.py: the folder
-    if any(mark in text for mark in "…=:") or text in FOREIGN or text.startswith((".", "-", "/")):
+    if any(mark in text for mark in "…=:") or text in FOREIGN | VARIABLES or text.startswith((".", "-", "/")):
         return None
     if _PATH.match(text):
         return problem_with_path(text)
