@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from octavo.cache.pool import NO_CHANGES, PageChanges
 from octavo.messages import StepPlan, StepResult, TokenDelta
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
@@ -61,6 +62,9 @@ class Planned(msgspec.Struct):
     queued: list[Request] = []  # choices that found no row beside their leader: each waits as a request of its own now
     head: Request | None = None  # the queue's head, where it was not admitted
     head_waits_for: HeadWaitReason | None = None
+    pages: PageChanges = (
+        NO_CHANGES  # of the prefix cache since the last result; empty if nothing listens (KVCache.watch_pages)
+    )
 
 
 class Committed(msgspec.Struct):
@@ -73,3 +77,4 @@ class Committed(msgspec.Struct):
     ended: list[Request]
     let_in: list[Request]
     jobs: list[GrammarJob]
+    pages: PageChanges = NO_CHANGES  # as in Planned
