@@ -4,7 +4,7 @@ A bucketed hash table in two numpy arrays. Page ids are digests, so their bits s
 slots, the emptier one when it came. All operations take many pages at once, in a fixed number of array operations; removing a page leaves
 no mark. Few different sets of replicas occur, so each is stored once and a slot holds its number."""
 
-from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,10 @@ CHUNK = 1 << 16  # pages that are inserted at once: bounds the temporary arrays
 EMPTY = 0  # number of the empty set of replicas; as a page id: a free slot
 
 
-def replicas_in(mask: int) -> Iterator[int]:
-    """Numbers of the bits that are set, ascending."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
+@lru_cache(4096)
+def replicas_in(mask: int) -> tuple[int, ...]:
+    """Numbers of the bits that are set, ascending. Few masks occur, so what was found is remembered."""
+    return tuple(at for at in range(mask.bit_length()) if mask >> at & 1)
 
 
 class ReplicaSets:
@@ -61,7 +59,7 @@ class PageTable:
     def _allocate(self, num_buckets: int) -> None:
         self._num_buckets = num_buckets
         self._ids = np.zeros((num_buckets, WAYS), np.uint64)
-        self._set_numbers = np.zeros(num_buckets * WAYS, np.uint32)
+        self._set_numbers = np.zeros(num_buckets * WAYS + 1, np.uint32)  # the last is for slot −1: always the empty set
         self._mask = np.uint64(num_buckets - 1)
 
     def __len__(self) -> int:
@@ -76,9 +74,8 @@ class PageTable:
     def masks_of(self, pages: Pages) -> list[int]:
         """The set of replicas that hold each page, as a bit mask."""
         masks = self._sets.masks
-        slots = self._find(pages)
-        numbers: list[int] = self._set_numbers[slots].tolist()  # of a page that is not there: some other slot's
-        found = [masks[number] if slot >= 0 else 0 for number, slot in zip(numbers, slots.tolist(), strict=True)]
+        numbers: list[int] = self._set_numbers[self._find(pages)].tolist()
+        found = [masks[number] for number in numbers]
         if self._stash:
             stash = self._stash
             found = [mask or stash.get(page, 0) for mask, page in zip(found, pages.tolist(), strict=True)]
@@ -88,7 +85,7 @@ class PageTable:
         """All pages that the replica holds, in no particular order. Walks the table."""
         bit = 1 << replica
         holds = np.array([bool(mask & bit) for mask in self._sets.masks])
-        in_table = self._ids.reshape(-1)[holds[self._set_numbers]]
+        in_table = self._ids.reshape(-1)[holds[self._set_numbers[:-1]]]
         in_stash = [page for page, mask in self._stash.items() if mask & bit]
         return np.concatenate([in_table, np.array(in_stash, np.uint64)])
 
@@ -109,7 +106,7 @@ class PageTable:
         changed = np.array([number_of(mask & keep) for mask in list(self._sets.masks)], np.uint32)
         ids = self._ids.reshape(-1)
         for at in range(0, len(ids), 1 << 20):
-            part = slice(at, at + (1 << 20))
+            part = slice(at, min(at + (1 << 20), len(ids)))
             numbers = changed[self._set_numbers[part]]
             is_gone = (numbers == EMPTY) & (ids[part] != 0)
             self._set_numbers[part] = numbers
@@ -181,12 +178,12 @@ class PageTable:
 
     def _find(self, pages: Pages) -> Slots:
         """The slot of each page; −1: it has none."""
-        slots = np.full(len(pages), -1, np.int64)
-        for buckets in (pages & self._mask, (pages >> np.uint64(32)) & self._mask):
-            hits = self._ids[buckets] == pages[:, None]
-            is_hit = hits.any(axis=1)
-            slots[is_hit] = (buckets[is_hit] * np.uint64(WAYS)).astype(np.int64) + hits[is_hit].argmax(axis=1)
-        return slots
+        first, second = pages & self._mask, (pages >> np.uint64(32)) & self._mask
+        wanted = pages[:, None]
+        hits = np.concatenate([self._ids[first] == wanted, self._ids[second] == wanted], axis=1)
+        at = hits.argmax(axis=1)  # 0 if there is no hit
+        buckets = np.where(at < WAYS, first, second).view(np.int64)
+        return np.where(hits[np.arange(len(pages)), at], buckets * WAYS + at % WAYS, -1)
 
     def _insert(self, pages: Pages) -> tuple[Slots, Pages]:
         """Give each page a free slot, in the emptier of its buckets. The pages must be different, and not be in the table. Returns their
@@ -218,9 +215,9 @@ class PageTable:
     def _make_room(self, num_pages: int) -> None:
         """Double the table until so many more pages fit. A bucket's pages go to two buckets, by one more bit of their ids."""
         while (len(self) + num_pages) > MAX_LOAD * self._num_buckets * WAYS:
-            old_ids, old_numbers, size = self._ids, self._set_numbers.reshape(-1, WAYS), self._num_buckets
+            old_ids, old_numbers, size = self._ids, self._set_numbers[:-1].reshape(-1, WAYS), self._num_buckets
             self._allocate(2 * size)
-            numbers = self._set_numbers.reshape(-1, WAYS)
+            numbers = self._set_numbers[:-1].reshape(-1, WAYS)
             for at in range(0, size, CHUNK):
                 ids, part = old_ids[at : at + CHUNK], slice(at, min(at + CHUNK, size))
                 upper = slice(part.start + size, part.stop + size)

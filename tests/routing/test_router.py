@@ -171,7 +171,7 @@ def test_round_robin_takes_turns() -> None:
 def test_a_choice_depends_on_the_options_and_not_on_their_order(seed: int, policy: str) -> None:
     r = random.Random(seed)
     options = [
-        Option(at, r.choice([0.0, 0.5, 3.0]), r.choice([0.1, 0.1, 2.0]), r.randrange(3), r.randrange(3), at * 7 % 11)
+        Option(r.choice([0.0, 0.5, 3.0]), r.randrange(3), at * 7 % 11, r.choice([0.1, 0.1, 2.0]), r.randrange(3), at)
         for at in range(r.randrange(1, 8))
     ]
     shuffled = options[:]
