@@ -19,7 +19,7 @@ PACKAGE = ROOT / "octavo"
 TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("0", ("errors", "config", "foreign_flags", "limits", "spec", "gguf", "messages")),
     ("1a", ("ipc", "schedule", "cache", "text", "executor.base")),
-    ("1b", ("observe", "sandbox")),
+    ("1b", ("observe", "sandbox", "routing")),
     ("2", ("device", "parallel", "batch", "kernels", "quants")),
     ("3a", ("attention", "sampling", "weights.methods")),
     ("3b", ("layers",)),
@@ -145,10 +145,10 @@ def torch_free(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def purity(module: str, tree: ast.Module) -> Iterator[str]:
-    if room_of(module) in ("schedule", "cache"):
+    if room_of(module) in ("schedule", "cache", "routing"):
         for name in imports(module, tree):
             if name.split(".")[0] in ("torch", "asyncio", "time", "datetime", "random", "threading"):
-                yield f"imports {name}: scheduling and page bookkeeping are pure"
+                yield f"imports {name}: scheduling, page bookkeeping and routing are pure"
             if name.startswith("octavo.config"):
                 yield "takes the config tree: constructors take integers"
 
@@ -306,6 +306,9 @@ PLANTED = [
     (torch_free, "octavo.cli.main", "from octavo.batch import Batch"),
     (purity, "octavo.schedule.policy", "import time"),
     (purity, "octavo.cache.pool", "from asyncio import Lock"),
+    (purity, "octavo.routing.router", "import random"),
+    (levels, "octavo.routing.router", "from octavo.client import client"),
+    (levels, "octavo.cache.pool", "from octavo.routing import Router"),
     (purity, "octavo.schedule.scheduler", "from octavo.config import Config"),
     (http_only_in_server, "octavo.client.client", "from fastapi import Request"),
     (no_transformers, "octavo.text.tokenize.tokenizer", "def f():\n    from transformers import AutoTokenizer"),

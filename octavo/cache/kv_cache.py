@@ -7,10 +7,11 @@ groups. A group with a window frees pages that no later token sees. A cached pre
 its last window are there."""
 
 from array import array
-from hashlib import blake2b
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from octavo.cache.pool import PagePool
+from octavo.cache.page_keys import KEY_BYTES, page_key
+from octavo.cache.pool import NO_CHANGES, ChangeLog, PageChanges, PagePool
 from octavo.cache.span import first_seen, most_held
 
 ROOT = b""  # key of the empty prefix
@@ -243,6 +244,36 @@ class KVCache:
         pages they have published."""
         return self.pool.forget_all()
 
+    # ── what a router hears ──
+
+    def watch_pages(self) -> None:
+        """Log from now on which pages become findable or are evicted."""
+        self.pool.changes = ChangeLog()
+
+    def ignore_pages(self) -> None:
+        self.pool.changes = None
+
+    def take_changes(self) -> PageChanges:
+        """Changes since the last call, by the keys of the group that a router hears of."""
+        log = self.pool.changes
+        if log is None:
+            return NO_CHANGES
+        changes = log.take()
+        if changes is NO_CHANGES or len(self.windows) == 1:
+            return changes
+        return PageChanges(self._keys_heard(changes.stored), self._keys_heard(changes.evicted))
+
+    def findable_keys(self) -> list[bytes]:
+        """Keys of all pages in the prefix cache, of the group that a router hears of."""
+        return self._keys_heard(self.pool.index)
+
+    def _keys_heard(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of the first group without a window: a prefix is usable only as far as this group has it. If all groups have
+        windows, those of the first."""
+        tag = self._tags[self.windows.index(0) if 0 in self.windows else 0]
+        end = KEY_BYTES + len(tag)
+        return [key[:KEY_BYTES] for key in keys if len(key) == end and key.endswith(tag)]
+
     # ── helpers ──
 
     def _pages_for(self, num_tokens: int) -> int:
@@ -350,9 +381,9 @@ class KVCache:
         return self._head[2]
 
     def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
-        """Key of page i: a cryptographic hash chain, so that a client cannot craft a prompt that finds another prompt's pages."""
+        """Key of page i (page_keys.py)."""
         content = array("q", tokens[i * self.page_size : (i + 1) * self.page_size]).tobytes()
-        key = blake2b(parent + content, digest_size=16).digest()
+        key = page_key(parent, content)
         if self.keys_made is not None:
             self.keys_made.append(key)
         return key

@@ -1,6 +1,45 @@
 """PagePool: reference counts of pages, and the prefix cache's index of pages that have no owner but are worth keeping."""
 
 from collections import OrderedDict, deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+
+class PageChanges(NamedTuple):
+    """Keys that became findable in the prefix cache, and keys that no longer are. No key is in both."""
+
+    stored: Collection[bytes]
+    evicted: Collection[bytes]
+
+
+NO_CHANGES = PageChanges((), ())
+
+
+class ChangeLog:
+    """The net changes to the prefix cache's keys since the last take(). Bounded by the number of pages, however long it is not taken."""
+
+    def __init__(self) -> None:
+        self._stored: dict[bytes, None] = {}
+        self._evicted: dict[bytes, None] = {}
+
+    def store(self, key: bytes) -> None:
+        if key in self._evicted:
+            del self._evicted[key]
+        else:
+            self._stored[key] = None
+
+    def evict(self, key: bytes) -> None:
+        if key in self._stored:
+            del self._stored[key]
+        else:
+            self._evicted[key] = None
+
+    def take(self) -> PageChanges:
+        if not self._stored and not self._evicted:
+            return NO_CHANGES
+        changes = PageChanges(self._stored, self._evicted)
+        self._stored, self._evicted = {}, {}
+        return changes
 
 
 class PagePool:
@@ -20,6 +59,7 @@ class PagePool:
         self.index: dict[bytes, int] = {}
         self.blank: deque[int] = deque(range(num_pages))  # pages that have been used come first
         self.cached: OrderedDict[int, None] = OrderedDict()
+        self.changes: ChangeLog | None = None  # None: nothing listens, and nothing is logged
 
     @property
     def num_free(self) -> int:
@@ -70,12 +110,16 @@ class PagePool:
         """Make a full page findable under `key`. If another page already has the key, this one stays private."""
         if self.keys[page] is None and key not in self.index:
             self.keys[page], self.index[key] = key, page
+            if self.changes is not None:
+                self.changes.store(key)
 
     def forget_all(self) -> int:
         """Unpublish every page and return how many there were."""
         forgotten = len(self.index)
-        for page in self.index.values():
+        for key, page in self.index.items():
             self.keys[page] = None
+            if self.changes is not None:
+                self.changes.evict(key)
         self.index.clear()
         self.blank.extendleft(self.cached)
         self.cached.clear()
@@ -87,4 +131,6 @@ class PagePool:
         assert key is not None
         del self.index[key]
         self.keys[page] = None
+        if self.changes is not None:
+            self.changes.evict(key)
         return page

@@ -2,6 +2,7 @@
 All of it is msgspec structs of plain values: no sockets, no tensors, no HTTP."""
 
 from octavo.config import MAX_LOGPROBS
+from octavo.messages.fleet import PAGE_ID_BYTES, PageEvents, PageSnapshot, ReplicaLoad
 from octavo.messages.params import (
     BeamSearchParams,
     Pooling,
@@ -61,6 +62,7 @@ from octavo.messages.requests import (
 
 __all__ = [
     "MAX_LOGPROBS",
+    "PAGE_ID_BYTES",
     "Abort",
     "Allocate",
     "BeamSearchParams",
@@ -83,7 +85,9 @@ __all__ = [
     "LeaveQueue",
     "LoadReport",
     "Logprobs",
+    "PageEvents",
     "PageMove",
+    "PageSnapshot",
     "Ping",
     "Pooling",
     "PoolingParams",
@@ -98,6 +102,7 @@ __all__ = [
     "ReadPlace",
     "ReadProgress",
     "RepetitionDetectionParams",
+    "ReplicaLoad",
     "Reply",
     "ResetPrefixCache",
     "Responded",

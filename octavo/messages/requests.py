@@ -40,6 +40,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     priority: int = 0  # lower runs first if the engine schedules by priority; else 0
     response_id: str = ""  # id of the response that it is a part of; empty: its own, it is the only part
     part: int = 0  # its number among the requests of that response
+    num_expected: int = (
+        0  # prompt tokens that a router expects in the prefix cache; counts the replica's work, and steers no plan
+    )
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from octavo.cache.pool import NO_CHANGES, PageChanges
 from octavo.messages import StepPlan, StepResult, TokenDelta
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
@@ -65,6 +66,9 @@ class Planned(msgspec.Struct):
     # within `limit_seconds`; 0: it is not known yet what steps cost.
     capped: Request | None = None
     limit_seconds: float = 0.0
+    pages: PageChanges = (
+        NO_CHANGES  # of the prefix cache since the last result; empty if nothing listens (KVCache.watch_pages)
+    )
 
 
 class Committed(msgspec.Struct):
@@ -77,3 +81,4 @@ class Committed(msgspec.Struct):
     ended: list[Request]
     let_in: list[Request]
     jobs: list[GrammarJob]
+    pages: PageChanges = NO_CHANGES  # as in Planned

@@ -172,6 +172,8 @@ class Scheduler:
                 draft.leaves.extend(self.rows.take_left())
             self._in_flight.append(planned)
             self.num_steps += 1
+        if self.cache.pool.changes is not None:
+            planned.pages = self.cache.take_changes()
         return planned
 
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
@@ -220,6 +222,8 @@ class Scheduler:
                     deltas.append(TokenDelta(request.id, request.index, [token]))
                 if scores is not None:
                     deltas[-1] = scored(deltas[-1], request, scores)
+        if self.cache.pool.changes is not None:
+            committed.pages = self.cache.take_changes()
         return committed
 
     # ── what it looks like between two steps ──

@@ -237,6 +237,21 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "what must be computed whole is cut to the limit": (STALLS, "UNBOUNDED if request.needs_one_step else max", "max"),
     "before costs are known there is no limit": (SCHEDULER, "tokens // UNKNOWN_PART", "tokens"),
     "the policy does not say who leaves": (ROWS, 'attrgetter("order")', 'attrgetter("sequence")'),
+    "an eviction is not told": (
+        POOL,
+        "            self.changes.evict(key)\n        return page",
+        "            pass\n        return page",
+    ),
+    "a page is told as stored and evicted at once": (
+        POOL,
+        "            del self._evicted[key]\n        else:\n            self._stored[key] = None",
+        "            pass\n        self._stored[key] = None",
+    ),
+    "pages that a commit stores are told to none": (
+        SCHEDULER,
+        "committed.pages = self.cache.take_changes()",
+        "self.cache.take_changes()",
+    ),
 }
 
 

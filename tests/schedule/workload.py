@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.cache import KVCache, audit
+from octavo.cache.pool import PageChanges
 from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
@@ -134,6 +135,9 @@ class Workload:
         self.scheduler = self.scheduler_type(
             self.cache, self.rows, self.budget, self.swap_min_tokens, policy, self.stall_limit
         )
+        self.pages_reported: set[bytes] = set()  # of the prefix cache, by what plan() and commit() have returned
+        if self.seed % 4 < 3:
+            self.cache.watch_pages()
         lateness = random.Random(self.seed + 6 * 10**9) if self.has_late else None
         self.device = OracleDevice(self.page_size, self.rows, self.windows, lateness)
         self.ready: set[str] = set()  # grammars, where steps are computed
@@ -376,6 +380,7 @@ class Workload:
             planned = scheduler.plan()
             self._check_limit(planned, one, several, had_output)
             plan = planned.plan
+            self._hear(planned.pages)
             self._check_entries(planned)
             self._check_late(planned)
             assert sum(plan.counts) <= self.budget, "over budget"
@@ -387,6 +392,7 @@ class Workload:
                 flight.append((plan, self.device.run(plan)))  # stream order: executed in the order of issue
             while len(flight) > self.depth or (flight and plan.is_empty):
                 committed = scheduler.commit(*flight.popleft())
+                self._hear(committed.pages)
                 self._start(committed.jobs)
                 for delta in committed.deltas:
                     key = (delta.request_id, delta.index)
@@ -466,9 +472,18 @@ class Workload:
         assert start == 0 or not source.needs_one_step, "computed in pieces"
         self.tally.vectors += 1
 
+    def _hear(self, pages: PageChanges) -> None:
+        assert not self.pages_reported.intersection(pages.stored), "stored twice"
+        assert self.pages_reported.issuperset(pages.evicted), "evicted and never stored"
+        assert not set(pages.stored).intersection(pages.evicted), "both"
+        self.pages_reported |= set(pages.stored)
+        self.pages_reported -= set(pages.evicted)
+
     def check_invariants(self) -> None:
         scheduler, pool = self.scheduler, self.cache.pool
         assert not audit(self.cache)
+        listens = pool.changes is not None
+        assert self.pages_reported == (set(self.cache.findable_keys()) if listens else set()), "pages untold"
         running = [request.order for request in scheduler.running]
         assert running == sorted(running), "running is in the policy's order"
         waiting = [*scheduler.waiting]

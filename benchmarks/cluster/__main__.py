@@ -1,0 +1,24 @@
+"""Benchmarks of the routing core.
+
+Usage: python -m benchmarks.cluster decisions | memory | feed | trace FILE [--help]"""
+
+import argparse
+
+from benchmarks.cluster import decisions, feed_cost, memory, trace
+from octavo.cli.bench.report import facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    for module in (decisions, memory, feed_cost, trace):
+        command = commands.add_parser(module.NAME, help=module.__doc__, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args()
+    machine = facts()["machine"]
+    print(f"{machine['processor']}, {machine['cores']} cores")
+    arguments.run(arguments)
+
+
+main()

@@ -1,0 +1,126 @@
+"""A fleet on a virtual clock: real schedulers with real caches and feeds, a real router, modelled step times."""
+
+import heapq
+from typing import NamedTuple
+
+from octavo.cache import KVCache
+from octavo.messages import GenerateRequest, SamplingParams, StepPlan, StepResult
+from octavo.observe.replica_feed import ReplicaFeed
+from octavo.observe.step_observer import Observers
+from octavo.replay.what_if import StepCost
+from octavo.routing import Router
+from octavo.routing.policy import Policy
+from octavo.schedule import Scheduler
+from octavo.schedule.results import Planned
+
+ROOT = b"root of the keys"
+
+
+class FleetSettings(NamedTuple):
+    num_replicas: int
+    num_pages: int  # of each replica
+    page_size: int
+    max_rows: int
+    max_step_tokens: int
+    cost: StepCost
+    saturation: float
+
+
+class Arrival(NamedTuple):
+    seconds: float
+    name: str
+    prompt: list[int]
+    num_output: int
+
+
+class FleetResult(NamedTuple):
+    queried_tokens: int
+    hit_tokens: int
+    first_seconds: list[float]  # from arrival to the first token, of every request
+    num_requests: list[int]  # of each replica
+    preemptions: int
+
+
+class Replica:
+    """One step after another, each as long as the model says."""
+
+    def __init__(self, number: int, settings: FleetSettings) -> None:
+        cache = KVCache(settings.num_pages, settings.page_size, root=ROOT)
+        self.scheduler = Scheduler(cache, settings.max_rows, settings.max_step_tokens)
+        self.now = 0.0
+        self.feed = ReplicaFeed(self.scheduler, number, 1)
+        self.observers = Observers([self.feed], lambda: self.now)
+        self.under_way: Planned | None = None
+        self.num_requests = 0
+        self._cost = settings.cost
+
+    def add(self, request: GenerateRequest, now: float) -> None:
+        self.now = max(self.now, now)
+        self.num_requests += 1
+        self.scheduler.add(request)
+        self.observers.arrived(request, False)
+
+    def begin_step(self) -> float | None:
+        """Plan a step. Returns when it will be over; None: there is nothing to do."""
+        while self.scheduler.has_work:
+            self.observers.began()
+            planned = self.scheduler.plan()
+            self.observers.planned(planned)
+            if not planned.is_empty:
+                self.under_way = planned
+                return self.now + self._cost.seconds(len(planned.plan.rows), planned.num_tokens)
+            assert planned.returned, "work is there, and nothing advances"
+        return None
+
+    def end_step(self, now: float) -> list[str]:
+        """Take in the step's result. Returns the requests that have a token."""
+        planned, self.under_way, self.now = self.under_way, None, now
+        assert planned is not None
+        plan: StepPlan = planned.plan
+        self.observers.collected()
+        committed = self.scheduler.commit(plan, StepResult(plan.step, [1] * sum(plan.samples)))
+        self.observers.committed(committed)
+        return [delta.request_id for delta in committed.deltas]
+
+
+def run_fleet(arrivals: list[Arrival], settings: FleetSettings, policy: Policy) -> FleetResult:
+    router = Router(ROOT, settings.page_size, policy, settings.saturation)
+    replicas = [Replica(number, settings) for number in range(settings.num_replicas)]
+    for number in range(settings.num_replicas):
+        router.join(number, 1)
+    ends: list[tuple[float, int]] = []  # of the steps under way
+    waiting: dict[str, float] = {}
+    first_seconds: list[float] = []
+    queue = iter(arrivals)
+    arrival = next(queue, None)
+    while arrival is not None or ends:
+        if arrival is not None and (not ends or arrival.seconds <= ends[0][0]):
+            choice = router.route(arrival.name, arrival.prompt)
+            assert choice is not None
+            params = SamplingParams(max_tokens=arrival.num_output, seed=0, ignore_eos=True)
+            request = GenerateRequest(arrival.name, arrival.prompt, params, [], num_expected=choice.num_held)
+            replica, now = replicas[choice.replica], arrival.seconds
+            replica.add(request, now)
+            waiting[arrival.name] = now
+            number = choice.replica
+            arrival = next(queue, None)
+        else:
+            now, number = heapq.heappop(ends)
+            replica = replicas[number]
+            for name in replica.end_step(now):
+                if (since := waiting.pop(name, None)) is not None:
+                    first_seconds.append(now - since)
+                    router.settle(name)
+            router.take_events(replica.feed.take())
+        if replica.under_way is None and (end := replica.begin_step()) is not None:
+            heapq.heappush(ends, (end, number))
+            router.take_events(replica.feed.take())  # pages are published when their step is planned
+    assert not waiting and not router.index.incomplete
+    caches = [replica.scheduler.cache for replica in replicas]
+    return FleetResult(
+        sum(cache.queried_tokens for cache in caches),
+        sum(cache.hit_tokens for cache in caches),
+        first_seconds,
+        [replica.num_requests for replica in replicas],
+        sum(replica.scheduler.num_preemptions for replica in replicas),
+    )

@@ -1,0 +1,126 @@
+"""Router: chooses a replica for each request, and follows what replicas report. It holds no socket and reads no clock: whoever owns it
+passes on messages, and tells it when replicas come and go."""
+
+from hashlib import blake2b
+from typing import NamedTuple
+
+from octavo.cache.page_keys import keys_of
+from octavo.messages import PageEvents, PageSnapshot, ReplicaLoad
+from octavo.routing.load import UNMEASURED_SECONDS_PER_TOKEN, Load
+from octavo.routing.policy import Option, Policy, Reason, prefix
+from octavo.routing.prefix_index import PrefixIndex, page_ids
+
+SATURATION_SECONDS = 2.0
+
+
+class Choice(NamedTuple):
+    """Where a request goes."""
+
+    replica: int
+    reason: Reason
+    num_held: int  # prompt tokens that are expected in the replica's prefix cache
+    seconds: float  # of work that waits there before it
+
+
+class Router:
+    def __init__(
+        self,
+        root: bytes,
+        page_size: int,
+        policy: Policy = prefix,
+        saturation: float = SATURATION_SECONDS,
+        origin: int = 0,
+        num_pages: int = 0,
+    ) -> None:
+        """`root`: of the replicas' page keys. `saturation`: seconds of work. `origin`: this router's number among several; they begin
+        their turns at different replicas. `num_pages`: of the whole fleet, to make room at once."""
+        self.index = PrefixIndex(num_pages)
+        self._root, self._page_size = root, page_size
+        self._policy, self._saturation, self._origin = policy, saturation, origin
+        self._loads: dict[int, Load] = {}
+        self._chosen: dict[int, int] = {}  # replica → the choice at which it was chosen last
+        self._num_choices = 0
+
+    # ── replicas ──
+
+    def join(self, replica: int, epoch: int) -> None:
+        """A replica takes requests from now on. One that was there before is another now: what it held, and what was sent there, is gone."""
+        assert replica >= 0
+        self.index.open(replica, epoch)
+        self._loads[replica] = Load()
+        # Before its first request a replica's place among the others is by its number and the router's, so that several routers do not
+        # begin with the same one.
+        digest = blake2b(b"%d %d" % (self._origin, replica), digest_size=4).digest()
+        self._chosen.setdefault(replica, -1 - (int.from_bytes(digest) << 32 | replica))
+
+    def leave(self, replica: int) -> None:
+        """It gets no more requests, and what it still says is not believed."""
+        self.index.close(replica)
+        self._loads.pop(replica, None)
+        self._chosen.pop(replica, None)
+
+    @property
+    def replicas(self) -> list[int]:
+        return list(self._loads)
+
+    def take_events(self, events: PageEvents) -> bool:
+        """False: they are of another epoch, or came before."""
+        is_new = self.index.apply(events)
+        if is_new:
+            self._take_load(events.replica, events.load)
+        return is_new
+
+    def take_snapshot(self, snapshot: PageSnapshot) -> bool:
+        is_new = self.index.apply_snapshot(snapshot)
+        if is_new:
+            self._take_load(snapshot.replica, snapshot.load)
+        return is_new
+
+    def _take_load(self, replica: int, load: ReplicaLoad) -> None:
+        self._loads[replica].take(load, self._origin)
+
+    def seconds_of(self, replica: int) -> float:
+        """Seconds of work that wait at a replica."""
+        return self._loads[replica].num_tokens * self._seconds_per_token(replica, self._slowest())
+
+    # ── requests ──
+
+    def route(self, request_id: str, prompt: list[int]) -> Choice | None:
+        """Choose a replica. Its work counts there at once. None: there is none."""
+        if not self._loads:
+            return None
+        pages = page_ids(keys_of(self._root, prompt, self._page_size))
+        held = self.index.held(pages)
+        options = self._options(len(prompt), held)
+        option, reason = self._policy(options, self._saturation)
+        self._num_choices += 1
+        self._chosen[option.replica] = self._num_choices
+        num_held = option.num_held * self._page_size
+        self._loads[option.replica].send(len(prompt) - num_held)
+        self.index.expect(request_id, pages, option.replica, option.num_held)
+        return Choice(option.replica, reason, num_held, option.seconds)
+
+    def settle(self, request_id: str) -> None:
+        """Its first token has come, or it has ended. Until then, its pages count as held where it was sent."""
+        self.index.settle(request_id)
+
+    def _options(self, prompt_len: int, held: dict[int, int]) -> list[Option]:
+        slowest, page_size, chosen = self._slowest(), self._page_size, self._chosen
+        new = tuple.__new__  # half the time of calling Option; a decision over many replicas makes many
+        options = []
+        for replica, load in self._loads.items():
+            pace = load.report.seconds_per_token or slowest
+            num_held = held.get(replica, 0)
+            own = (prompt_len - num_held * page_size) * pace
+            options.append(
+                new(Option, (load.num_tokens * pace, load.num_open, chosen[replica], own, num_held, replica))
+            )
+        return options
+
+    def _seconds_per_token(self, replica: int, slowest: float) -> float:
+        return self._loads[replica].report.seconds_per_token or slowest
+
+    def _slowest(self) -> float:
+        """Taken for a replica that has not measured its pace: one that seemed infinitely fast would get everything."""
+        slowest = max([load.report.seconds_per_token for load in self._loads.values()])
+        return slowest or UNMEASURED_SECONDS_PER_TOKEN
