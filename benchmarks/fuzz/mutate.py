@@ -1,5 +1,6 @@
 """Mutations of bytes, and of JSON values."""
 
+import copy
 import json
 import random
 import struct
@@ -88,7 +89,7 @@ def _changed(dice: random.Random, value: Any, words: Sequence[str]) -> Any:
             case 0:
                 del value[at]
             case 1:
-                value[at:at] = [value[at]] * dice.choice((1, 2, 40))
+                value[at:at] = [copy.deepcopy(value[at]) for _ in range(dice.choice((1, 2, 40)))]
             case 2:
                 value.insert(at, _new(dice, words))
             case _:
@@ -105,4 +106,6 @@ def _changed(dice: random.Random, value: Any, words: Sequence[str]) -> Any:
 
 
 def _new(dice: random.Random, words: Sequence[str]) -> Any:
-    return dice.choice((*_VALUES, *_TEXTS, *words))
+    return copy.deepcopy(
+        dice.choice((*_VALUES, *_TEXTS, *words))
+    )  # a list that is changed later must be in one place alone

@@ -26,9 +26,9 @@ async def post(client: httpx.AsyncClient, encoding: str, content: bytes) -> http
 @pytest.mark.parametrize(
     ("encoding", "content"),
     [
-        ("gzip", gzip.compress(BODY)),
-        ("X-GZIP", gzip.compress(BODY)),
-        ("gzip", gzip.compress(BODY[:9]) + gzip.compress(BODY[9:])),
+        ("gzip", gzip.compress(BODY, mtime=0)),
+        ("X-GZIP", gzip.compress(BODY, mtime=0)),
+        ("gzip", gzip.compress(BODY[:9], mtime=0) + gzip.compress(BODY[9:], mtime=0)),
         ("deflate", zlib.compress(BODY)),
         ("deflate", raw_deflate(BODY)),
         ("identity", BODY),
@@ -52,9 +52,9 @@ async def test_other_encodings_are_refused(serve: Serve, encoding: str) -> None:
     [
         ("gzip", BODY, "incorrect header check"),
         ("gzip", b"", "it is empty"),
-        ("gzip", gzip.compress(BODY)[:-9], "it ends early"),
-        ("gzip", gzip.compress(BODY)[:-4] + b"abcd", "incorrect length check"),
-        ("gzip", gzip.compress(BODY) + b"more", "something follows its end"),
+        ("gzip", gzip.compress(BODY, mtime=0)[:-9], "it ends early"),
+        ("gzip", gzip.compress(BODY, mtime=0)[:-4] + b"abcd", "incorrect length check"),
+        ("gzip", gzip.compress(BODY, mtime=0) + b"more", "something follows its end"),
         ("deflate", zlib.compress(BODY) + zlib.compress(BODY), "something follows its end"),
         ("deflate", b"\xff\xff\xff", "invalid block type"),
     ],
@@ -66,24 +66,26 @@ async def test_a_damaged_body_is_named(serve: Serve, encoding: str, content: byt
 
 async def test_the_limit_is_of_the_inflated_body(serve: Serve) -> None:
     client = serve(max_body_bytes=2**20)
-    bomb = gzip.compress(b" " * 2**26, 9)
+    bomb = gzip.compress(b" " * 2**26, 9, mtime=0)
     assert len(bomb) < 2**20
     error = error_of(await post(client, "gzip", bomb), 413)
     assert error["message"] == "the request body, inflated, is over the limit of 1048576 bytes (--max-body-bytes)"
     padded = BODY + b" " * (2**20 - len(BODY))
-    assert (await post(client, "gzip", gzip.compress(padded))).status_code == 200
+    assert (await post(client, "gzip", gzip.compress(padded, mtime=0))).status_code == 200
 
 
 async def test_no_piece_is_larger_than_its_limit() -> None:
     inflater = Inflater("gzip")
-    inflater.feed(gzip.compress(b"x" * 5_000_000), is_last=True)
+    inflater.feed(gzip.compress(b"x" * 5_000_000, mtime=0), is_last=True)
     sizes = []
     while not inflater.is_over:
         sizes.append(len(inflater.take()))
     assert max(sizes) <= PIECE and sum(sizes) == inflater.num_bytes == 5_000_000
 
 
-@pytest.mark.parametrize("content", [gzip.compress(BODY), gzip.compress(BODY[:5]) + gzip.compress(BODY[5:])])
+@pytest.mark.parametrize(
+    "content", [gzip.compress(BODY, mtime=0), gzip.compress(BODY[:5], mtime=0) + gzip.compress(BODY[5:], mtime=0)]
+)
 def test_any_cut_of_the_input_gives_the_same(content: bytes) -> None:
     for cut in range(len(content) + 1):
         inflater, found = Inflater("gzip"), b""
