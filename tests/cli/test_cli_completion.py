@@ -36,7 +36,7 @@ def bash(line: str, folder: Path) -> set[str]:
         ("octavo ser", {"serve"}),
         ("octavo bench ", {"latency", "throughput", "serve"}),
         ("octavo bench serve --good", {"--goodput"}),
-        ("octavo serve --max-model", {"--max-model-len"}),
+        ("octavo serve --max-model-l", {"--max-model-len"}),
         ("octavo serve --device ", {"auto", "cpu", "cuda"}),
         ("octavo serve --device=c", {"cpu", "cuda"}),
         ("octavo serve --port 1 --kv-cache-dtype f", {"fp8", "float16", "float32"}),
