@@ -261,6 +261,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/requests": "journeys of recent requests; `state`, `limit`",
         "GET /v1/requests/{request_id}": "the journey of one request, by its `x-request-id` or its answer's id",
         "GET /v1/live": "rows, queue and pages as a feed of events",
+        "GET /v1/live/history": "what the server did in the last `seconds`, up to a day, also over restarts of the engine",
         "GET /v1/live/pages/{page}": "which requests hold one KV page",
     },
     "Pages": {
