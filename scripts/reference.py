@@ -214,6 +214,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "POST /v1/messages": "Anthropic's Messages API",
         "POST /v1/messages/count_tokens": "count the tokens of a Messages request",
         "GET /v1/stream/{stream_id}": "the events of a resumable stream; `from=N` starts at event N",
+        "DELETE /v1/stream/{stream_id}": "end a resumable stream and its answer",
         "POST /v1/embeddings": "vectors of texts or token ids",
         "POST /tokenize": "text or messages to token ids",
         "POST /detokenize": "token ids to text",
@@ -266,7 +267,7 @@ ROUTES: dict[str, dict[str, str]] = {
     },
     "Pages": {
         "GET /": "the cockpit",
-        "GET /play": "the playground",
+        "GET /play": "the chat; for an encoder, a page for its embeddings",
         "GET /pages/{name}": "their scripts and styles",
     },
 }
