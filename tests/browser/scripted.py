@@ -132,13 +132,15 @@ class ScriptedServer(AppServer):
         self.engine.close()
 
     def hold_after(self, num_steps: int) -> None:
-        """Hold the tokens once this many have come, until `release`."""
+        """Hold the tokens once this many of an answer have come, until `release`."""
 
-        def look(request: GenerateRequest, step: int) -> None:
-            if step == num_steps:
+        def look(request: GenerateRequest, step: int) -> None:  # before the step's token is sent
+            if step == num_steps - 1:
                 self.engine.gate.clear()
 
         self.engine.on_step = look
+        if not num_steps:
+            self.call(self.engine.gate.clear)
 
     def release(self) -> None:
         self.engine.on_step = lambda request, step: None

@@ -20,10 +20,11 @@ def server() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def chat(open_page: Any) -> Any:
+def chat(open_page: Any, server: ScriptedServer) -> Iterator[Any]:
     page = open_page("/play")
     ready(page)
-    return page
+    yield page
+    server.release()
 
 
 def ready(page: Any) -> None:
@@ -219,9 +220,7 @@ def test_a_reload_in_the_middle_reads_on(chat: Any, server: ScriptedServer) -> N
     server.hold_after(4)
     ask(chat, SAY + "abcdefgh")
     until(chat, "[...document.querySelectorAll('.message > .text')].at(-1)?.innerText.trim() === 'abcd'")
-    server.release()
-    server.hold_after(6)
-    chat.evaluate("() => new Promise(go => setTimeout(go, 800))")  # what came is stored now and then
+    chat.evaluate("() => new Promise(go => setTimeout(go, 1500))")  # what came is stored now and then
     num_sent = len(server.requests)
     chat.reload()
     ready(chat)
@@ -300,7 +299,7 @@ def test_files_are_context_and_what_is_no_text_is_refused(chat: Any, server: Scr
     (tmp_path / "photo.png").write_bytes(b"\x89PNG\r\n\x1a\n\xff\xfe")
     (tmp_path / "large.txt").write_bytes(b"a" * (2 * 2**20 + 1))
     chat.set_input_files("#file-field", [tmp_path / "notes.md", tmp_path / "photo.png"])
-    until(chat, "document.getElementById('problem-text').textContent.includes('photo.png is not a text file')")
+    until(chat, "document.getElementById('problem-text').textContent.includes('photo.png is not text')")
     chat.set_input_files("#file-field", tmp_path / "large.txt")
     until(chat, "document.getElementById('problem-text').textContent.includes('at most 2 MiB')")
     assert chat.locator(".chip").all_inner_texts() == ["notes.md"]

@@ -21,7 +21,7 @@ let store, sidebar;
 let talk = newTalk(Settings.last());
 let models = [];
 let running = null; // {talk, node, stream} of the answer that is being made
-let isFollowing = true;
+let isFollowing = true, lastTop = 0;
 let lastRequest = null;
 
 const showKey = keyDialog(() => loadModels());
@@ -247,7 +247,16 @@ async function answer(parent, { undo = null, continued = null, saved = null } = 
   follow(!saved || isFollowing);
   status(saved ? "reading on" : "waiting for the first token");
   if (location.hash.slice(1) !== mine.id && talk === mine) history.replaceState(null, "", `#${mine.id}`);
-  let savedAt = Date.now(), failure = null;
+  let failure = null, saving = 0, hasSaved = false;
+  // With what has come, the stream's id and place are stored: a page that is loaded again reads on from there.
+  const keepUp = () => {
+    saving ||= setTimeout(() => {
+      saving = 0;
+      node.stream = stream.saved;
+      store.put(mine).catch(() => {}); // save() at the end says what is wrong
+    }, hasSaved ? SAVE_MS : 0);
+    hasSaved = true;
+  };
   await save(mine);
   try {
     for await (const chunk of stream.chunks((isLost) => status(isLost ? "connection lost, reconnecting" : "reconnected"))) {
@@ -259,15 +268,12 @@ async function answer(parent, { undo = null, continued = null, saved = null } = 
       node.requestId = stream.requestId || node.requestId;
       if (made.hasBegun) status("answering");
       view.get(node.id)?.grow();
-      if (Date.now() - savedAt > SAVE_MS) {
-        savedAt = Date.now();
-        node.stream = stream.saved;
-        store.put(mine).catch(() => {}); // save() at the end says what is wrong
-      }
+      keepUp();
     }
   } catch (error) {
     failure = error;
   }
+  clearTimeout(saving);
   delete node.stream;
   running = null;
   made.end();
@@ -378,9 +384,12 @@ find("model").addEventListener("change", () => {
 });
 find("scroller").addEventListener("scroll", () => {
   const scroller = find("scroller");
-  isFollowing = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END;
+  const isNear = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END;
+  if (isNear || scroller.scrollTop < lastTop) isFollowing = isNear; // a text that grows is no reason to stop: only scrolling up is
+  lastTop = scroller.scrollTop;
   showEnd();
 });
+new ResizeObserver(() => follow()).observe(find("messages"));
 find("to-end").addEventListener("click", () => follow(true));
 find("starters").append(...STARTERS.map((text) => element("button", { type: "button", text, onclick: () => {
   find("prompt").value = text;

@@ -45,14 +45,14 @@ export class Attachments {
 
   async add(files) {
     for (const file of files) {
-      if (file.size > MAX_BYTES) this.onProblem(`${file.name} has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${MAX_BYTES / 2 ** 20} MiB are read.`);
+      if (file.size > MAX_BYTES) this.onProblem(`The file ${file.name} has ${(file.size / 2 ** 20).toFixed(1)} MiB; at most ${MAX_BYTES / 2 ** 20} MiB are read.`);
       else {
         try {
           const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
           if (text.includes("\0")) throw new TypeError();
           this.addText(file.name, text);
         } catch {
-          this.onProblem(`${file.name} is not a text file: this chat reads UTF-8 text, source code, CSV, JSON and the like.`);
+          this.onProblem(`The file ${file.name} is not text: this chat reads UTF-8 text, source code, CSV, JSON and the like.`);
         }
       }
     }
