@@ -81,7 +81,7 @@ def unnamed(page: Any) -> list[str]:
     return found
 
 
-def until(page: Any, expression: str, seconds: float = 15) -> None:
+def until(page: Any, expression: str, seconds: float = 60) -> None:
     """Poll an expression from outside: the pages' content policy forbids polling inside the page."""
     for _ in range(int(seconds * 10)):
         if page.evaluate(expression):

@@ -100,7 +100,7 @@ class AppServer:
         settings = uvicorn.Config(app, "127.0.0.1", self.port, log_level="critical", timeout_graceful_shutdown=0)
         self._server = uvicorn.Server(settings)
         serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:
+        while not self._server.started:  # noqa: ASYNC110 uvicorn has no event for it
             await asyncio.sleep(0.01)
         self._is_up.set()
         await serving
@@ -154,7 +154,9 @@ class ScriptedServer(AppServer):
 class LoopServer(AppServer):
     """The real engine loop, scheduler and cache over a model that always says the letter a, in a few milliseconds a step."""
 
-    def __init__(self, num_pages: int = 64, seconds: float = 0.005, limits: dict[str, int] | None = None, **options: Any) -> None:
+    def __init__(
+        self, num_pages: int = 64, seconds: float = 0.005, limits: dict[str, int] | None = None, **options: Any
+    ) -> None:
         self._engine = running.engine(num_pages, seconds, **(limits or {}))
         super().__init__(**options)
 

@@ -49,7 +49,9 @@ def test_an_idle_server_explains_itself_and_a_rest_makes_no_spike(open_page: Any
     points = json.loads(urllib.request.urlopen(server.base + "/v1/live/history").read())["points"]
     assert sum(point[4] for point in points) == pytest.approx(640, abs=0.5)
     rates = [point[4] for point in points]
-    after = rates[max(at for at, rate in enumerate(rates) if rate == 0 or points[at][0] - points[max(0, at - 1)][0] > 1) :]
+    after = rates[
+        max(at for at, rate in enumerate(rates) if rate == 0 or points[at][0] - points[max(0, at - 1)][0] > 1) :
+    ]
     assert sum(after) < 60, "the tokens from before the rest are not in the second after it"
     assert unnamed(page) == [], "a screen reader could not name them"
 
@@ -63,7 +65,13 @@ def test_axes_values_under_the_pointer_and_a_longer_past(open_page: Any, server:
     box = page.locator("#chart-rate").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 40)
     words = page.inner_text("#tip")
-    for name in ("tokens per second", "time to first token", "time between tokens", "KV pages in use", "waiting, at most"):
+    for name in (
+        "tokens per second",
+        "time to first token",
+        "time between tokens",
+        "KV pages in use",
+        "waiting, at most",
+    ):
         assert name in words
     page.mouse.move(box["x"] + 10, box["y"] + 40)
     assert not page.is_visible("#tip"), "the axis has no values"

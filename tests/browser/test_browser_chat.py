@@ -109,7 +109,10 @@ def test_conversations_are_kept_named_searched_and_deleted(chat: Any) -> None:
     # Search: in names and in texts.
     for words, found in (("tea", ["About tea"]), ("second answer", ["say: the *second* answer"]), ("nowhere", [])):
         chat.fill("#search", words)
-        until(chat, f"JSON.stringify([...document.querySelectorAll('{titles}')].map(one => one.innerText)) === {json.dumps(json.dumps(found, separators=(',', ':')))}")
+        until(
+            chat,
+            f"JSON.stringify([...document.querySelectorAll('{titles}')].map(one => one.innerText)) === {json.dumps(json.dumps(found, separators=(',', ':')))}",
+        )
     assert "No conversation has these words" in chat.inner_text("#no-talks")
     chat.press("#search", "Escape")
     until(chat, f"document.querySelectorAll('{titles}').length === 2")

@@ -140,7 +140,38 @@ INJECTIONS = [
     "__proto__ constructor toString hasOwnProperty",
 ]  # fmt: skip
 
-ALLOWED = "p br strong em del code span a h3 h4 h5 h6 hr ul ol li blockquote div table thead tbody tr th td figure figcaption pre button svg path".split()
+ALLOWED = [
+    "p",
+    "br",
+    "strong",
+    "em",
+    "del",
+    "code",
+    "span",
+    "a",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "hr",
+    "ul",
+    "ol",
+    "li",
+    "blockquote",
+    "div",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "figure",
+    "figcaption",
+    "pre",
+    "button",
+    "svg",
+    "path",
+]
 CHECK = """async (text) => {
   window.hits = 0;
   window.hit = () => window.hits++;
@@ -179,7 +210,10 @@ def test_hostile_answers_stay_text_in_the_chat_itself(open_page: Any, server: Sc
     page.fill("#prompt", SAY + "\n\n".join(INJECTIONS))
     page.press("#prompt", "Enter")
     until(page, "document.getElementById('status').textContent.startsWith('finished')")
-    assert page.locator("#messages script, #messages img, #messages iframe, #messages svg[onload], #messages form").count() == 0
+    assert (
+        page.locator("#messages script, #messages img, #messages iframe, #messages svg[onload], #messages form").count()
+        == 0
+    )
     page.click(".message.assistant [aria-label^='Show the odds']")
     page.fill("#search", "onerror")
     page.wait_for_selector(".snippet")

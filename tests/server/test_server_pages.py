@@ -56,7 +56,17 @@ async def test_a_browser_asks_for_the_key_as_a_password_and_sends_it_with_what_t
 
 @pytest.mark.parametrize(
     "name",
-    ["nothing.js", "cockpit.html", "docs.html", "..%2fapp.py", "%2e%2e", "style/base.css.js", "style", "chat/", "chat/../../app.py"],
+    [
+        "nothing.js",
+        "cockpit.html",
+        "api.html",
+        "..%2fapp.py",
+        "%2e%2e",
+        "style/base.css.js",
+        "style",
+        "chat/",
+        "chat/../../app.py",
+    ],
 )
 async def test_no_other_file_can_be_had(serve: Serve, name: str) -> None:
     error_of(await serve().get(f"/pages/{name}"), 404)
@@ -84,5 +94,14 @@ async def test_no_script_writes_markup(serve: Serve) -> None:
     for path in PAGES:
         for name, text in (await parts(client, path)).items():
             if name.endswith(".js"):
-                for way in ("innerHTML =", "innerHTML=", "insertAdjacentHTML", "document.write", "outerHTML =", "DOMParser", "eval(", "new Function"):
+                for way in (
+                    "innerHTML =",
+                    "innerHTML=",
+                    "insertAdjacentHTML",
+                    "document.write",
+                    "outerHTML =",
+                    "DOMParser",
+                    "eval(",
+                    "new Function",
+                ):
                     assert way not in text, (name, way)

@@ -53,9 +53,9 @@ def router(service: Service) -> APIRouter:
     @router.delete("/v1/stream/{stream_id}")
     async def end(request: Request, stream_id: str) -> Response:
         wanted = Wanted(stream_id, owner_of(request), 0)
-        if not service.logs.end(stream_id, wanted.owner):
-            if await service.peers.ask_whole(END_KIND, msgspec.json.encode(wanted)) is None:
-                raise service.logs.missing()
+        is_ended = service.logs.end(stream_id, wanted.owner)
+        if not is_ended and await service.peers.ask_whole(END_KIND, msgspec.json.encode(wanted)) is None:
+            raise service.logs.missing()
         return Response(msgspec.json.encode(Ended(stream_id)), media_type="application/json")
 
     return router
