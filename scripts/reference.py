@@ -214,6 +214,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "POST /v1/messages": "Anthropic's Messages API",
         "POST /v1/messages/count_tokens": "count the tokens of a Messages request",
         "GET /v1/stream/{stream_id}": "the events of a resumable stream; `from=N` starts at event N",
+        "DELETE /v1/stream/{stream_id}": "end a resumable stream and its answer",
         "POST /v1/embeddings": "vectors of texts or token ids",
         "POST /tokenize": "text or messages to token ids",
         "POST /detokenize": "token ids to text",
@@ -261,11 +262,12 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/requests": "journeys of recent requests; `state`, `limit`",
         "GET /v1/requests/{request_id}": "the journey of one request, by its `x-request-id` or its answer's id",
         "GET /v1/live": "rows, queue and pages as a feed of events",
+        "GET /v1/live/history": "what the server did in the last `seconds`, up to a day, also over restarts of the engine",
         "GET /v1/live/pages/{page}": "which requests hold one KV page",
     },
     "Pages": {
         "GET /": "the cockpit",
-        "GET /play": "the playground",
+        "GET /play": "the chat; for an encoder, a page for its embeddings",
         "GET /pages/{name}": "their scripts and styles",
     },
 }

@@ -23,6 +23,7 @@ from octavo.messages import (
     Hello,
     LeaveQueue,
     Ping,
+    ReadHistory,
     ReadJourneys,
     ReadMetrics,
     ReadPage,
@@ -167,7 +168,14 @@ class ScriptedEngine(EngineClient):
             case LeaveQueue():
                 self.leaves.append(message.request_id)
             case (
-                Ping() | ReadMetrics() | ReadProgress() | ReadPlace() | ResetPrefixCache() | ReadJourneys() | ReadPage()
+                Ping()
+                | ReadMetrics()
+                | ReadProgress()
+                | ReadPlace()
+                | ResetPrefixCache()
+                | ReadJourneys()
+                | ReadHistory()
+                | ReadPage()
             ):
                 self.num_pings += isinstance(message, Ping)
                 if self.answers_control:
@@ -176,6 +184,7 @@ class ScriptedEngine(EngineClient):
                         ReadProgress: self.progress,
                         ReadPlace: self.place,
                         ReadJourneys: "[]",
+                        ReadHistory: '{"time":0,"interval":1,"since":0,"points":[]}',
                         ReadPage: "[]",
                     }
                     body = bodies.get(type(message), "pong")

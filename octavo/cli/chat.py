@@ -97,6 +97,14 @@ class Remote:
                 raise self._ended_early(error) from None
         raise self._ended_early()
 
+    def read(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path."""
+        with self._open(path, None) as response:
+            try:
+                return self._chunk(response.read())
+            except (OSError, http.client.HTTPException) as error:
+                raise self._ended_early(error) from None
+
     def _chunk(self, data: bytes) -> dict[str, Any]:
         try:
             chunk = json.loads(data)

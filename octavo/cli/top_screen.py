@@ -1,7 +1,6 @@
 """Screen: lays out the states of a live feed as lines for a terminal of any size."""
 
 import base64
-import itertools
 import textwrap
 from array import array
 from collections import deque
@@ -10,6 +9,12 @@ from typing import Any
 
 RATE_SECONDS = 3.0
 """Rates are averages over this time."""
+REASONS = {
+    "grammar": "its grammar", "rows": "a free row", "pages": "free KV pages", "budget": "the step's token budget",
+    "order": "earlier requests", "turn": "other requests' turns", "step": "the end of the step",
+}  # fmt: skip
+SPARK_SECONDS = 300
+TOKENS = 4  # place of the generated tokens in a point of the history (LivePast)
 SHADES = {0: "·", 1: "c", 2: "S"}  # free, cached, shared; a page with a single owner is a block
 OWNED = "█"
 BARS = "▁▂▃▄▅▆▇█"
@@ -22,7 +27,7 @@ class Screen:
         self._state: dict[str, Any] = {}
         self._pages: array[int] = array("H")
         self._past: deque[tuple[float, dict[str, float]]] = deque()
-        self._tokens: deque[tuple[float, float]] = deque(maxlen=300)  # (time, total tokens), one per second
+        self._tokens: dict[int, float] = {}  # tokens generated in each second of the last minutes
         self._ended: deque[dict[str, Any]] = deque(maxlen=50)
         self._lost = ""
 
@@ -30,14 +35,22 @@ class Screen:
     def is_empty(self) -> bool:
         return not self._state
 
+    @property
+    def seconds_seen(self) -> float:
+        """For how long the feed has been followed, up to RATE_SECONDS."""
+        return self._past[-1][0] - self._past[0][0] if self._past else 0.0
+
+    def remember(self, history: dict[str, Any]) -> None:
+        """Take in the server's history, whose intervals are seconds."""
+        for past in history.get("points", ()):
+            self._tokens[int(past[0])] = past[TOKENS]
+
     def take(self, state: dict[str, Any]) -> None:
         self._lost = ""
         if state["pages"]:  # a complete map: a new feed, perhaps of another engine, whose totals start at 0
             self._pages = array("H", base64.b64decode(state["pages"]))
             self._past.clear()
             self._ended.clear()
-            self._tokens.clear()
-            self._tokens += [(past[0], past[1]) for past in state.get("past", ())]
         for start, codes in state.get("changes", ()):
             self._pages[start : start + len(codes)] = array("H", codes)
         self._state = state
@@ -45,8 +58,9 @@ class Screen:
         self._past.append((state["time"], state["totals"]))
         while len(self._past) > 2 and self._past[0][0] < state["time"] - RATE_SECONDS:
             self._past.popleft()
-        if not self._tokens or state["time"] - self._tokens[-1][0] >= 1:
-            self._tokens.append((state["time"], state["totals"]["generation_tokens"]))
+        self.remember({"points": state.get("recent", ())})
+        for second in [second for second in self._tokens if second < state["time"] - SPARK_SECONDS]:
+            del self._tokens[second]
 
     def lose(self, why: str, when: str) -> None:
         """Note that the feed has ended: the last state is shown with a warning."""
@@ -59,13 +73,13 @@ class Screen:
     def draw(self, width: int, height: int, is_coloured: bool = False) -> list[str]:
         state, rates = self._state, self._rates()
         figures = [
-            "octavo top", *self._figures(),
+            "octavo top (q quits)", *self._figures(),
             f"first token {_mean(rates['first_token_seconds'], rates['first_tokens'])}",
             f"between tokens {_mean(rates['token_gap_seconds'], rates['token_gaps'])}",
-            f"ended {rates['finished']:.1f}/s", f"preempted {rates['preemptions']:.1f}/s",
+            f"finished {rates['finished']:.1f}/s", f"preempted {rates['preemptions']:.1f}/s",
         ]  # fmt: skip
         lines = [*_flow(figures, width), *self._spark(width)]
-        news = self._lost or state["advice"] or "no request has to wait"
+        news = self._lost or state["advice"] or self._calm()
         news_lines = textwrap.wrap(news, max(1, width)) or [""]
         at_news = (len(lines), len(lines) + len(news_lines))
         lines += [*news_lines, "", *_flow(self._legend(), width)]
@@ -76,11 +90,16 @@ class Screen:
         wide = 26 if width >= 76 else max(8, width - 50)
         lines += self._row_lines(room, wide)
         lines += ["", f"queue: {state['num_waiting']}{self._lanes()}", *self._queue_lines(room, wide)]
-        lines += ["", "ended:", *self._ended_lines(max(1, height - len(lines) - 3), wide)]
+        lines += ["", "finished:", *self._ended_lines(max(1, height - len(lines) - 3), wide)]
         lines = [line[:width] for line in lines[: height - 1]]
         if is_coloured:
             self._paint(lines, first_page, pages, at_news)
         return lines
+
+    def _calm(self) -> str:
+        if self._state["rows"]:
+            return "No request has to wait."
+        return "Idle: there are no requests. This screen follows them as they come."
 
     def _figures(self) -> list[str]:
         state, rates = self._state, self._rates()
@@ -102,13 +121,16 @@ class Screen:
 
     def _spark(self, width: int) -> list[str]:
         """Sparkline of tokens per second over the last minutes, the newest at the right."""
-        points = [*self._tokens]
-        pairs = list(itertools.pairwise(points))[-max(1, width - 24) :]
-        rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0]]
-        if not any(rates):
+        now = int(self._state["time"])
+        seconds = range(now - min(SPARK_SECONDS, max(1, width - 24)), now)
+        rates = [self._tokens.get(second, 0.0) for second in seconds]
+        while rates and not rates[0]:
+            del rates[0]
+        if not rates:
             return []
         top = max(rates)
-        return ["tokens/s " + "".join(BARS[min(7, int(8 * rate / top))] for rate in rates) + f" up to {top:.0f}"]
+        bars = "".join(BARS[min(7, int(8 * rate / top))] if rate else " " for rate in rates)
+        return [f"tokens/s {bars} up to {top:.0f}"]
 
     def _legend(self) -> list[str]:
         state = self._state
@@ -159,7 +181,7 @@ class Screen:
     def _queue_lines(self, room: int, wide: int) -> list[str]:
         waiting, total = self._state["waiting"], self._state["num_waiting"]
         lines = [
-            f"       {_name(request, 0, wide):{wide}}  waits for {reason:7} {seconds:7.1f} s{'  preempted' if is_preempted else ''}"
+            f"       {_name(request, 0, wide):{wide}}  waits for {REASONS.get(reason, reason):23} {seconds:7.1f} s{'  preempted' if is_preempted else ''}"
             for request, reason, seconds, _, is_preempted, _ in waiting[:room]
         ]
         return lines + ([f"       … and {total - len(lines)} more"] if total > len(lines) else [])

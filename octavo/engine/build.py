@@ -20,6 +20,7 @@ from octavo.engine.step_heartbeat import StepHeartbeat
 from octavo.executor.base import Executor
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import EngineReport
+from octavo.observe.history import History
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing
 from octavo.observe.metrics.engine_metrics import EngineMetrics
@@ -43,6 +44,7 @@ def start_engine(
     model_name: str,
     heartbeat: Heartbeat | None = None,
     queue_limit: QueueLimit | None = None,
+    history: History | None = None,
 ) -> Engine:
     """Load the model and be ready to step. Raises ConfigError for what a person must change."""
     executor = load_executor(config, source)
@@ -76,7 +78,13 @@ def start_engine(
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
     return build_engine(
-        scheduler, executor, metrics, heartbeat=heartbeat, queue_limit=queue_limit, max_ring_bytes=max_ring_bytes
+        scheduler,
+        executor,
+        metrics,
+        heartbeat=heartbeat,
+        queue_limit=queue_limit,
+        max_ring_bytes=max_ring_bytes,
+        history=history,
     )
 
 
@@ -88,12 +96,15 @@ def build_engine(
     heartbeat: Heartbeat | None = None,
     queue_limit: QueueLimit | None = None,
     max_ring_bytes: int = MAX_RING_BYTES,
+    history: History | None = None,
 ) -> Engine:
     """Put an engine together around an executor that has started. `heartbeat`: None: nothing outside this process reads it.
-    `queue_limit`: None: any number of requests may wait."""
+    `queue_limit`: None: any number of requests may wait. `history`: None: it ends with this engine."""
     heartbeat = Heartbeat() if heartbeat is None else heartbeat
     queue_limit = QueueLimit() if queue_limit is None else queue_limit
-    journal, live_view, cost_meter = EngineJournal(), LiveView(scheduler, metrics), CostMeter()
+    history = History() if history is None else history
+    history.start(clock())
+    journal, live_view, cost_meter = EngineJournal(), LiveView(scheduler, metrics, history), CostMeter()
     # Everything that hears of every step, in this order. A recorder comes last (EngineLoop.record).
     observers: list[StepObserver] = [
         queue_limit,

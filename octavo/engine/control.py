@@ -18,6 +18,7 @@ from octavo.messages import (
     Control,
     GenerateRequest,
     Ping,
+    ReadHistory,
     ReadJourneys,
     ReadLive,
     ReadMetrics,
@@ -92,6 +93,8 @@ class EngineControl:
                 return journeys_json(open_parts, self.ring, control)
             case ReadLive():
                 return msgspec.json.encode(self.live_view.look(control.since, self._clock())).decode()
+            case ReadHistory():
+                return msgspec.json.encode(self.live_view.history(control.seconds, self._clock())).decode()
             case ReadPage():
                 return msgspec.json.encode(self.live_view.page_owners(control.page, control.owner)).decode()
             case ResetPrefixCache():

@@ -20,6 +20,7 @@ from octavo.messages import (
     Hello,
     LeaveQueue,
     Ping,
+    ReadHistory,
     ReadJourneys,
     ReadLive,
     ReadMetrics,
@@ -141,6 +142,7 @@ class Driver:
                 | ResetPrefixCache()
                 | ReadJourneys()
                 | ReadLive()
+                | ReadHistory()
                 | ReadPage()
             ):
                 self._outbox.send(message.origin, Reply(message.call, self._control.reply(message)))

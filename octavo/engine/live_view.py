@@ -4,11 +4,11 @@ from bisect import insort
 from itertools import islice
 
 from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
-from octavo.messages import Responded, StepPlan
+from octavo.messages import GenerateRequest, Responded, StepPlan
 from octavo.observe.advice import LATELY_SECONDS, Standing, advice
 from octavo.observe.history import History
 from octavo.observe.journeys.stages import WaitReason
-from octavo.observe.live_state import LiveEnd, LiveLane, LiveLook, LiveRow, LiveState, LiveWait
+from octavo.observe.live_state import LiveEnd, LiveHistory, LiveLane, LiveLook, LiveRow, LiveState, LiveWait
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.step_observer import StepEnd, StepObserver
 from octavo.schedule import Scheduler
@@ -52,31 +52,42 @@ class Endings:
 
 
 class LiveView(StepObserver):
-    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics) -> None:
-        """`metrics` must hear of a step before this does."""
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics, history: History) -> None:
+        """`metrics` must hear of a step before this does. `history`: of this engine and those before it."""
         self._scheduler, self._metrics = scheduler, metrics
         self._plan: StepPlan | None = None  # the last one that was submitted
-        self._endings, self._history = Endings(), History()
+        self._endings, self._history = Endings(), history
+
+    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
+        if now >= self._history.due:  # perhaps after a rest
+            self._note()
+            self._history.resume(now)
 
     def stepped(self, end: StepEnd) -> None:
         if not end.planned.is_empty:
             self._plan = end.planned.plan
+        self._history.last_step = end.now
         if end.now >= self._history.due:
-            used, waiting = self._scheduler.cache.pool.num_used, self._scheduler.num_waiting
-            self._history.note(end.now, self._metrics.totals(), used, waiting)
+            self._note()
+
+    def _note(self) -> None:
+        scheduler, num_pages = self._scheduler, max(1, self._metrics.report.num_pages)
+        used = scheduler.cache.pool.num_used / num_pages
+        self._history.note(self._metrics.totals(), used, scheduler.num_waiting, len(scheduler.running))
 
     def responded(self, responded: Responded) -> None:
         self._endings.responded(responded)
 
     def look(self, since: int, now: float) -> LiveLook:
-        """With the requests that ended after number `since`. Negative: this is the first look, which shows the past too."""
+        """With the requests that ended after number `since`."""
         scheduler, metrics, history = self._scheduler, self._metrics, self._history
         cache, report = scheduler.cache, metrics.report
+        self._note()
         reason = _reason(scheduler)
         codes = page_map(cache)
         totals = metrics.totals()
         num_cached, num_free = codes.count(CACHED), codes.count(FREE)
-        num_preempted = history.preemptions_since(now - LATELY_SECONDS, totals.preemptions)
+        num_preempted = history.preemptions_since(now - LATELY_SECONDS)
         waiting = _first_waiting(scheduler)
         ended = self._endings.since(since)
         state = LiveState(
@@ -99,7 +110,7 @@ class LiveView(StepObserver):
             num_cached_pages=num_cached,
             num_free_pages=num_free,
             ended=[end for end, _ in ended],
-            past=history.all() if since < 0 else [],
+            recent=history.recent(now),
             pages=codes.tobytes(),
         )
         return LiveLook(
@@ -108,6 +119,10 @@ class LiveView(StepObserver):
             [metrics.owner_of(request.id) for request in waiting],
             [owner for _, owner in ended],
         )
+
+    def history(self, seconds: float, now: float) -> LiveHistory:
+        self._note()
+        return self._history.read(seconds, now)
 
     def page_owners(self, page: int, owner: bytes | None = None) -> list[str]:
         """Names of the requests that hold a page. `owner`: only of this API key's; None: of all."""

@@ -32,6 +32,7 @@ from octavo.ipc.memory_trim import drop_library_pages, keep_one_heap
 from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.messages import FromEngine, Hello, ToEngine
 from octavo.observe import logs
+from octavo.observe.history import History
 from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
 from octavo.recording.ring import RecordingRing
@@ -98,7 +99,8 @@ def main() -> int:
     source = ModelSource(path=Path(launch.model_path), name=launch.model_name, kind=launch.model_kind)
     try:
         with lazy_torch() if can_be_lazy(launch.config) else contextlib.nullcontext():
-            engine = start_engine(launch.config, source, launch.served_name, heartbeat, queue_limit)
+            history = History(launch.history_fd)
+            engine = start_engine(launch.config, source, launch.served_name, heartbeat, queue_limit, history)
     except ConfigError as error:
         log.error("%s", error.message)
         return 2

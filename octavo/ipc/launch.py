@@ -21,6 +21,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     number: int = 1  # counts this server's engines, from 1
     record_to: str = ""  # folder; empty: nothing is recorded
     ring_fd: int = -1  # inherited memory; see octavo.recording.ring
+    history_fd: int = -1  # inherited memory; see octavo.observe.history
 
 
 class Patience(msgspec.Struct, frozen=True):

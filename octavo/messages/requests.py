@@ -149,7 +149,15 @@ class ReadLive(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     call: int
     origin: int = 0
-    since: int = -1  # number of the last finished request already received; −1: none, and the history is wanted too
+    since: int = -1  # number of the last finished request already received; −1: none
+
+
+class ReadHistory(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Ask for what this engine and its predecessors did: a LiveHistory (observe/live_state.py) as JSON."""
+
+    call: int
+    seconds: float  # how far back
+    origin: int = 0
 
 
 class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -161,7 +169,9 @@ class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):
     owner: bytes | None = None  # only requests of this owner; None: of all
 
 
-Control = ReadMetrics | ReadProgress | ReadPlace | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadPage
+Control = (
+    ReadMetrics | ReadProgress | ReadPlace | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadHistory | ReadPage
+)
 ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | ServerGone | Responded | Control
 
 

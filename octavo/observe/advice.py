@@ -32,7 +32,8 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
 
 
 def advice(standing: Standing) -> str:
-    """Empty: no request waits, and none was preempted recently."""
+    """Empty: no request waits, and none was preempted recently. Each setting is named at most once: while requests are preempted the
+    pages are what is lacking, whatever the queue's head waits for."""
     parts = []
     if standing.num_waiting:
         describe = _SENTENCES.get(standing.reason or "")
@@ -55,25 +56,27 @@ def _rows(standing: Standing) -> str:
     taken = f"{_many(standing)}: all {standing.max_rows:,} rows are in use"
     share = standing.num_open_pages / max(1, standing.num_pages)
     if share < SCARCE:
-        return f"{taken}, and so are {1 - share:.0%} of the pages: this server is full. Add another server, or memory for pages."
-    return f"{taken}, while {share:.0%} of the pages are free. Raise --max-num-seqs (now {standing.max_rows:,})."
+        return f"{taken}, and so are {1 - share:.0%} of the KV pages: this server is full. Add another server, or memory for pages."
+    if standing.num_preempted:
+        return f"{taken}. More rows would not help: KV pages run out already."
+    return f"{taken}, while {share:.0%} of the KV pages are free. Raise --max-num-seqs (now {standing.max_rows:,})."
 
 
 def _pages(standing: Standing) -> str:
+    if standing.head_pages + standing.spare_pages <= standing.num_open_pages:  # freed since the plan that lacked them
+        return f"{_many(standing)} for KV pages that have just become free."
     needed = f"{standing.head_pages:,} KV pages for {standing.head_tokens:,} tokens"
     if standing.spare_pages:
         needed += f", with {standing.spare_pages:,} more reserved for running requests"
-    return (
-        f"{_many(standing)}: the next one needs up to {needed}; {standing.num_open_pages:,} of {standing.num_pages:,} are free. "
-        f"{_memory(standing)}."
-    )
+    said = f"{_many(standing)}: the next one needs up to {needed}; {standing.num_open_pages:,} of {standing.num_pages:,} are free."
+    return said if standing.num_preempted else f"{said} {_memory(standing)}."
 
 
 def _budget(standing: Standing) -> str:
-    return (
-        f"{_many(standing)}: running requests use all {standing.max_step_tokens:,} tokens of a step. Raise "
-        "--max-num-batched-tokens: prompts are computed sooner, and the time between tokens grows a little."
-    )
+    said = f"{_many(standing)}: running requests use all {standing.max_step_tokens:,} tokens of a step."
+    if standing.num_preempted:
+        return said  # larger steps would take pages sooner
+    return f"{said} Raise --max-num-batched-tokens: prompts are computed sooner, and the time between tokens grows a little."
 
 
 def _streams(standing: Standing) -> str:
@@ -91,9 +94,10 @@ def _preempted(standing: Standing) -> str:
         if standing.has_swap
         else "; preempted requests are recomputed (--swap-space would keep them in host memory)."
     )
-    if standing.reason == "pages":
+    share = standing.num_open_pages / max(1, standing.num_pages)
+    if standing.num_waiting and standing.reason == "rows" and share < SCARCE:
         return sentence  # what would help has been said
-    return f"{sentence} {_memory(standing)}, or run fewer rows at once (--max-num-seqs, now {standing.max_rows:,})."
+    return f"{sentence} {_memory(standing)}, or run fewer requests at once (--max-num-seqs, now {standing.max_rows:,})."
 
 
 def _grammar(standing: Standing) -> str:

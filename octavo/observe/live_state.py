@@ -1,4 +1,4 @@
-"""LiveState: the engine at one moment, and its last minutes, as the cockpit and `octavo top` show them."""
+"""LiveState: the engine at one moment, and LiveHistory, what it did before, as the cockpit and `octavo top` show them."""
 
 from array import array
 
@@ -57,17 +57,31 @@ class LiveLane(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class LivePast(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One second of the last minutes: totals as in LiveTotals, and gauges at that time."""
+    """One interval of the history: what happened in it, by the names of LiveTotals, and the largest values of gauges."""
 
-    time: float
-    generation_tokens: int
-    first_tokens: int
+    time: float  # when it began
+    steps: float
+    prompt_tokens: float
+    cached_tokens: float
+    generation_tokens: float
+    finished: float
+    preemptions: float
+    busy_seconds: float
+    first_tokens: float
     first_token_seconds: float
-    token_gaps: int
+    token_gaps: float
     token_gap_seconds: float
-    preemptions: int
-    num_used_pages: int
-    num_waiting: int
+    starts: float  # of engines
+    used_share: float  # of the pages
+    num_waiting: float
+    num_rows: float
+
+
+class LiveHistory(msgspec.Struct, frozen=True, gc=False):
+    time: float
+    interval: int  # seconds
+    since: float  # when the first engine of this server was there
+    points: list[LivePast]  # oldest first; an interval in which nothing happened has none
 
 
 class LiveTotals(msgspec.Struct, frozen=True, gc=False):
@@ -106,7 +120,7 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     num_cached_pages: int
     num_free_pages: int
     ended: list[LiveEnd]  # since the last look
-    past: list[LivePast]  # on the first look: the last minutes
+    recent: list[LivePast]  # the last seconds of the history
     pages: bytes  # a 16-bit code for each page, little endian (cache/page_map.py): 0 free, 1 cached, 2 shared, else an owner's
 
 

@@ -135,3 +135,11 @@ def url_of(listener: socket.socket, server: ServerConfig) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "https" if server.ssl_certfile else "http"
     return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+
+
+def pages_line(url: str) -> str:
+    """Where a browser finds the pages. `url`: the API's."""
+    base = url.removesuffix("v1")
+    for anywhere in ("//0.0.0.0:", "//[::]:"):  # addresses to listen on, which no browser can open
+        base = base.replace(anywhere, "//localhost:")
+    return f"in a browser: chat {base}play, cockpit {base}"

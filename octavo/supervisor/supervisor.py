@@ -24,6 +24,7 @@ from octavo.ipc.stderr import hold_standard_streams, settle_standard_error
 from octavo.ipc.subprocesses import describe_exit, spawn
 from octavo.messages import EngineGone, EngineLost, EngineReport
 from octavo.observe import logs
+from octavo.observe.history import history_memory
 from octavo.recording.crash_files import CrashFiles
 from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit
 from octavo.supervisor.api_processes import ApiProcess, ApiProcesses
@@ -32,6 +33,7 @@ from octavo.supervisor.listen import (
     cannot_listen,
     check_certificates,
     listen,
+    pages_line,
     remove_socket,
     url_of,
 )
@@ -134,6 +136,7 @@ class _Supervisor:
         self._is_over = False
         self._heartbeat_fd = shared_memory()
         self._heartbeat = Heartbeat(self._heartbeat_fd)
+        self._history_fd = history_memory()
         self._watch = Watch(self._heartbeat, config.server.step_timeout)
         self._crash_files = CrashFiles(config.recorder)
         self._selector = selectors.DefaultSelector()
@@ -167,6 +170,7 @@ class _Supervisor:
         self._selector.close()
         self._heartbeat.close()
         os.close(self._heartbeat_fd)
+        os.close(self._history_fd)
         self._crash_files.close(self._num_engines)
 
     def run(self, signals: socket.socket, started: float) -> int:
@@ -204,8 +208,10 @@ class _Supervisor:
             self._num_engines,
             str(self._crash_files.live_folder or ""),
             *self._crash_files.ring_fds,
+            history_fd=self._history_fd,
         )
-        self._engine = spawn(ENGINE_MODULE, launch, pass_fds=(self._heartbeat_fd, *self._crash_files.ring_fds))
+        inherited = (self._heartbeat_fd, self._history_fd, *self._crash_files.ring_fds)
+        self._engine = spawn(ENGINE_MODULE, launch, pass_fds=inherited)
         self._listen_to(self._engine, self._on_engine_output)
 
     def _start_server(self, slot: ApiProcess) -> None:
@@ -379,6 +385,8 @@ class _Supervisor:
             url = url_of(self._listener, self._config.server)
             write_record(self._folder, ServerRecord(os.getpid(), url, self._served_name, time.time()))
             self._say(f"ready after {time.monotonic() - self._started:.1f} s: {url}")
+            if url.startswith("http"):  # no browser opens a Unix socket
+                self._say(pages_line(url))
 
     def _say(self, line: str) -> None:
         log.info("%s", line)

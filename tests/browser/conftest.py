@@ -35,26 +35,35 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def open_page(browser: Any, server: Server) -> Iterator[Any]:
-    """open_page(path, scheme) opens a page with the API key as HTTP credentials. An error in the page's scripts fails the test."""
+def open_page(browser: Any, server: Any) -> Iterator[Any]:
+    """open_page(path, scheme) opens a page of `server`, with the API key as HTTP credentials. An error in the page's scripts, or
+    anything that its content policy has refused, fails the test. A page has a context of its own: nothing is stored yet."""
     errors: list[str] = []
-    pages: list[Any] = []
+    contexts: list[Any] = []
 
-    def start(path: str, scheme: str = "light") -> Any:
-        page = browser.new_page(
-            viewport={"width": 1366, "height": 768},  # a laptop
+    def start(path: str, scheme: str = "light", is_phone: bool = False) -> Any:
+        size = {"width": 390, "height": 780} if is_phone else {"width": 1366, "height": 768}  # else a laptop
+        context = browser.new_context(
+            viewport=size,
             color_scheme=scheme,
             http_credentials={"username": "anybody", "password": KEY},
+            **({"has_touch": True, "is_mobile": True, "device_scale_factor": 2} if is_phone else {}),
         )
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        pages.append(page)
+        contexts.append(context)
+        page = context.new_page()
+        watch(page, errors)
         page.goto(server.base + path)
         return page
 
     yield start
-    for page in pages:
-        page.close()
+    for context in contexts:
+        context.close()
     assert errors == []
+
+
+def watch(page: Any, errors: list[str]) -> None:
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if "Content Security Policy" in line.text else None)
 
 
 def keep(page: Any, name: str) -> None:
@@ -66,7 +75,7 @@ def keep(page: Any, name: str) -> None:
 def unnamed(page: Any) -> list[str]:
     """Elements that have no name for a screen reader."""
     found: list[str] = page.eval_on_selector_all(
-        "button, input, canvas, select, textarea, dialog, [tabindex]",
+        "button, a, input, canvas, select, textarea, dialog, [tabindex]",
         "all => all.filter(one => !(one.textContent.trim() || one.ariaLabel || one.labels?.length || one.getAttribute('aria-labelledby'))).map(one => one.outerHTML)",
     )
     return found

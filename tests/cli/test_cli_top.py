@@ -47,6 +47,12 @@ def state(at: float, tokens: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+PAST = {
+    "time": 100.0,
+    "interval": 1,
+    "since": 10.0,
+    "points": [[97.0, *[0] * 3, 30.0, *[0] * 11], [98.0, *[0] * 3, 60.0, *[0] * 11]],
+}
 PAGES = base64.b64encode(array("H", [0, 1, 2, 9, 9, 0, 0, 0]).tobytes()).decode()
 STATES = [
     state(100.0, 0, pages=PAGES),
@@ -62,8 +68,11 @@ class _Feed(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         allowed = self.headers.get("authorization") == "Bearer secret"
-        self.send_response(200 if self.path == "/v1/live" and allowed else 401)
+        self.send_response(200 if self.path.startswith("/v1/live") and allowed else 401)
         self.end_headers()
+        if "history" in self.path:
+            self.wfile.write(json.dumps(PAST).encode())
+            return
         with suppress(ConnectionError):  # --once disconnects before the end
             for state in STATES:
                 self.wfile.write(b"data: " + json.dumps(state).encode() + b"\n\n")
@@ -98,8 +107,9 @@ def url() -> Iterator[str]:
 def test_one_look(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url", url, "--api-key", "secret", "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("octavo top  0/4 rows  0 waiting") and "no request has to wait" in lines
-    assert "·cS██···" in lines
+    assert lines[0].startswith("octavo top (q quits)  1/4 rows  1 waiting  50 tokens/s"), "a rate needs two states"
+    assert "·cS████·" in lines and "1 request waits: all 4 rows are in use." in lines
+    assert "tokens/s ▅█   up to 60" in lines, "the past is the server's"
 
 
 def test_a_line_for_each_look_where_there_is_no_terminal(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +126,7 @@ def test_rows_queue_and_ends_are_drawn_within_the_terminal() -> None:
     lines = screen.draw(100, 40)
     text = "\n".join(lines)
     assert "my-request#1" in text and "decode +1" in text and "40/60" in text
-    assert "other" in text and "waits for rows" in text and "1.2 s  preempted" in text
+    assert "other" in text and "waits for a free row" in text and "1.2 s  preempted" in text
     assert "1 request waits: all 4 rows are in use." in lines and "·cS████·" in lines
     assert "between tokens 20 ms" in text and "first token –" in text
     screen.take(STATES[2])
@@ -147,19 +157,34 @@ def test_in_a_terminal_it_outlives_the_server_and_leaves_all_as_it_was() -> None
     address = ("--url", f"http://127.0.0.1:{server.server_port}")
     terminal = Terminal("top", *address, size=(100, 40), environment={"OCTAVO_API_KEY": "secret"})
     wide = terminal.until(lambda screen: "2.50 s" in screen)
-    assert wide.splitlines()[0].startswith("octavo top  0/4 rows  0 waiting  50 tokens/s") and "·cS████·" in wide
+    assert (
+        wide.splitlines()[0].startswith("octavo top (q quits)  0/4 rows  0 waiting  50 tokens/s") and "·cS████·" in wide
+    )
     assert terminal.raw.startswith("\x1b[?1049h\x1b[?25l") and "\x1b[38;5;220mS" in terminal.raw
     terminal.resize(34, 20)
     server.stop()
     gone = terminal.until(lambda screen: "No connection since" in screen)
     assert all(len(line) <= 34 for line in gone.splitlines()) and len(gone.splitlines()) < 20
-    assert "octavo top  0/4 rows  0 waiting" in gone.splitlines(), "figures are not cut but continued"
+    assert "octavo top (q quits)  0/4 rows" in gone.splitlines(), "figures are not cut but continued"
     _Feed.holds.set()
     server = _Server(server.server_port)
-    back = terminal.until(lambda screen: "no request has to wait" in screen)
+    back = terminal.until(lambda screen: "Idle: there are no requests." in screen)
     assert "No connection" not in back and back.count("my-request") <= 1
     terminal.press("q")
     assert terminal.close() == (0, "")
+    server.stop()
+
+
+@pytest.mark.parametrize("key", ["q", "Q", "\x04"])
+def test_a_key_quits_at_once_also_while_the_server_is_silent(key: str) -> None:
+    _Feed.holds.set()
+    server = _Server()
+    terminal = Terminal("top", "--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "secret", size=(80, 24))
+    terminal.until(lambda screen: "2.50 s" in screen)
+    began = time.monotonic()
+    terminal.press(key)
+    assert terminal.close() == (0, "")
+    assert time.monotonic() - began < 5, "the feed is silent for ten seconds before it counts as lost"
     server.stop()
 
 

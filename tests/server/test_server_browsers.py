@@ -198,7 +198,7 @@ class TestOrigins:
     )
     async def test_links_from_elsewhere_work(self, serve: Serve, headers: dict[str, str], status: int) -> None:
         client = serve()
-        for path in ("/", "/play", "/pages/common.js", "/v1/models", "/openapi.json"):
+        for path in ("/", "/play", "/pages/shared/common.js", "/v1/models", "/openapi.json"):
             assert (await client.get(path, headers=headers)).status_code == status, path
 
     @pytest.mark.parametrize(

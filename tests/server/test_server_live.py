@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 import random
 from array import array
 from typing import Any
@@ -13,11 +14,10 @@ import pytest
 from octavo.cache import KVCache
 from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
 from octavo.observe.advice import Standing, advice
-from octavo.observe.history import NUM_KEPT, History
-from octavo.observe.live_state import changes
-from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.history import LEVELS, MAX_SECONDS, History, history_memory
+from octavo.observe.live_state import LiveTotals, changes
 from octavo.server.state import live_feed
-from tests.doubles import REPORT, AsgiCall
+from tests.doubles import AsgiCall
 from tests.server.conftest import error_of
 from tests.server.running import Served, ask, engine
 
@@ -104,8 +104,12 @@ async def test_rows_queue_pages_and_ends(served: Any) -> None:
     late = Watch(server)  # sees what ended before it came, and the minutes before
     whole = await late.next()
     assert {"first", "second", "third", "refused"} >= {end["id"] for end in whole["ended"]} >= {"third", "refused"}
-    assert all(0 < end["at"] <= whole["time"] for end in whole["ended"]) and len(whole["past"]) >= 1
-    assert (await late.next())["past"] == []
+    assert all(0 < end["at"] <= whole["time"] for end in whole["ended"])
+    history = (await server.http.get("/v1/live/history")).json()
+    assert history["interval"] == 1 and 0 < history["since"] <= history["time"]
+    assert sum(point[4] for point in history["points"]) == pytest.approx(whole["totals"]["generation_tokens"], abs=0.01)
+    assert sum(point[12] for point in history["points"]) == 1 and max(point[15] for point in history["points"]) == 2
+    assert [point[0] for point in whole["recent"]] == [point[0] for point in history["points"]][-len(whole["recent"]) :]
     await late.leave()
     assert set(watch.pages) == {FREE, CACHED} and state["num_cached_pages"] == list(watch.pages).count(CACHED) > 2
     assert state["totals"]["finished"] == 3 and state["totals"]["generation_tokens"] > 2
@@ -154,6 +158,11 @@ async def test_bad_questions(served: Any, monkeypatch: pytest.MonkeyPatch) -> No
     server = served()
     for page in ("64", "-1", "x", "9" * 30):
         assert "from 0 to 63" in error_of(await server.http.get(f"/v1/live/pages/{page}"), 404)["message"]
+    for seconds in ("0", "-1", "x", "1e3", str(MAX_SECONDS + 1), "9" * 30):
+        error = error_of(await server.http.get("/v1/live/history", params={"seconds": seconds}), 400)
+        assert error["param"] == "seconds" and f"between 1 and {MAX_SECONDS}" in error["message"]
+    assert error_of(await server.http.get("/v1/live/history?minutes=1"), 400)["param"] == "minutes"
+    assert (await server.http.get(f"/v1/live/history?seconds={MAX_SECONDS}")).json()["interval"] == 60
     monkeypatch.setattr(live_feed, "MAX_WATCHERS", 0)
     response = await server.http.get("/v1/live")
     assert error_of(response, 429) and response.headers["retry-after"] == "10"
@@ -201,10 +210,11 @@ STANDING = Standing(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"reason": "rows"}, ["3 requests wait: all 8 rows are in use, while 40% of the pages are free", "--max-num-seqs (now 8)"]),
-        ({"reason": "rows", "num_open_pages": 4}, ["and so are 96% of the pages: this server is full"]),
+        ({"reason": "rows"}, ["3 requests wait: all 8 rows are in use, while 40% of the KV pages are free", "--max-num-seqs (now 8)"]),
+        ({"reason": "rows", "num_open_pages": 4}, ["and so are 96% of the KV pages: this server is full"]),
         ({"reason": "pages", "num_open_pages": 12}, ["up to 11 KV pages for 170 tokens, with 4 more reserved", "12 of 100 are free", "--gpu-memory-utilization"]),
-        ({"reason": "pages", "is_cpu": True, "num_waiting": 1}, ["1 request waits", "(--kv-cache-memory-bytes)"]),
+        ({"reason": "pages"}, ["3 requests wait for KV pages that have just become free."]),
+        ({"reason": "pages", "is_cpu": True, "num_waiting": 1, "num_open_pages": 3}, ["1 request waits", "(--kv-cache-memory-bytes)"]),
         ({"reason": "budget"}, ["all 512 tokens of a step", "--max-num-batched-tokens"]),
         ({"reason": "streams", "limit_ms": 62.4}, ["tokens within 62 ms", "--max-inter-token-ms, or set it to off"]),
         ({}, ["3 requests wait for the current step to end."]),
@@ -222,15 +232,106 @@ def test_nothing_is_said_where_nothing_waits() -> None:
     assert advice(msgspec.structs.replace(STANDING, num_waiting=0)) == ""
 
 
-def test_the_past_is_one_point_a_second_and_rates_do_not_spread_over_a_rest() -> None:
-    metrics = EngineMetrics("m", REPORT)
+@pytest.mark.parametrize("reason", ["rows", "pages", "budget", "grammar", "step", None])
+@pytest.mark.parametrize("num_open", [2, 12, 40, 90])
+@pytest.mark.parametrize("num_preempted", [0, 3])
+@pytest.mark.parametrize("num_waiting", [0, 1, 50])
+def test_advice_never_contradicts_itself(reason: Any, num_open: int, num_preempted: int, num_waiting: int) -> None:
+    sentence = advice(
+        msgspec.structs.replace(
+            STANDING, reason=reason, num_open_pages=num_open, num_preempted=num_preempted, num_waiting=num_waiting
+        )
+    )
+    assert bool(sentence) == bool(num_waiting or num_preempted)
+    assert not ("Raise --max-num-seqs" in sentence and "fewer" in sentence), sentence
+    for flag in ("--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype", "--kv-cache-memory-bytes"):
+        assert sentence.count(flag) <= 1, sentence
+    if num_preempted:
+        assert "Raise" not in sentence, f"more work would only be preempted: {sentence}"
+    if "are free. Give" in sentence:
+        assert STANDING.head_pages + STANDING.spare_pages > num_open, sentence
+
+
+NO_TOTALS = LiveTotals(0, 0, 0, 0, 0, 0, 0.0, 0, 0.0, 0, 0.0)
+
+
+def run_steps(history: History, times: list[float], tokens: int = 0) -> int:
+    """As an engine does that generates a token at each of these times, and notes when it is due."""
+    for now in times:
+        tokens += 1
+        history.last_step = now
+        if now >= history.due:
+            note(history, tokens)
+    return tokens
+
+
+def note(history: History, tokens: int) -> None:
+    history.note(msgspec.structs.replace(NO_TOTALS, generation_tokens=tokens), 0.5, 2, 3)
+
+
+def rates(history: History, seconds: float, now: float) -> dict[float, float]:
+    return {past.time: past.generation_tokens for past in history.read(seconds, now).points}
+
+
+def test_a_rest_is_no_spike_and_every_token_is_in_its_second() -> None:
     history = History()
-    for now in (10.0, 11.5, 60.0):
-        assert now >= history.due
-        history.note(now, metrics.totals(), 7, 0)
-    assert history.due == 61.0
-    assert [(past.time, past.num_used_pages) for past in history.all()] == [(10.0, 7), (11.5, 7), (59.0, 0), (60.0, 7)]
-    assert history.preemptions_since(50.0, 5) == 5
-    for now in range(100, 100 + 2 * NUM_KEPT):
-        history.note(float(now), metrics.totals(), 0, 1)
-    assert len(history.all()) == NUM_KEPT
+    history.start(100.0)
+    tokens = run_steps(history, [100 + at / 10 for at in range(1, 38)])  # until 103.7, ten a second
+    note(history, tokens)  # work arrives at 190.5
+    history.resume(190.5)
+    tokens = run_steps(history, [190.5 + at / 10 for at in range(1, 11)], tokens)
+    note(history, tokens)
+    found = rates(history, 300, 192.0)
+    assert {time: round(value, 1) for time, value in found.items() if value > 0.01} == {
+        100.0: 10.0, 101.0: 10.0, 102.0: 10.0, 103.0: 7.0, 190.0: 5.0, 191.0: 5.0,
+    }  # fmt: skip
+    assert sum(found.values()) == pytest.approx(tokens)
+
+
+def test_a_long_step_counts_where_it_was_computed() -> None:
+    history = History()
+    history.start(50.0)
+    history.last_step = 58.0
+    note(history, 80)
+    assert rates(history, 300, 60.0) == {float(second): pytest.approx(10) for second in range(50, 58)} | {58.0: 0.0}
+
+
+def test_the_next_engine_continues_the_history() -> None:
+    fd = history_memory()
+    first = History(fd)
+    first.start(100.0)
+    run_steps(first, [101.0, 102.5])
+    second = History(fd)  # the first was killed
+    second.start(130.0)
+    run_steps(second, [131.0, 132.5])
+    history = second.read(300, 133.0)
+    assert history.since == 100.0 and [past.time for past in history.points if past.starts] == [100.0, 130.0]
+    tokens = [past.generation_tokens for past in history.points]
+    assert sum(tokens) == pytest.approx(4) and min(tokens) >= 0, "the totals of a new engine start at 0"
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("seconds", "interval"), [(60, 1), (600, 1), (3600, 10), (6 * 3600, 60), (MAX_SECONDS, 60)])
+def test_a_day_fits_in_bounded_memory(seconds: int, interval: int) -> None:
+    history = History()
+    history.start(0.0)
+    tokens = 0
+    for now in range(1, 2 * MAX_SECONDS, 7):  # two days, a token every seven seconds
+        tokens = run_steps(history, [float(now)], tokens)
+    found = history.read(seconds, 2.0 * MAX_SECONDS)
+    assert found.interval == interval
+    assert all(past.time >= 2 * MAX_SECONDS - seconds - interval for past in found.points)
+    assert sum(past.generation_tokens for past in found.points) == pytest.approx(seconds / 7, rel=0.05, abs=2)
+    assert [past.time for past in found.points] == sorted(past.time for past in found.points)
+    assert len(found.points) <= max(level.num_slots for level in LEVELS) + 1
+    assert all(past.used_share == 0.5 and past.num_waiting == 2 and past.num_rows == 3 for past in found.points)
+
+
+def test_preemptions_of_the_last_seconds_are_counted() -> None:
+    history = History()
+    history.start(10.0)
+    for now, total in ((11.0, 1), (25.0, 3), (30.0, 4)):
+        history.last_step = now
+        history.resume(now - 0.5)
+        history.note(msgspec.structs.replace(NO_TOTALS, preemptions=total), 0, 0, 1)
+    assert history.preemptions_since(20.0) == 3 and history.preemptions_since(26.0) == 1

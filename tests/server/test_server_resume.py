@@ -186,6 +186,22 @@ class TestKeys:
             await again.done()
             assert again.status == status
 
+    async def test_only_its_key_ends_it(self) -> None:
+        engine = ScriptedEngine(never_ends)
+        app = build(engine, api_key="one,two")
+        engine.on_step = lambda request, step: engine.gate.clear() if step > 20 else None
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        call = begin(app, headers=one)
+        await call.until(lambda call: len(call.sent) >= 5)
+        for headers, status in (({}, 401), (two, 404), (one, 200), (one, 404)):
+            assert not engine.aborts or status == 404
+            end = AsgiCall(app, "DELETE", f"/v1/stream/{call.headers['x-stream-id']}", headers=headers)
+            await end.done()
+            assert end.status == status
+        await until(lambda: bool(engine.aborts))
+        await call.done()
+        assert b"this stream was ended before it was complete" in call.sent[-1]
+
     async def test_ids_cannot_be_guessed(self) -> None:
         app = build(ScriptedEngine(says("a")))
         ids = set()
@@ -348,6 +364,17 @@ class TestSeveralProcesses:
             again = get(apps[0], query)
             await again.done()
             assert again.status == status
+
+    async def test_any_of_them_ends_it(self, apps: list[FastAPI]) -> None:
+        engine = apps[1].state.service.engine
+        engine.script = never_ends
+        engine.on_step = lambda request, step: engine.gate.clear() if step > 20 else None
+        _, stream_id = await cut_off(apps[1], engine)
+        for status in (200, 404):
+            end = AsgiCall(apps[0], "DELETE", f"/v1/stream/{stream_id}")
+            await end.done()
+            assert end.status == status
+        await until(lambda: bool(engine.aborts))
 
     async def test_leaving_is_leaving_there_too(self, apps: list[FastAPI]) -> None:
         engine = apps[1].state.service.engine

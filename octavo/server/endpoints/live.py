@@ -1,11 +1,13 @@
-"""GET /v1/live: the server's state, a few times a second, as server-sent events; GET /v1/live/pages/{page}: a page's owners.
-A key sees its own requests among them."""
+"""GET /v1/live: the server's state, a few times a second, as server-sent events; GET /v1/live/history: what it did
+before; GET /v1/live/pages/{page}: a page's owners. A key sees its own requests among them; totals are for all."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from octavo.errors import EngineUnavailable, NotFound, Overloaded
-from octavo.messages import ReadPage
+from octavo.errors import EngineUnavailable, InvalidRequest, NotFound, Overloaded
+from octavo.messages import ReadHistory, ReadPage
+from octavo.observe.history import MAX_SECONDS
+from octavo.observe.live_state import LiveHistory
 from octavo.server.http.sse import EventStream, viewer_of
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.live_feed import MAX_WATCHERS
@@ -17,7 +19,11 @@ class PageOwners(msgspec.Struct, frozen=True):
     owners: list[str]  # HTTP requests
 
 
-SHAPES = {"GET /v1/live": Shape(media=EVENTS), "GET /v1/live/pages/{page}": Shape(PageOwners)}
+SHAPES = {
+    "GET /v1/live": Shape(media=EVENTS),
+    "GET /v1/live/history": Shape(LiveHistory),
+    "GET /v1/live/pages/{page}": Shape(PageOwners),
+}
 
 
 def router(service: Service) -> APIRouter:
@@ -32,6 +38,11 @@ def router(service: Service) -> APIRouter:
             raise Overloaded(f"{MAX_WATCHERS} clients are already watching, which is the limit", retry_after=10)
         return EventStream(service, service.live.watch(viewer_of(service, request).only))
 
+    @router.get("/v1/live/history")
+    async def history(request: Request) -> Response:
+        found = await service.query(ReadHistory(call=0, seconds=_seconds(request)))
+        return Response(found, media_type="application/json")
+
     @router.get("/v1/live/pages/{page}")
     async def page_owners(page: str, request: Request) -> Response:
         num_pages = service.report.num_pages
@@ -42,3 +53,13 @@ def router(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     return router
+
+
+def _seconds(request: Request) -> int:
+    for name in request.query_params:
+        if name != "seconds":
+            raise InvalidRequest(f"unknown parameter {name[:60]!r}; supported is seconds", param=name[:60])
+    given = request.query_params.get("seconds", "300")
+    if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= MAX_SECONDS):
+        raise InvalidRequest(f"seconds must be between 1 and {MAX_SECONDS}, got {given[:60]!r}", param="seconds")
+    return int(given)

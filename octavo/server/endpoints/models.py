@@ -17,6 +17,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     parent: None = None
     object: Literal["model"] = "model"
     owned_by: Literal["octavo"] = "octavo"
+    capabilities: tuple[Literal["chat", "completion", "embedding"], ...] = ()
+    default_sampling: dict[str, float] = {}  # where a request sets none; the model's generation_config.json has them
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -44,7 +46,12 @@ def router(service: Service) -> APIRouter:
 
 def _card(service: Service, name: str) -> ModelCard:
     root = service.config.model.model or service.model_name
-    return ModelCard(name, service.created, service.report.max_model_len, root)
+    report, text = service.report, service.text
+    card = ModelCard(name, service.created, report.max_model_len, root)
+    if not report.can_generate:
+        return msgspec.structs.replace(card, capabilities=("embedding",))
+    capabilities = ("chat", "completion", "embedding") if text.has_chat_template else ("completion", "embedding")
+    return msgspec.structs.replace(card, capabilities=capabilities, default_sampling=text.default_sampling)
 
 
 def _json(body: msgspec.Struct) -> Response:

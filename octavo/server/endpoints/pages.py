@@ -1,6 +1,9 @@
-"""GET / (the cockpit), /play (the playground) and /pages/{name} (their files), read once from the package."""
+"""GET / (the cockpit), /play (the chat; for an encoder a page for its embeddings) and /pages/{name} (their files), read once from the
+package."""
 
+from collections.abc import Iterator
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter, Response
 
@@ -22,7 +25,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-PAGES = {"/": "cockpit.html", "/play": "play.html"}
+COCKPIT, CHAT, EMBEDDINGS = "cockpit.html", "play.html", "embed.html"
 SHAPES = {
     "GET /": Shape(media=("text/html",)),
     "GET /play": Shape(media=("text/html",)),
@@ -31,28 +34,33 @@ SHAPES = {
 
 
 def router(service: Service) -> APIRouter:
-    found = {
-        entry.name: entry.read_bytes()
-        for entry in files("octavo.server").joinpath("static").iterdir()
-        if entry.name.rpartition(".")[2] in TYPES
-    }
+    found = dict(_read(files("octavo.server").joinpath("static"), ""))
     router = APIRouter()
 
     @router.get("/")
     async def cockpit() -> Response:
-        return _file(found, PAGES["/"])
+        return _file(found, COCKPIT)
 
     @router.get("/play")
     async def playground() -> Response:
-        return _file(found, PAGES["/play"])
+        report = service.engine.report  # None while an engine restarts: the chat page waits for it
+        return _file(found, CHAT if report is None or report.can_generate else EMBEDDINGS)
 
-    @router.get("/pages/{name}")
+    @router.get("/pages/{name:path}")
     async def part(name: str) -> Response:
-        if name not in found or name in PAGES.values():
+        if name not in found or name.endswith(".html"):
             raise NotFound(f"no such file: {name[:60]!r}")
         return _file(found, name)
 
     return router
+
+
+def _read(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _read(entry, f"{prefix}{entry.name}/")
+        elif entry.name.rpartition(".")[2] in TYPES:
+            yield prefix + entry.name, entry.read_bytes()
 
 
 def _file(found: dict[str, bytes], name: str) -> Response:

@@ -1,8 +1,10 @@
-"""GET /v1/stream/{id}?from=N: the events of a stream from number N on, for a client whose connection was lost."""
+"""GET /v1/stream/{id}?from=N: the events of a stream from number N on, for a client whose connection was lost. DELETE: end it, for a
+client that wants no more of it; to close the connection is not enough, because the stream outlives it."""
 
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -16,7 +18,7 @@ from octavo.server.state.service import Service
 logger = logging.getLogger("octavo.server")
 
 MAX_NUMBER_LEN = 15  # digits: no stream has that many events
-KIND = "streams"  # of queries to other API processes
+KIND, END_KIND = "streams", "ends of streams"  # of queries to other API processes
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -25,7 +27,16 @@ class Wanted(msgspec.Struct, frozen=True):
     start: int
 
 
-SHAPES = {"GET /v1/stream/{stream_id}": Shape(media=EVENTS)}
+class Ended(msgspec.Struct, frozen=True):
+    id: str
+    object: Literal["stream.deleted"] = "stream.deleted"
+    deleted: Literal[True] = True
+
+
+SHAPES = {
+    "GET /v1/stream/{stream_id}": Shape(media=EVENTS),
+    "DELETE /v1/stream/{stream_id}": Shape(Ended),
+}
 
 
 def router(service: Service) -> APIRouter:
@@ -37,7 +48,27 @@ def router(service: Service) -> APIRouter:
         wanted = Wanted(stream_id, owner_of(request), first_wanted(request))
         return EventStream(service, await find(service, wanted))
 
+    service.peers.handle(END_KIND, lambda body: end_here(service, msgspec.json.decode(body, type=Wanted)))
+
+    @router.delete("/v1/stream/{stream_id}")
+    async def end(request: Request, stream_id: str) -> Response:
+        wanted = Wanted(stream_id, owner_of(request), 0)
+        is_ended = service.logs.end(stream_id, wanted.owner)
+        if not is_ended and await service.peers.ask_whole(END_KIND, msgspec.json.encode(wanted)) is None:
+            raise service.logs.missing()
+        return Response(msgspec.json.encode(Ended(stream_id)), media_type="application/json")
+
     return router
+
+
+def end_here(service: Service, wanted: Wanted) -> AsyncGenerator[bytes, None] | None:
+    """For another process."""
+    return _nothing() if service.logs.end(wanted.stream_id, wanted.owner) else None
+
+
+async def _nothing() -> AsyncGenerator[bytes, None]:
+    return
+    yield b""
 
 
 async def find(service: Service, wanted: Wanted) -> AsyncGenerator[bytes, None]:

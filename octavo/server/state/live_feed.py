@@ -10,8 +10,7 @@ import msgspec
 from octavo.client.client import EngineClient
 from octavo.errors import OctavoError
 from octavo.messages import ReadLive
-from octavo.observe.history import EVERY_SECONDS, NUM_KEPT, past_of
-from octavo.observe.live_state import LiveEnd, LiveLook, LivePast, LiveState, changes
+from octavo.observe.live_state import LiveEnd, LiveLook, LiveState, changes
 from octavo.server.state.encoded_json import add_member
 
 INTERVAL_SECONDS = 0.25
@@ -31,8 +30,7 @@ class LiveFeed:
         self._watchers: dict[asyncio.Queue[bytes | None], bytes | None] = {}  # → the owner whose requests it sees
         self._task: asyncio.Task[None] | None = None
         self._last: LiveLook | None = None
-        self._ended: deque[tuple[LiveEnd, bytes]] = deque(maxlen=MAX_ENDED)  # ┐ sent so far, for new watchers
-        self._past: deque[LivePast] = deque(maxlen=NUM_KEPT)  # ┘
+        self._ended: deque[tuple[LiveEnd, bytes]] = deque(maxlen=MAX_ENDED)  # sent so far, for new watchers
 
     @property
     def is_full(self) -> bool:
@@ -44,7 +42,7 @@ class LiveFeed:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_BEHIND)
         if self._last is not None:
             ended = [end for end, _ in self._ended]
-            state = msgspec.structs.replace(self._last.state, ended=ended, past=[*self._past])
+            state = msgspec.structs.replace(self._last.state, ended=ended)
             full = msgspec.structs.replace(self._last, state=state, ended=[whose for _, whose in self._ended])
             queue.put_nowait(_event(full.seen_by(owner), None))
         self._watchers[queue] = owner
@@ -75,11 +73,10 @@ class LiveFeed:
         finally:
             self._task = self._last = None
             self._ended.clear()
-            self._past.clear()
 
     def _publish(self, look: LiveLook) -> None:
         before, self._last = self._last, look
-        self._remember(look)
+        self._ended += zip(look.state.ended, look.ended, strict=True)
         events: dict[bytes | None, bytes] = {}  # by owner: most watchers see the same
         for queue, owner in [*self._watchers.items()]:
             if queue.full():
@@ -90,13 +87,6 @@ class LiveFeed:
             if owner not in events:
                 events[owner] = _event(look.seen_by(owner), None if before is None else before.state)
             queue.put_nowait(events[owner])
-
-    def _remember(self, look: LiveLook) -> None:
-        state = look.state
-        self._ended += zip(state.ended, look.ended, strict=True)
-        self._past += state.past
-        if not self._past or state.time - self._past[-1].time >= EVERY_SECONDS:
-            self._past.append(past_of(state))
 
 
 def _event(state: LiveState, before: LiveState | None) -> bytes:

@@ -1,7 +1,7 @@
 // A request as code to run elsewhere: curl, or Python with OpenAI's client. The API key is never written, only the name of its
 // environment variable.
 
-const OWN = ["top_k", "min_p", "add_generation_prompt", "continue_final_message"]; // fields that OpenAI's client does not have
+const OWN = ["top_k", "min_p", "repetition_penalty", "add_generation_prompt", "continue_final_message"]; // fields that OpenAI's client does not have
 
 export function asCurl(base, request, hasKey) {
   const quoted = JSON.stringify(request, null, 2).replaceAll("'", "'\\''");
@@ -39,11 +39,4 @@ function pythonValue(value, depth) {
   if (items.join(", ").length < 70) return `${open}${items.join(", ")}${close}`;
   const pad = "    ".repeat(depth + 1);
   return `${open}\n${items.map((item) => `${pad}${item},`).join("\n")}\n${"    ".repeat(depth)}${close}`;
-}
-
-// Copy to the clipboard, also on pages without TLS, where browsers hide navigator.clipboard.
-export async function copy(text, fallback) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  getSelection().selectAllChildren(fallback);
-  document.execCommand("copy");
 }

@@ -1,9 +1,11 @@
 // The cockpit: follows the live feed and draws it. It shows what the feed says; the page itself measures nothing.
 
-import { ask, colour, count, element, events, find, keyDialog, percent, seconds, theme } from "./common.js";
-import { Batch, PageMap, drawHost, drawSpark, ownerColour } from "./drawing.js";
-import { Past } from "./past.js";
+import { ask, colour, copyButton, count, element, events, fillIcons, find, keyDialog, percent, seconds, theme, url } from "../shared/common.js";
+import { icon } from "../shared/icons.js";
+import { Charts, KINDS } from "./charts.js";
+import { Batch, PageMap, drawHost, ownerColour } from "./drawing.js";
 import { openJourney, journeyButton, touch } from "./inspect.js";
+import { Past, SPANS } from "./past.js";
 import { keepRows, write } from "./rows.js";
 
 const STAGE_SECONDS = 60; // stage times are averages over the requests that ended in this time
@@ -12,7 +14,7 @@ const MAX_ENDED = 200, MAX_ROWS = 60, MAX_TABLE = 250;
 const STAGES = [
   ["receive", "① receive", "Open requests, and the time to read and parse one"],
   ["queue", "② queue, schedule", "Requests without a row, and how long requests of the last minute waited"],
-  ["tokenize", "③ tokenize", "Time to turn a request's text into token ids"],
+  ["tokenize", "③ tokenize", "Time to turn a request's text into token ids, on average over the last minute"],
   ["embed", "④ embed", "Prompt tokens that enter the model; below, those found in the prefix cache"],
   ["transform", "⑤ transform", "Time of a step, and steps per second"],
   ["pages", "⑥ KV pages", "KV pages that requests hold"],
@@ -23,7 +25,11 @@ const REASONS = { grammar: "its grammar", rows: "a free row", pages: "free pages
 const LANES = { new: "new", preempted: "preempted", grammar: "waiting for their grammars" };
 
 const map = new PageMap(find("map")), batch = new Batch(find("batch"));
-const past = new Past();
+const SPAN = "octavo-span";
+const past = new Past(SPANS[localStorage.getItem(SPAN)] ?? SPANS["5 min"]);
+const charts = new Charts(find("charts"), () => schedule());
+let offset = 0; // from the feed's clock to seconds since 1970
+let model = null;
 const showKey = keyDialog(() => follow());
 let ended = []; // newest first
 let state = null;
@@ -51,6 +57,7 @@ async function follow() {
     try {
       const response = await ask("/v1/live", { signal: mine.signal });
       loadModel();
+      loadPast();
       for await (const event of events(response)) {
         if (mine.signal.aborted) return;
         take(JSON.parse(event.data));
@@ -83,25 +90,41 @@ function connection(is, why = "") {
 async function loadModel() {
   try {
     const models = await (await ask("/v1/models")).json();
-    write(find("model"), `${models.data[0].id} · context ${count(models.data[0].max_model_len)}`);
+    model = models.data[0];
+    write(find("model"), `${model.id} · context ${count(model.max_model_len)}`);
+    find("model").title = find("model").textContent;
+    write(find("chat-link-text"), model.capabilities?.includes("completion") ? "Chat" : "Embeddings");
+    find("map-card").classList.toggle("hidden", !model.capabilities?.includes("completion")); // an encoder keeps no pages
+    schedule();
   } catch {
     // The feed reports the same error.
   }
 }
 
+async function loadPast(span = past.span) {
+  try {
+    await past.load(span);
+    schedule();
+  } catch {
+    // The feed reports what is wrong.
+  }
+}
+
 function take(news) {
+  offset = Date.now() / 1000 - news.time;
   if (news.pages) {
     // The complete map: a new feed begins, perhaps of another engine.
     const bytes = Uint8Array.from(atob(news.pages), (letter) => letter.charCodeAt(0));
     map.codes = new Uint16Array(bytes.buffer);
     if (state && news.totals.steps < state.totals.steps) restartedAt = clock();
     ended = [];
-    past.begin(news);
+    past.begin();
   }
   for (const [start, codes] of news.changes || []) map.codes.set(codes, start);
   state = news;
   ended = [...news.ended.toReversed(), ...ended].slice(0, MAX_ENDED);
   past.add(news);
+  if (past.isStale(news.time)) loadPast();
   batch.rows = news.rows.map(([row, request, choice, isPrompt, stepTokens, length, promptLen, maxLen, pages, owner]) => ({
     row, request, choice, isPrompt, stepTokens, length, promptLen, maxLen, pages, owner, name: request + (choice ? `#${choice}` : ""),
   }));
@@ -127,8 +150,11 @@ function draw() {
   const rate = past.rates();
   drawLine(rate);
   write(find("step"), `step ${count(state.step)}`);
-  if (!lostAt) advise(state.advice || (state.rows.length ? "No request is waiting." : "Nothing to do: there are no requests."), state.blocked_by || (state.advice ? "other" : "none"));
-  drawSparks();
+  const isIdle = !state.rows.length && !state.num_waiting;
+  if (!lostAt) advise(state.advice || (isIdle ? idleText() : "No request is waiting: all of them are being computed."), state.blocked_by || (state.advice ? "other" : "none"));
+  document.body.dataset.idle = isIdle ? "yes" : "no";
+  charts.draw(past, state.time, offset);
+  drawValues();
   map.draw();
   drawHost(find("host"), state.num_host_pages, state.waiting.filter((wait) => wait[5]).map((wait) => [wait[0], wait[5]]));
   drawLegend();
@@ -163,7 +189,7 @@ function drawLine(rate) {
     transform: [`${seconds(mean(rate.busy_seconds, rate.steps))}`, `per step · ${rate.steps.toFixed(0)}/s`],
     pages: [percent(used() / Math.max(1, state.num_pages)), `${count(used())} of ${count(state.num_pages)}`],
     decode: [`${count(rate.generation_tokens)}/s`, `tokens · ${count(state.rows.length - prompts)} rows`],
-    stream: [`${rate.finished.toFixed(1)}/s`, `finished · flush ${seconds(meanOf("detokenise", "flush"))}`],
+    stream: [`${rate.finished.toFixed(1)}/s`, `finished · sent in ${seconds(meanOf("detokenise", "flush"))}`],
   };
   for (const item of find("line").children) {
     const [value, more] = values[item.dataset.stage];
@@ -172,21 +198,19 @@ function drawLine(rate) {
   }
 }
 
-function drawSparks() {
-  const kinds = [
-    ["ttft", "time to first token", seconds, 0], ["itl", "time between tokens", seconds, 0],
-    ["rate", "tokens per second", (value) => (value === null ? "–" : count(value)), 0], ["pages", "pages in use", percent, 1],
-  ];
-  for (const [name, words, format, most] of kinds) {
-    const points = past.sparks[name], value = find(`value-${name}`);
-    const now = past.now(name), latest = now ?? points.findLast((point) => point[1] !== null)?.[1] ?? null;
-    const highest = points.reduce((top, point) => Math.max(top, point[1] ?? 0), 0);
+function idleText() {
+  const last = ended[0], ago = last ? state.time - last.at : 0;
+  const since = !last ? "No request has come since the server's start" : ago < 2 ? "The last request has just finished" : `The last request finished ${ago < 90 ? `${Math.round(ago)} s` : ago < 5400 ? `${Math.round(ago / 60)} min` : `${Math.round(ago / 3600)} h`} ago`;
+  return `Idle: nothing to compute. ${model ? `${model.id} is loaded and ready` : "The model is ready"}. ${since}.`;
+}
+
+function drawValues() {
+  for (const { id, format } of KINDS) {
+    const now = past.now(id), value = find(`value-${id}`);
+    const latest = now ?? charts.series.findLast((figures) => figures[id] !== null)?.[id] ?? null;
     write(value, format(latest));
     value.classList.toggle("old", now === null); // no current value: the last known one is shown
-    value.title = `at most ${format(highest)} in the last five minutes`;
-    const canvas = find(`spark-${name}`);
-    canvas.setAttribute("aria-label", `${words}: ${format(latest)}, at most ${format(highest)} in the last five minutes`);
-    drawSpark(canvas, points, past.span, state.time, most);
+    value.title = now === null ? "the latest value in the shown time" : "now";
   }
 }
 
@@ -206,13 +230,15 @@ function drawLegend() {
 function drawBatch() {
   batch.draw();
   const rows = batch.rows, prompts = rows.filter((row) => row.isPrompt).length, tokens = rows.reduce((sum, row) => sum + row.stepTokens, 0);
-  write(find("batch-note"), `${count(rows.length)} of ${count(state.max_rows)} rows: ${count(prompts)} compute their prompts, ${count(rows.length - prompts)} decode; ${count(tokens)} of ${count(state.max_step_tokens)} tokens in this step`);
+  write(find("batch-note"), rows.length
+    ? `${count(rows.length)} of ${count(state.max_rows)} rows: ${count(prompts)} ${prompts === 1 ? "computes its prompt" : "compute their prompts"}, ${count(rows.length - prompts)} decode; ${count(tokens)} of ${count(state.max_step_tokens)} tokens in this step`
+    : `0 of ${count(state.max_rows)} rows are in use`);
   if (!find("batch-details").open) return;
   keepRows(
     find("batch-rows"),
     rows.slice(0, MAX_TABLE),
     (row) => `${row.request}#${row.choice}`,
-    (row) => [cell("right number"), element("td", {}, journeyButton(row.request, row.name)), cell(), cell("right number"), cell("right number"), cell("right number")],
+    (row) => [cell("right number"), element("td", { class: "id" }, journeyButton(row.request, row.name)), cell(), cell("right number"), cell("right number"), cell("right number")],
     (cells, row) => [count(row.row), null, `${row.isPrompt ? "prompt" : "decode"} +${count(row.stepTokens)}`, count(row.length), count(row.maxLen), count(row.pages)].forEach((text, at) => text !== null && write(cells[at], text)),
   );
 }
@@ -233,7 +259,7 @@ function drawQueue() {
     find("queue"),
     state.waiting.slice(0, MAX_ROWS),
     (wait) => wait[0],
-    (wait) => [element("td", {}, journeyButton(wait[0])), cell(), cell("right number"), cell("right number")],
+    (wait) => [element("td", { class: "id" }, journeyButton(wait[0])), cell(), cell("right number"), cell("right number")],
     (cells, [, reason, since, promptLen, isPreempted]) => {
       write(cells[1], `${REASONS[reason] || reason}${isPreempted ? " (preempted)" : ""}`);
       write(cells[2], seconds(since));
@@ -255,16 +281,15 @@ function drawEnded() {
       bar.append(...parts.map(([kind, spent]) => element("i", { "data-kind": kind, style: `width:${((100 * spent) / Math.max(1e-9, end.seconds)).toFixed(1)}%` })));
       const status = element("td", { class: `right number${end.status >= 400 ? " bad" : ""}`, text: end.status === 499 ? "aborted" : end.status });
       return [
-        element("td", {}, journeyButton(end.id)),
+        element("td", { class: "id" }, journeyButton(end.id)),
         status,
         element("td", { class: "right number", text: `${count(end.prompt_tokens)} → ${count(end.output_tokens)}` }),
         element("td", { class: "right number", text: seconds(end.seconds) }),
         element(
           "td",
           { class: "wide" },
-          bar,
+          element("div", { class: "in" }, bar, ...(end.preemptions ? [element("small", { class: "faint", text: `preempted ${end.preemptions} ×` })] : [])),
           element("span", { class: "unseen", text: parts.map(([kind, spent]) => `${kind} ${seconds(spent)}`).join(", ") }),
-          ...(end.preemptions ? [element("small", { class: "faint", text: `preempted ${end.preemptions} ×` })] : []),
         ),
       ];
     },
@@ -283,12 +308,27 @@ touch({
   },
 });
 
-find("pause").addEventListener("click", () => {
-  isPaused = !isPaused;
-  write(find("pause"), isPaused ? "Resume" : "Pause");
+function pause(isWanted) {
+  isPaused = isWanted;
+  find("pause").replaceChildren(icon(isPaused ? "play" : "pause"));
+  find("pause").title = isPaused ? "Go on" : "Pause this page; the server goes on";
+  find("pause").setAttribute("aria-label", find("pause").title);
   find("pause").setAttribute("aria-pressed", String(isPaused));
   if (!isPaused) schedule();
-});
+}
+
+find("pause").addEventListener("click", () => pause(!isPaused));
+for (const [name, span] of Object.entries(SPANS)) {
+  find("spans").append(element("button", { type: "button", text: name, "aria-pressed": String(span === past.span), onclick: (event) => {
+    for (const button of find("spans").children) button.setAttribute("aria-pressed", String(button === event.target));
+    localStorage.setItem(SPAN, name);
+    loadPast(span);
+  } }));
+}
+const example = () => `curl ${new URL(url("/v1"), location.href).href}/${model?.capabilities?.includes("completion") === false ? "embeddings" : "chat/completions"} -H "Content-Type: application/json" -d '${JSON.stringify(model?.capabilities?.includes("completion") === false ? { input: "Hello" } : { messages: [{ role: "user", content: "Hello" }] })}'`;
+find("try-box").append(copyButton("Copy a first request for a terminal", example));
+fillIcons();
+pause(false);
 find("batch-details").addEventListener("toggle", schedule);
 theme(find("theme"), schedule);
 addEventListener("resize", schedule);

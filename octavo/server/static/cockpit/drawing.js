@@ -1,12 +1,12 @@
-// Canvases: the map of pages, the batch, sparklines. Each draws the numbers that it is given.
+// Canvases: the map of pages, and the batch. Each draws the numbers that it is given.
 
-import { colour } from "./common.js";
+import { colour } from "../shared/common.js";
 
 const FREE = 0, CACHED = 1, SHARED = 2;
 const SMALLEST = 2.5; // pixels of a page's cell; below that one cell shows several pages
 
 // A canvas's drawing context in CSS pixels, sharp on dense screens.
-function prepare(canvas) {
+export function prepare(canvas) {
   const width = canvas.clientWidth, height = Number(canvas.getAttribute("height-css") || canvas.getAttribute("height"));
   if (!canvas.hasAttribute("height-css")) canvas.setAttribute("height-css", height);
   const ratio = window.devicePixelRatio || 1;
@@ -60,7 +60,7 @@ export class PageMap extends Grid {
     const room = Math.floor(width / SMALLEST) * Math.floor(height / SMALLEST);
     this.per = Math.max(1, Math.ceil(count / Math.max(1, room)));
     const places = Math.ceil(count / this.per);
-    let cell = Math.min(22, Math.sqrt((width * height) / places));
+    let cell = Math.min(30, Math.sqrt((width * height) / places));
     while (cell > SMALLEST && Math.ceil(places / Math.floor(width / cell)) * cell > height) cell -= 0.05;
     this.cell = Math.max(SMALLEST, cell);
     this.columns = Math.max(1, Math.floor(width / this.cell));
@@ -182,8 +182,15 @@ export class Batch extends Grid {
     const thick = Math.max(1, pitch - (pitch > 4 ? 2 : pitch > 2 ? 1 : 0)), name = hasNames ? Math.min(150, wide * 0.4) : 0, tail = hasNames ? 84 : 0;
     const room = wide - name - tail - (this.columns > 1 ? (hasNames ? 14 : 3) : 0);
     const paint = { grid: colour("grid"), prompt: colour("prompt"), text: colour("text"), faint: colour("faint") };
-    context.font = "11px ui-monospace, monospace";
     context.textBaseline = "middle";
+    if (!this.rows.length) {
+      context.font = "13px system-ui, sans-serif";
+      context.textAlign = "center";
+      context.fillStyle = paint.faint;
+      context.fillText("No request is being computed. Each one gets a row here.", width / 2, height / 2, width - 8);
+      context.textAlign = "left";
+    }
+    context.font = "11px ui-monospace, monospace";
     this.rows.forEach((row, place) => {
       const left = Math.floor(place / deep) * wide, top = (place % deep) * pitch, bar = left + name;
       context.globalAlpha = this.highlight && this.highlight !== row.owner ? 0.25 : 1;
@@ -227,43 +234,3 @@ export const shorten = (text, length) => {
   const tail = Math.floor((length - 1) / 3);
   return `${text.slice(0, length - 1 - tail)}…${text.slice(text.length - tail)}`;
 };
-
-// Points are [time, value]; a value of null is a gap.
-export function drawSpark(canvas, points, span, now, most = 0) {
-  const { context, width, height } = prepare(canvas);
-  context.strokeStyle = colour("line");
-  context.lineWidth = 1;
-  context.beginPath();
-  context.moveTo(0, height - 0.5);
-  context.lineTo(width, height - 0.5);
-  context.stroke();
-  const values = points.map((point) => point[1]).filter((value) => value !== null);
-  if (!values.length) return;
-  const top = most || values.reduce((a, b) => Math.max(a, b), 0) * 1.08 || 1;
-  const x = (time) => width * (1 - (now - time) / span), y = (value) => height - 1.5 - (value / top) * (height - 4);
-  context.strokeStyle = colour("accent");
-  context.fillStyle = colour("accent");
-  context.lineWidth = 1.5;
-  let run = [];
-  for (const point of [...points, [now, null]]) {
-    if (point[1] !== null) {
-      run.push(point);
-      continue;
-    }
-    if (run.length) stroke(context, run, x, y, height);
-    run = [];
-  }
-}
-
-function stroke(context, run, x, y, height) {
-  context.beginPath();
-  context.moveTo(x(run[0][0]), y(run[0][1]));
-  for (const [time, value] of run) context.lineTo(x(time), y(value));
-  if (run.length === 1) context.lineTo(x(run[0][0]) + 2, y(run[0][1]));
-  context.stroke();
-  context.lineTo(x(run[run.length - 1][0]), height - 1);
-  context.lineTo(x(run[0][0]), height - 1);
-  context.globalAlpha = 0.12;
-  context.fill();
-  context.globalAlpha = 1;
-}

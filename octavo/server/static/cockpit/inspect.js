@@ -1,8 +1,7 @@
 // Describes the page or row under the pointer or the keyboard's cursor, and shows a request's journey in a dialog.
 
-import { ask, count, element, find } from "./common.js";
-import { shorten } from "./drawing.js";
-import { facts, waterfall } from "./waterfall.js";
+import { ask, count, element, find } from "../shared/common.js";
+import { facts, waterfall } from "../shared/waterfall.js";
 import { write } from "./rows.js";
 
 const KINDS = ["free", "cached: not in use, kept for prompts with the same prefix", "shared"];
@@ -11,7 +10,7 @@ const MAX_NAMED = 12;
 
 // ── journeys ──
 export const journeyButton = (id, text = id) =>
-  element("button", { type: "button", class: "plain", text: shorten(text, 22), title: id, "aria-label": `journey of ${text}`, onclick: () => openJourney(id) });
+  element("button", { type: "button", class: "plain", text, title: id, "aria-label": `journey of ${text}`, onclick: () => openJourney(id) });
 
 let shown = 0;
 export async function openJourney(id) {

@@ -1,6 +1,8 @@
-// Shared by both pages: the API key, the theme, server-sent events, number formats.
+// Shared by all pages: elements, the API key, the theme, server-sent events, number formats.
 
-const root = new URL(".", import.meta.url).pathname.replace(/pages\/$/, ""); // the server's path, with a proxy's prefix
+import { icon } from "./icons.js";
+
+const root = new URL("../..", import.meta.url).pathname; // the server's path, with a proxy's prefix
 
 export const url = (path) => root + path.replace(/^\//, "");
 export const find = (id) => document.getElementById(id);
@@ -17,6 +19,60 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+// A button with a sign instead of words; `name` is its name for screen readers and its tooltip.
+export const iconButton = (sign, name, onclick, attributes = {}) =>
+  element("button", { type: "button", class: "icon", "aria-label": name, title: name, onclick, ...attributes }, icon(sign));
+
+// Fill the buttons of a page's HTML that name their sign.
+export function fillIcons() {
+  for (const button of document.querySelectorAll("[data-icon]")) {
+    button.prepend(icon(button.dataset.icon));
+    if (button.ariaLabel) button.title ||= button.ariaLabel;
+  }
+}
+
+// Copies `read()` and says so.
+export function copyButton(name, read, attributes = {}) {
+  const button = iconButton("copy", name, async () => {
+    const isCopied = await copyText(read());
+    button.replaceChildren(icon(isCopied ? "done" : "cross"));
+    button.title = isCopied ? "Copied" : "The browser did not allow it";
+    button.dataset.copied = isCopied ? "yes" : "no";
+    setTimeout(() => {
+      button.replaceChildren(icon("copy"));
+      button.title = name;
+      delete button.dataset.copied;
+    }, 1400);
+  }, attributes);
+  return button;
+}
+
+// To the clipboard, also on pages without TLS, where browsers hide navigator.clipboard.
+export async function copyText(text) {
+  if (navigator.clipboard) {
+    try {
+      await navigator.clipboard.writeText(text);
+      return true;
+    } catch {
+      // No permission: the older way may still work.
+    }
+  }
+  const field = element("textarea", { class: "unseen", "aria-hidden": "true" });
+  field.value = text;
+  (document.querySelector("dialog[open]") || document.body).append(field);
+  field.select();
+  const isCopied = document.execCommand("copy");
+  field.remove();
+  return isCopied;
+}
+
+// Offer a text as a file.
+export function saveFile(name, text, type = "application/json") {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 10_000);
+}
+
 // ── the API key: kept by this browser tab only, and sent only to this server ──
 const KEY = "octavo-key";
 export const key = () => sessionStorage.getItem(KEY) || "";
@@ -26,29 +82,35 @@ export const bearer = () => (key() ? { Authorization: `Bearer ${key()}` } : {});
 export const isLocked = async () => (await fetch(url("/version"), { credentials: "omit" })).status === 401;
 
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, message, param = null) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, param });
   }
 }
 
 export async function ask(path, options = {}) {
-  const response = await fetch(url(path), { ...options, headers: { ...bearer(), ...options.headers } });
-  if (response.ok) return response;
-  let message = `the server answered ${response.status}`;
+  let response;
   try {
-    message = (await response.json()).error.message;
+    response = await fetch(url(path), { ...options, headers: { ...bearer(), ...options.headers } });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("the server cannot be reached"); // the browser says "Failed to fetch", and no more
+  }
+  if (response.ok) return response;
+  let message = `the server answered ${response.status}`, param = null;
+  try {
+    ({ message, param } = (await response.json()).error);
   } catch {
     // Not an error of our server: perhaps a proxy's page.
   }
-  throw new Refused(response.status, message);
+  throw new Refused(response.status, message, param);
 }
 
 export function keyDialog(onChange) {
   const field = element("input", { type: "password", id: "key", autocomplete: "off", "aria-label": "API key" });
   const dialog = element(
     "dialog",
-    { "aria-label": "API key" },
+    { class: "small", "aria-label": "API key" },
     element("h2", { text: "API key" }),
     element("p", { text: "This server requires an API key. It is kept until you close this tab." }),
     element(
@@ -60,9 +122,7 @@ export function keyDialog(onChange) {
           onChange();
         },
       },
-      field,
-      " ",
-      element("button", { class: "main", text: "Use it" }),
+      element("div", { class: "line-of-fields" }, field, element("button", { class: "main", text: "Use it" })),
     ),
   );
   document.body.append(dialog);
@@ -77,8 +137,9 @@ export function theme(button, onChange = () => {}) {
   const show = () => {
     const chosen = localStorage.getItem("octavo-theme") || (dark.matches ? "dark" : "light");
     document.documentElement.dataset.theme = chosen;
-    button.textContent = chosen === "dark" ? "Light" : "Dark";
-    button.setAttribute("aria-label", chosen === "dark" ? "Light colours" : "Dark colours");
+    button.replaceChildren(icon(chosen === "dark" ? "sun" : "moon"));
+    button.title = chosen === "dark" ? "Light colours" : "Dark colours";
+    button.setAttribute("aria-label", button.title);
     onChange();
   };
   button.addEventListener("click", () => {
@@ -104,9 +165,10 @@ export async function* events(response) {
       while ((end = rest.indexOf("\n\n")) >= 0) {
         const lines = rest.slice(0, end).split("\n");
         rest = rest.slice(end + 2);
-        const name = lines.find((line) => line.startsWith("event: "));
         const data = lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
-        if (data.length) yield { name: name ? name.slice(7) : "", data: data.join("\n") };
+        const id = lines.find((line) => line.startsWith("id: "));
+        const queue = lines.find((line) => line.startsWith(": queue "));
+        if (data.length || queue) yield { data: data.join("\n"), id: id ? Number(id.slice(4)) : null, queue };
       }
     }
   } finally {
@@ -123,4 +185,5 @@ export function seconds(value) {
 }
 
 export const count = (value) => Math.round(value).toLocaleString("en");
-export const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.01 ? 1 : 0)} %`;
+export const percent = (value) => (value === null ? "–" : `${(value * 100).toFixed(value > 0 && value < 0.01 ? 1 : 0)} %`);
+export const many = (number, one, several = `${one}s`) => `${count(number)} ${number === 1 ? one : several}`;

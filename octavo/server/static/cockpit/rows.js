@@ -1,6 +1,6 @@
 // Tables that are updated row by row, so that an update does not end a focus, a selection or a click in progress.
 
-import { element } from "./common.js";
+import { element } from "../shared/common.js";
 
 // `items` in order; `key` identifies an item; `make` creates its cells once; `update` gets (cells, item) each time.
 export function keepRows(body, items, key, make, update) {
