@@ -7,13 +7,23 @@ from octavo.cache import KVCache
 from octavo.messages import GenerateRequest, SamplingParams, StepPlan, StepResult
 from octavo.observe.replica_feed import ReplicaFeed
 from octavo.observe.step_observer import Observers
-from octavo.replay.what_if import StepCost
 from octavo.routing import Router
 from octavo.routing.policy import Policy
 from octavo.schedule import Scheduler
 from octavo.schedule.results import Planned
 
 ROOT = b"root of the keys"
+
+
+class StepCost(NamedTuple):
+    """Seconds of a step: a constant, plus so much for each row, plus so much for each token beyond one a row."""
+
+    step: float
+    row: float
+    token: float
+
+    def seconds(self, num_rows: int, num_tokens: int) -> float:
+        return self.step + self.row * num_rows + self.token * (num_tokens - num_rows)
 
 
 class FleetSettings(NamedTuple):

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.cluster.bounds import best_hits, infinite_hits, page_numbers
-from benchmarks.cluster.simulated import Arrival, FleetSettings, run_fleet
+from benchmarks.cluster.simulated import Arrival, FleetSettings, StepCost, run_fleet
 from octavo.replay.stats import at
-from octavo.replay.what_if import StepCost
 from octavo.routing import POLICIES
 
 NAME = "trace"
