@@ -1,6 +1,7 @@
 """LLM: the engine as a Python object: generate, chat, embed and stream, without a server. It drives the same loop that serves
 requests."""
 
+import json
 import signal
 import threading
 import time
@@ -16,7 +17,14 @@ from octavo import config as configuration
 from octavo.admission.validate import admit, admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.engine.build import start_engine
 from octavo.errors import ConfigError, EngineDead, InvalidRequest
-from octavo.messages import Abort, BeamSearchParams, GenerateRequest, SamplingParams, TokenDelta
+from octavo.messages import (
+    Abort,
+    BeamSearchParams,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenDelta,
+)
 from octavo.messages.params import choice_seed
 from octavo.offline.outputs import (
     Answer,
@@ -29,6 +37,7 @@ from octavo.offline.outputs import (
 from octavo.text import Text, TextDelta, load_text
 from octavo.text.grammar.build import grammar_of
 from octavo.text.grammar.limits import STACK_BYTES, on_stack
+from octavo.text.grammar.validate import is_valid
 from octavo.text.pooling_config import PoolingConfig, read_pooling_config
 from octavo.weights.sources.source import resolve
 
@@ -238,6 +247,9 @@ class LLM:
         self._collect(requests, answers, use_tqdm)
         for answer in answers.values():
             answer.keep_best()
+        for request, params in zip(requests, wanted, strict=True):
+            if params.structured_outputs and params.structured_outputs.get("unenforced") == "check":
+                _check_answers(answers[request.id].output, params.structured_outputs)
         return [answers[request.id].output for request in requests]
 
     def _beams_of(self, output: RequestOutput) -> BeamSearchOutput:
@@ -363,3 +375,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             "prompts mixes token ids and prompts: give one list of ids, or a list of prompts", "prompts"
         )
     return [[int(item) for item in prompts if isinstance(item, Integral)]]
+
+
+def _check_answers(output: RequestOutput, wish: StructuredOutputsParams) -> None:
+    """Note whether each choice satisfies the whole schema."""
+    schema = wish.get("json") or {"type": "object"}
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    for choice in output.outputs:
+        choice.schema_valid = on_stack(STACK_BYTES, lambda text=choice.text: is_valid(schema, text))  # type: ignore[misc]

@@ -19,6 +19,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)  # one entry per token, if requested
     cumulative_logprob: float | None = None  # their sum; also set for a beam, or for best_of, without logprobs
+    # Whether the text satisfies its whole schema, if structured_outputs has unenforced "check".
+    schema_valid: bool | None = None
 
 
 @dataclass(slots=True)

@@ -17,6 +17,10 @@ NOT_OFFERED: dict[str, Harmless] = {
     "thinking_token_budget": (),
     "truncation_side": ("left",),
     "watermarking": (False,),
+    # structured output
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "guided_decoding_backend": (),
     # vLLM: engine
     "cache_salt": (),
     "kv_transfer_params": (),
@@ -88,6 +92,7 @@ LABELS: dict[str, str] = {
 """Fields that ask for nothing: accepted silently, and why that is right."""
 
 WITHOUT_EFFECT: dict[str, str] = {
+    "guided_decoding_backend": "there is only one backend",
     "kv_transfer_params": "KV pages are not transferred between servers",
     "mm_processor_kwargs": "images and audio are not supported",
     "media_io_kwargs": "images and audio are not supported",

@@ -19,6 +19,9 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # ours: structured_outputs.unenforced is "check"; null: not decided in time
+    )
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):
