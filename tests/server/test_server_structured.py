@@ -213,7 +213,7 @@ async def test_calls_are_checked_by_the_schemas_of_their_tools(serve: Serve):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     wish = {"tools": tools, "tool_choice": "required", "structured_outputs": {"unenforced": "check"}, "max_tokens": 100}
     for arguments, is_valid in (('{"a": [1, 2]}', True), ('{"a": [2, 2]}', False)):
-        client = serve(saying(f'[{{"name": "f", "arguments": {arguments}}}]'))
+        client = serve(saying(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'))
         body = (await client.post(CHAT, json={**BODIES[CHAT], **wish})).json()
         assert body["choices"][0]["schema_valid"] is is_valid, body
         assert "ignored_fields" not in body  # the prompt describes the tools, annotations and all

@@ -358,10 +358,11 @@ class _Lowering:
         num_followed = 0
         while isinstance(part, dict) and "$ref" in part and len(part) == 1 and num_followed < MAX_DEPTH:
             num_followed += 1
+            reference = part["$ref"]
             try:
-                part = self._resolve(part["$ref"]) if part["$ref"] != ROOT else True
+                part = self._resolve(reference) if reference != ROOT else True
             except CannotNegate:
-                name = part["$ref"].removeprefix(DEFS).replace("~1", "/").replace("~0", "~")
+                name = reference.removeprefix(DEFS).replace("~1", "/").replace("~0", "~")
                 part = self._defs.get(name, True)
         if not isinstance(part, dict):
             part = {}
@@ -379,7 +380,7 @@ class _Lowering:
             for name in dict.fromkeys(names)
             if depth < _TAG_DEPTH and (name in own or name in others)
         }
-        kept = {key: one[key] for key in ("type", "enum", "const") for one in (around, part) if key in one}
+        kept: Schema = {key: one[key] for key in ("type", "enum", "const") for one in (around, part) if key in one}
         if "const" in part:
             kept.pop("enum", None)
         elif "enum" in part:

@@ -104,6 +104,7 @@ def _beside(tree: dict[str, Any]) -> str:
 
 def all_but_numbers(numbers: Sequence[int | float], is_integer: bool) -> list[Schema]:
     """Ranges of all numbers but these."""
+    inner: list[Schema]
     ordered = sorted({Fraction(number): number for number in numbers}.items())
     values = [value for key, value in ordered if not is_integer or key.denominator == 1]
     if not values:

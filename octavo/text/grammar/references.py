@@ -111,7 +111,7 @@ class References:
                 yield value, at
                 waiting += [
                     (part, at.step(key))
-                    for key, part in reversed(value.items())
+                    for key, part in reversed(list(value.items()))
                     if key not in NOT_DATA and isinstance(part, Mapping | list)
                 ]
             elif isinstance(value, list):
