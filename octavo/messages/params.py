@@ -55,6 +55,9 @@ class StructuredOutputsParams(TypedDict, total=False):
     whitespace_pattern: str  # a regex of the whitespace allowed between the parts of JSON
     disable_any_whitespace: bool
     disable_additional_properties: bool
+    # Ours: "strict" (the default) refuses a schema with constraints that cannot be enforced; "check" enforces the others, and the
+    # finished answer says whether it satisfies the whole schema.
+    unenforced: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):

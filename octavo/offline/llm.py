@@ -1,6 +1,7 @@
 """LLM: the engine as a Python object: generate, chat, embed and stream, without a server. It drives the same loop that serves
 requests."""
 
+import json
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ from octavo import config as configuration
 from octavo.admission.validate import admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.engine.build import start_engine
 from octavo.errors import EngineDead, InvalidRequest
-from octavo.messages import Abort, BeamSearchParams, GenerateRequest, TokenDelta
+from octavo.messages import Abort, BeamSearchParams, GenerateRequest, StructuredOutputsParams, TokenDelta
 from octavo.messages import SamplingParams as EngineParams
 from octavo.offline.outputs import (
     Answer,
@@ -30,6 +31,8 @@ from octavo.offline.prompts import OfflinePrompt, Prompt, read_prompt, read_prom
 from octavo.offline.requests import Message, RequestBuilder, read_options, refuse_unsupported, source_of
 from octavo.offline.tokenizer import OfflineTokenizer
 from octavo.text import Text, TextDelta
+from octavo.text.grammar.limits import STACK_BYTES, on_stack
+from octavo.text.grammar.validate import is_valid
 from octavo.text.pooling_config import PoolingConfig, read_pooling_config
 
 
@@ -216,6 +219,9 @@ class LLM:
         self._collect(requests, answers, use_tqdm)
         for answer in answers.values():
             answer.keep_best()
+        for request, params in zip(requests, wanted, strict=True):
+            if params.structured_outputs and params.structured_outputs.get("unenforced") == "check":
+                _check_answers(answers[request.id].output, params.structured_outputs)
         return [answers[request.id].output for request in requests]
 
     def _beams_of(self, output: RequestOutput) -> BeamSearchOutput:
@@ -330,3 +336,12 @@ def _uninterrupted_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
     if came and callable(previous):
         previous(*came[0])
+
+
+def _check_answers(output: RequestOutput, wish: StructuredOutputsParams) -> None:
+    """Note whether each choice satisfies the whole schema."""
+    schema = wish.get("json") or {"type": "object"}
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    for choice in output.outputs:
+        choice.schema_valid = on_stack(STACK_BYTES, lambda text=choice.text: is_valid(schema, text))  # type: ignore[misc]

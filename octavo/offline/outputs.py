@@ -36,6 +36,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     lora_request: None = None  # adapters are not supported
+    # Whether the text satisfies its whole schema, if structured_outputs has unenforced "check".
+    schema_valid: bool | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

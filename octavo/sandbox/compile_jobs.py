@@ -5,6 +5,7 @@ Imports are few: each API process that was sent a grammar has a fork server, whi
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ import msgspec
 
 from octavo.errors import Field, InvalidRequest
 from octavo.text.chat.template import ChatTemplate, request_template
-from octavo.text.grammar.build import framed_grammar, grammar_of, schema_grammar
+from octavo.text.grammar.build import BuiltGrammar, build_framed, build_schema, build_wish
+from octavo.text.grammar.validate import is_valid
 from octavo.text.tokenize.vocabulary import Vocabulary
 
 MODULE = __name__
@@ -44,7 +46,9 @@ def prepare(data: bytes) -> Mapping[str, Callable[..., Any]]:
             {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
             {"grammar": 'root ::= "a"'},
         ):
-            grammar_of(wish, vocabulary)
+            build_wish(wish, vocabulary)
+    if importlib.util.find_spec("jsonschema_rs") is not None:
+        assert is_valid({"pattern": "^a", "$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}}, '"a"')
     messages = [{"role": "user", "content": "a"}]
     assert request_template("{{ messages | tojson }}{{ strftime_now('%Y') }}", setup.variables).render(messages)
     return _Jobs(vocabulary, setup.variables).by_name()
@@ -59,14 +63,15 @@ class _Jobs:
             "wish": self.wish,
             "schema": self.schema,
             "framed": self.framed,
+            "validate": self.validate,
             "template": self.template,
             "render": self.render,
         }
 
-    def wish(self, field: Path, where: Path | None, max_bytes: int, wish: dict[str, Any]) -> str:
+    def wish(self, field: Path, where: Path | None, max_bytes: int, wish: dict[str, Any]) -> BuiltGrammar:
         return _shallow(
             field,
-            lambda: grammar_of(
+            lambda: build_wish(
                 wish,
                 self._vocabulary,
                 field=Field(*field),
@@ -75,18 +80,39 @@ class _Jobs:
             ),
         )
 
-    def schema(self, field: Path, max_bytes: int, schema: object) -> str:
-        return _shallow(
-            field, lambda: schema_grammar(schema, self._vocabulary, field=Field(*field), max_bytes=max_bytes)
-        )
-
-    def framed(self, field: Path, max_bytes: int, frame: tuple[str, str], can_repeat: bool, schema: object) -> str:
+    def schema(self, field: Path, max_bytes: int, may_leave_out: bool, schema: object) -> BuiltGrammar:
         return _shallow(
             field,
-            lambda: framed_grammar(
-                schema, frame, self._vocabulary, can_repeat=can_repeat, field=Field(*field), max_bytes=max_bytes
+            lambda: build_schema(
+                schema, self._vocabulary, field=Field(*field), max_bytes=max_bytes, may_leave_out=may_leave_out
             ),
         )
+
+    def framed(
+        self,
+        field: Path,
+        max_bytes: int,
+        may_leave_out: bool,
+        frame: tuple[str, str],
+        can_repeat: bool,
+        schema: object,
+    ) -> BuiltGrammar:
+        return _shallow(
+            field,
+            lambda: build_framed(
+                schema,
+                frame,
+                self._vocabulary,
+                can_repeat=can_repeat,
+                field=Field(*field),
+                max_bytes=max_bytes,
+                may_leave_out=may_leave_out,
+            ),
+        )
+
+    def validate(self, pairs: list[tuple[Any, str]]) -> bool:
+        """Whether each text is JSON that satisfies the schema beside it."""
+        return all(is_valid(json.loads(schema) if isinstance(schema, str) else schema, text) for schema, text in pairs)
 
     def template(self, source: str) -> tuple[list[str], bool, bytes]:
         """Compile a request's chat template: names that it reads, whether it takes a system message, its code."""
@@ -107,7 +133,7 @@ class _Jobs:
         return text.encode("utf-8", "surrogatepass")
 
 
-def _shallow(field: Path, build: Callable[[], str]) -> str:
+def _shallow(field: Path, build: Callable[[], BuiltGrammar]) -> BuiltGrammar:
     """Build a grammar. One that exceeds Python's recursion limit is refused, not a failure of the job."""
     try:
         return build()

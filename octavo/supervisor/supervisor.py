@@ -207,7 +207,7 @@ class _Supervisor:
             self._heartbeat_fd,
             self._num_engines,
             str(self._crash_files.live_folder or ""),
-            *self._crash_files.ring_fds,
+            ring_fd=next(iter(self._crash_files.ring_fds), -1),
             history_fd=self._history_fd,
         )
         inherited = (self._heartbeat_fd, self._history_fd, *self._crash_files.ring_fds)

@@ -22,6 +22,7 @@ from octavo.sampling.grammar import masks
 from octavo.sampling.grammar.masks import GrammarLimits
 from octavo.schedule.results import Committed
 from octavo.text.grammar.build import schema_grammar
+from octavo.text.grammar.keywords import FORMATS
 from tests.doubles import write_byte_tokenizer
 from tests.schemas import PEOPLES, peoples, suite
 from tests.worker.tiny import write_tiny_llama
@@ -76,7 +77,11 @@ def asks(seed: int = 0, max_tokens: int = 120, **values: Any) -> SamplingParams:
 
 
 def validator(schema: Any) -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    checkers = jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers
+    formats = jsonschema.FormatChecker(
+        [name for name in FORMATS if name in jsonschema.FormatChecker.checkers and name in checkers]
+    )
+    return jsonschema.Draft202012Validator(schema, format_checker=formats)
 
 
 HIDDEN_WORD = {"type": "object", "patternProperties": {"[a-z]cole": True}, "additionalProperties": False}
@@ -376,7 +381,7 @@ def test_answers_do_not_depend_on_which_masks_are_late(folder, llm, monkeypatch)
     calm = llm.generate(prompts, params, use_tqdm=False)
     monkeypatch.setattr(masks, "_LEAST_WAIT", 0.0)
     monkeypatch.setattr(masks, "_WAIT_ALONE", 0.0)
-    for num_pages in (400, 60):
+    for num_pages in (400, 40):
         options = {**OPTIONS, "kv_cache_memory_bytes": num_pages * llm.report.page_bytes}
         with LLM(str(folder), max_model_len=128, **options) as hasty:
             grammars = hasty._loop.executor._runner.rows.sampling.grammars
@@ -434,3 +439,13 @@ def test_an_object_with_many_optional_properties(llm):
     tokens, finish = run_to_end(llm, [request])[request.id]
     assert finish.reason in ("stop", "length")
     validator(schema).validate(json.loads(llm.text.decode(tokens)))
+
+
+def test_a_limit_without_room_for_the_shortest_answer_is_refused_with_what_it_takes(llm):
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "size": {"type": "integer"}}, "additionalProperties": False,
+              "required": ["name", "size"]}  # fmt: skip
+    with pytest.raises(InvalidRequest, match=r"the shortest one that the grammar allows takes [0-9]+ tokens") as error:
+        one(llm, asks(max_tokens=2, json=schema))
+    needed = int(re.search("takes ([0-9]+) tokens", str(error.value))[1])
+    for seed in range(4):
+        validator(schema).validate(json.loads(one(llm, asks(seed, needed, json=schema)).text))

@@ -10,6 +10,7 @@ from llguidance import LLMatcher
 
 from octavo.errors import Field
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
+from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.shortest_completion import ShortestCompletion
 from octavo.text.grammar.build import grammar_of, schema_grammar
 from tests.walks import EOS, SIZE, TOKENS, VOCABULARY
@@ -98,9 +99,10 @@ def test_numbers_between_required_fields_are_left() -> None:
         assert json.loads(text).keys() == FORM["properties"].keys()
 
 
-def test_what_is_short_is_not_prepared_for() -> None:
-    """Nor are answers that take too long to find: both behave as without preparation."""
-    assert ENDS.shortest(matcher()) is None
+def test_what_is_short_is_looked_for_as_late_as_without_preparation() -> None:
+    """Answers that take too long to find are not prepared for."""
+    short = ENDS.shortest(matcher())
+    assert short is not None and BudgetedEnd.of(short).looks_at == BudgetedEnd().looks_at
     assert ENDS.shortest(matcher({"const": "xy" * 60_000})) is None
 
 
@@ -219,3 +221,44 @@ def test_little_is_done_where_no_end_is_in_reach() -> None:
             rng.choice(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:SIZE]).tolist())
         )
     assert asked["masks"] < max_tokens and asked["tokens"] < 30 * max_tokens
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^.*x$",
+        "^.*@example\\.com$",
+        "^[a-z]+![0-9]{3}$",
+        "^(a|b)*cd$",
+        "^\\d{4}-\\d{2}-\\d{2}$",
+        "(foo|bar)baz",
+        "^[A-Z]{2}:.+;$",
+    ],
+)
+def test_an_answer_with_a_pattern_is_closed_at_its_limit(pattern: str) -> None:
+    """Whatever was said before: the shortest end from each state of the pattern is known."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": pattern}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    grammar = schema_grammar(schema, VOCABULARY, field=Field("schema"))
+    proposals = ENDS.proposals(grammar)
+    for seed in range(12):
+        rng, at = random.Random(seed), LLMatcher(TOKENIZER, grammar, log_level=0)
+        shortest = ENDS.shortest(at, proposals)
+        assert shortest is not None
+        closing, said = BudgetedEnd.of(shortest, proposals, growth_of_grammar(grammar)), b""
+        for left in range(len(shortest.tokens) + 5 * (seed % 6), 0, -1):
+            bits = np.full(-(-SIZE // 32), -1, dtype=np.int32)
+            at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            is_last = ENDS.restrict(closing, at, bits, left)
+            token = rng.choice(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:SIZE]).tolist())
+            if token in VOCABULARY.eos_ids:
+                break
+            said += VOCABULARY.spell(token)
+            assert at.consume_token(token)
+            if is_last:
+                break
+        assert re.search(pattern, json.loads(said)["a"], re.S), said

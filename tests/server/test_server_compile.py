@@ -232,7 +232,7 @@ async def _jobs(one: Served) -> dict[str, int]:
 async def test_errors_of_the_same_verdict_name_each_dialects_fields(serve: Serve) -> None:
     """A verdict that is kept is not changed by the request that it is raised for."""
     client = serve()
-    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    schema = {"type": "object", "properties": {"a": {"not": {"pattern": "b"}}}}
     tool = {"name": "f", "input_schema": schema}
     anthropic = {"max_tokens": 4, **BODY, "tools": [tool], "tool_choice": {"type": "tool", "name": "f"}}
     openai = {**BODY, "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}

@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from octavo.text.grammar.build import grammar_of
-from tests.doubles import ScriptedEngine, byte_text
+from tests.doubles import REPORT, ScriptedEngine, byte_text, says
 from tests.server.conftest import Serve, error_of
 
 CHAT = "/v1/chat/completions"
@@ -122,3 +123,97 @@ async def test_a_server_without_llguidance_says_so(serve: Serve, monkeypatch: py
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     response = await serve().post(CHAT, json={**BODIES[CHAT], "guided_regex": "a"})
     assert "pip install llguidance" in error_of(response, 400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wish"),
+    [
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"grammar": {"type": "json", "value": SCHEMA}}, {"json": SCHEMA}),
+        ({"grammar": {"type": "regex", "value": "b"}}, {"regex": "b"}),
+        ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+        ({"json_schema": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+        ({"json_schema": {}}, {"json": {}}),
+        ({"guided_json_object": True}, {"json_object": True}),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, {"json": SCHEMA, "whitespace_pattern": " ?"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_other_servers_names_constrain_the_answer_too(
+    serve: Serve, path: str, fields: dict[str, Any], wish: dict[str, Any]
+):
+    engine = ScriptedEngine()
+    response = await serve(engine).post(path, json={**BODIES[path], **fields})
+    assert response.status_code == 200 and "ignored_fields" not in response.json()
+    assert engine.requests[0].params.grammar == grammar_of(wish, byte_text().vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"grammar": {"type": "xml", "value": "a"}}, "grammar"),
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
+        ({"regex": "a", "response_format": NAMED}, "regex"),
+        ({"json_schema": {"type": "strin"}}, "json_schema"),
+        ({"grammar": 'root ::= "a"', "grammar_lazy": True}, "grammar_lazy"),
+        ({"structured_outputs": {"unenforced": "maybe"}, "response_format": NAMED}, "structured_outputs.unenforced"),
+        ({"structured_outputs": {"unenforced": "check", "regex": "a"}}, "structured_outputs.unenforced"),
+    ],
+)
+async def test_an_alias_that_cannot_be_honoured_is_refused(serve: Serve, fields: dict[str, Any], param: str):
+    engine = ScriptedEngine()
+    error = error_of(await serve(engine).post(CHAT, json={**BODIES[CHAT], **fields}), 400)
+    assert error["param"] == param and not engine.requests
+
+
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "title": "numbers"}
+
+
+def saying(text: str) -> ScriptedEngine:
+    return ScriptedEngine(says(text), report=replace(REPORT, max_model_len=4096))
+
+
+@pytest.mark.parametrize(("text", "is_valid"), [("[1, 2]", True), ("[1, 1]", False), ("[1, ", False)])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_checked_answer_says_whether_it_satisfies_the_schema(
+    serve: Serve, path: str, text: str, is_valid: bool
+):
+    wish = {"structured_outputs": {"json": UNIQUE, "unenforced": "check"}}
+    client = serve(saying(text))
+    body = (await client.post(path, json={**BODIES[path], **wish, "max_tokens": 50, "n": 2})).json()
+    assert [choice["schema_valid"] for choice in body["choices"]] == [is_valid, is_valid]
+    assert body["ignored_fields"] == ["structured_outputs.json.title"]
+    streamed = await client.post(path, json={**BODIES[path], **wish, "max_tokens": 50, "stream": True})
+    chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["schema_valid"] for choice in choices if choice["finish_reason"]] == [is_valid]
+    assert sum("schema_valid" in choice for choice in choices) == 1
+
+
+async def test_a_check_goes_with_any_field_that_has_a_schema(serve: Serve):
+    wish = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIQUE}},
+        "structured_outputs": {"unenforced": "check"},
+    }
+    client = serve(saying("[1, 2]"))
+    body = (await client.post(CHAT, json={**BODIES[CHAT], **wish})).json()
+    assert body["choices"][0]["schema_valid"] is True
+    assert body["ignored_fields"] == ["response_format.json_schema.schema.title"]
+    error = error_of(await client.post(CHAT, json={**BODIES[CHAT], "response_format": wish["response_format"]}), 400)
+    assert "'uniqueItems' (at #) cannot be enforced" in error["message"] and "'check'" in error["message"]
+    plain = (await client.post(CHAT, json={**BODIES[CHAT], "response_format": NAMED})).json()
+    assert "schema_valid" not in plain["choices"][0]
+
+
+async def test_calls_are_checked_by_the_schemas_of_their_tools(serve: Serve):
+    parameters = {"type": "object", "properties": {"a": UNIQUE}, "required": ["a"], "x-note": 1}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    wish = {"tools": tools, "tool_choice": "required", "structured_outputs": {"unenforced": "check"}, "max_tokens": 100}
+    for arguments, is_valid in (('{"a": [1, 2]}', True), ('{"a": [2, 2]}', False)):
+        client = serve(saying(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'))
+        body = (await client.post(CHAT, json={**BODIES[CHAT], **wish})).json()
+        assert body["choices"][0]["schema_valid"] is is_valid, body
+        assert "ignored_fields" not in body  # the prompt describes the tools, annotations and all

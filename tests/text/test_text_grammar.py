@@ -12,10 +12,13 @@ import pytest
 from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
 from octavo.text.chat.tools import calls_schema, parse_tool_choice, parse_tools
 from octavo.text.grammar.build import MAX_CHOICES, grammar_of, schema_grammar, wish_of_response_format
+from octavo.text.grammar.keywords import FORMATS
 from octavo.text.grammar.limits import longest_chain
 from tests.doubles import byte_text
 from tests.schemas import peoples, suite
 from tests.walks import VOCABULARY, walk
+
+CHECKER = jsonschema.FormatChecker([name for name in FORMATS if name in jsonschema.FormatChecker.checkers])
 
 
 def compiled(schema: Any) -> str:
@@ -25,9 +28,7 @@ def compiled(schema: Any) -> str:
 def check(name: str, schema: Any, num_walks: int) -> int:
     """Validate every walk that ends. Return how many did."""
     grammar, num_ended = compiled(schema), 0
-    validator = jsonschema.Draft202012Validator(
-        _modern(schema), format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
-    )
+    validator = jsonschema.Draft202012Validator(_modern(schema), format_checker=CHECKER)
     for number in range(num_walks):
         text, ended = walk(grammar, f"{name} {number}")
         if ended:
@@ -74,15 +75,13 @@ def test_the_suite_is_enforced_or_refused():
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' (at #)"),
         ({"type": "integer", "multipleOf": 1999993}, "multipleOf"),
         ({"type": "number", "multipleOf": 1.00001}, "multipleOf"),
-        ({"properties": {"a": {"not": {"type": "null"}}}}, "'not' (at #/properties/a)"),
-        ({"items": {"if": {}, "then": {}}}, "'if' (at #/items)"),
-        ({"dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
-        ({"type": "object", "propertyNames": {"maxLength": 2}}, "'propertyNames'"),
+        ({"properties": {"a": {"not": {"pattern": "b"}}}}, "'not' (at #/properties/a)"),
+        ({"items": {"if": {"pattern": "b"}, "then": {"minLength": 3}}}, "'if' (at #/items)"),
+        ({"contains": {"const": 1}}, "'contains' (at #)"),
+        ({"type": "object", "propertyNames": {"maxLength": 2, "pattern": "a"}}, "'propertyNames'"),
+        ({"type": "object", "extends": {"$ref": "#"}}, "'extends'"),
         ({"type": "object", "minProperties": 3}, "'minProperties' (at #) is enforced up to 1"),
-        ({"type": "string", "maximun": 3}, "'maximun'"),  # an unknown keyword: its meaning cannot be guessed
-        ({"type": "string", "nullable": True}, "'nullable'"),
-        ({"x-guidance": {"lenient": True}, "not": {}}, "'not'"),
-        ({"type": "string", "format": "iri"}, "#/format must be one of date-time"),
+        ({"x-guidance": {"lenient": True}, "not": {"pattern": "a"}}, "'not'"),
         ({"type": "strin"}, "#/type must be one or several of null"),
         ({"minimum": "3"}, "#/minimum must be a number"),
         ({"minLength": -1}, "#/minLength must be a whole number from 0 to 100000"),
@@ -107,7 +106,7 @@ def test_the_suite_is_enforced_or_refused():
             "no finite output satisfies this schema",
         ),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite output satisfies this schema"),
-        ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf constraints are not supported"),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "'oneOf' (at #)"),
         ({"allOf": [{"type": "integer"}, {"type": "string"}]}, "schema cannot be compiled"),
         (False, "no output satisfies"),
         (3, "# must be a schema"),
@@ -186,7 +185,7 @@ def test_one_of_many_is_told_apart_by_two_properties_together():
     schema = {"oneOf": [object_with(k=at // 20, v=at % 20) for at in range(400)]}
     assert "anyOf" in compiled(schema)
     schema["oneOf"].append(object_with(k=3, v=4))
-    with pytest.raises(InvalidRequest, match="oneOf"):
+    with pytest.raises(Unsupported, match="oneOf"):
         compiled(schema)
 
 

@@ -19,6 +19,7 @@ says how early to search, and it is the map for all later searches. The code kno
 which open something."""
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,6 +29,7 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words, is_set, keep_only, tokens_of
 from octavo.sampling.grammar.closing_rank import SIGNS, opens, rank_of, text_rank
+from octavo.sampling.grammar.pattern_ends import ends_of_grammar
 from octavo.sampling.grammar.shortest_completion import CONTEXT, LONGEST, ShortestCompletion
 
 if TYPE_CHECKING:
@@ -88,15 +90,18 @@ class BudgetedEnd:
     shortest: ShortestCompletion | None = None  # of its grammar, if that is long
     is_far: bool = False  # near the limit, and the end is out of reach
     is_cut: bool = False  # the limit has banned tokens that the grammar allows
+    proposals: Sequence[list[int]] = ()  # ends of strings by the grammar's patterns
+    growth: int = _GROWTH  # an end moves away by at most about this many tokens with each token of an answer
 
     @staticmethod
-    def of(shortest: ShortestCompletion | None) -> "BudgetedEnd":
+    def of(shortest: ShortestCompletion | None, proposals: Sequence[list[int]] = (), growth: int = 0) -> "BudgetedEnd":
         """The state at the beginning of an answer, given its grammar's shortest completion."""
-        return (
-            BudgetedEnd()
-            if shortest is None
-            else BudgetedEnd(shortest.looks_from, known=shortest.tokens, shortest=shortest)
-        )
+        growth = max(growth, _GROWTH)
+        if shortest is None:
+            return BudgetedEnd(_LOOKS_FROM + growth, proposals=proposals, growth=growth)
+        looks_from = max(_LOOKS_FROM, shortest.looks_from, len(shortest.tokens) + 2 * growth + 32)
+        map_to_end = shortest if shortest.looks_from > _LOOKS_FROM else None  # a short one is of no use later on
+        return BudgetedEnd(looks_from, known=shortest.tokens, shortest=map_to_end, proposals=proposals, growth=growth)
 
 
 class Ends:
@@ -139,6 +144,7 @@ class Ends:
         self._goers = [
             self._tried(order, single, _CLOSE[order], below, more) for order, (below, more) in enumerate(_TRIED)
         ]
+        self._single = {piece[0]: token for piece, token in single.items()}
         self._onward_ids = [[single[sign]] for sign in (bytes([byte]) for byte in _ONWARD) if sign in single]
         self._closing_ids = [[single[sign]] for sign in (b'"', b"}", b"]") if sign in single]
 
@@ -152,16 +158,20 @@ class Ends:
                 groups.setdefault(single.get(self._spell(token)[:1], token), []).append(token)
         return [([first], tokens) for first, tokens in groups.items()]
 
-    def shortest(self, matcher: "LLMatcher") -> ShortestCompletion | None:
-        """Find the shortest answer of the grammar, with `matcher` at its beginning. None: it is too short, too long or too hard
-        to find to be of use. May run in another thread than restrict()."""
+    def proposals(self, grammar: str) -> "list[list[int]]":
+        """Ends of strings that the patterns of a grammar may require before a string can be closed, as tokens, with the quote."""
+        proposed = (f'{json.dumps(end, ensure_ascii=False)[1:-1]}"'.encode() for end in ends_of_grammar(grammar))
+        return [[self._single[byte] for byte in end] for end in proposed if all(byte in self._single for byte in end)]
+
+    def shortest(self, matcher: "LLMatcher", proposals: "Sequence[list[int]]" = ()) -> ShortestCompletion | None:
+        """Find the shortest answer of the grammar, with `matcher` at its beginning. None: it is too long or too hard to find. May
+        run in another thread than restrict()."""
         own = copy.copy(self)
         own._bits = np.empty_like(self._bits)
         own._bits_at = own._bits.ctypes.data
         own._num_masks, own._num_spelled, own._max_looks = 0, 0, _MAX_LOOKS
-        found = own._find(BudgetedEnd(), matcher, LONGEST)
-        shortest = ShortestCompletion(found) if found else None
-        return shortest if shortest is not None and shortest.looks_from > _LOOKS_FROM else None
+        found = own._find(BudgetedEnd(proposals=proposals), matcher, LONGEST)
+        return ShortestCompletion(found) if found else None
 
     def restrict(self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
         """Keep in `bits`, the mask of `matcher`, only tokens that lead to an end in time. `num_left`: tokens left, this one
@@ -173,7 +183,9 @@ class Ends:
         before = self._num_masks + self._num_spelled
         end = None if ending.is_far else self._end_of(ending, matcher, num_left)
         room = num_left - len(end or ())
-        ending.looks_at = max(num_left - _pause(end, room, num_left), min(_NEAR, num_left - 1))
+        # Where a single token may begin a part that takes more than the room, each is looked at.
+        zone = max(_OPENS_NOTHING, ending.growth)
+        ending.looks_at = max(num_left - _pause(end, room - zone, num_left, ending.growth), min(_NEAR, num_left - 1))
         if end is None:
             if num_left <= _NEAR:
                 self._make_do(ending, matcher, bits, num_left)
@@ -181,9 +193,15 @@ class Ends:
             if ending.num_masks > max(_MAX_MASKS, len(ending.shortest.tokens) if ending.shortest else 0):
                 ending.looks_at = 0
             return False
-        if room > (_OPENS_NOTHING if end else _ENDS):
+        if room > (zone if end else _ENDS):
             return False
         if room > _ENDS:
+            if ending.growth > _GROWTH and 1 < len(allowed := tokens_of(bits, self._vocab_size)) <= _FEW:
+                if self._forced(allowed) < 0:
+                    self._narrow(ending, bits, self._fitting(ending, matcher, bits, end, num_left))
+                return False
+            if room > _OPENS_NOTHING and len(end) + _OPENS_NOTHING < num_left and self._is_text(matcher):
+                return False  # within a string nothing is begun, whatever its characters are
             harmless = bits & ~self._opens
             if (harmless & ~self._blank).any():  # else only space could follow, where a comma or a bracket is due
                 bits[:] = harmless
@@ -327,6 +345,12 @@ class Ends:
                     found += rest
                     num_in_text = num_circles = num_not_closing = 0
                     continue
+                if token < 0 and (end := _proposed(ending.proposals, matcher, longest - len(found))):
+                    if not matcher.consume_tokens(end):
+                        return _Miss.LOST
+                    found += end
+                    num_in_text = num_circles = num_not_closing = 0
+                    continue
                 num_not_closing = num_not_closing + 1 if token < 0 else 0
                 may_repeat = num_not_closing == repeats or (num_not_closing > repeats and not is_text)
                 if may_repeat and longest <= _ONWARD_FROM and num_onward < _MAX_ONWARD:
@@ -343,6 +367,9 @@ class Ends:
                 return _Miss.TEXT if num_in_text else _Miss.LOST
             found.append(token)
         return found
+
+    def _is_text(self, matcher: "LLMatcher") -> bool:
+        return all(matcher.validate_tokens([sign]) for sign in self._text_signs)
 
     def _forced(self, tokens: Ints) -> int:
         """The longest of the tokens if the others are prefixes of it, as with the rest of a name. −1: there is a choice."""
@@ -405,8 +432,18 @@ def _first_of(groups: _Groups, matcher: "LLMatcher") -> int:
     return -1
 
 
-def _pause(end: list[int] | None, room: int, num_left: int) -> int:
-    """Tokens until the next search."""
+def _proposed(proposals: Sequence[list[int]], matcher: "LLMatcher", longest: int) -> list[int]:
+    """The shortest proposal that the grammar takes. Empty: none."""
+    for end in proposals:
+        if len(end) > longest:
+            break
+        if matcher.validate_tokens(end) == len(end):
+            return end
+    return []
+
+
+def _pause(end: list[int] | None, room: int, num_left: int, growth: int) -> int:
+    """Tokens until the next search. `room`: tokens left, without those of the end and those that a part may take."""
     if end is None:
         return max(1, num_left // 2)
-    return max(1, (room - _OPENS_NOTHING) // _GROWTH) if end else 1
+    return max(1, room // (growth + 1)) if end else 1

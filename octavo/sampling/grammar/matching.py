@@ -12,6 +12,7 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import Ints, Words, any_set, clear_bits, set_bits
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
+from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.protocol import Begin, Compiled, Enter, Fill, Filled, FilledRow, RowToFill
 from octavo.sampling.grammar.shortest_completion import ShortestCompletion
@@ -27,6 +28,7 @@ _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
+_ALTERNATIVES = ('"anyOf"', '"enum"', '"type": [')
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
 
 
@@ -72,7 +74,11 @@ class Matching:
         self._rows: dict[int, _Row] = {}
         self._used: list[LLMatcher] = []
         self._compiled: LLMatcher | None = None
-        self._shortest: ShortestCompletion | None = None  # if even the shortest answer is long
+        self._shortest: ShortestCompletion | None = None  # of its answers
+        self._proposals: list[list[int]] = []  # ends of strings by its patterns
+        self._growth = 0  # tokens that a part of it may take
+        # Its shortest answer is certain: it is a schema without alternatives, among which the search might miss the shortest.
+        self._is_plain = False
 
     def compile(self, grammar: str) -> Compiled:
         from llguidance import LLMatcher
@@ -81,12 +87,14 @@ class Matching:
         compiled = LLMatcher(self._shared.tokenizer, grammar, log_level=0, limits=parser_limits())
         if compiled.is_error():
             return Compiled(error_of(compiled), 0)
-        self._compiled, self._shortest = compiled, self._ends.shortest(compiled)
+        self._is_plain = "start: %json" in grammar and not any(word in grammar for word in _ALTERNATIVES)
+        self._proposals, self._growth = self._ends.proposals(grammar), growth_of_grammar(grammar)
+        self._compiled, self._shortest = compiled, self._ends.shortest(compiled, self._proposals)
         self._limit(0)
-        return Compiled("", BudgetedEnd.of(self._shortest).looks_at)
+        return Compiled("", BudgetedEnd.of(self._shortest, growth=self._growth).looks_at)
 
     def enter(self, command: Enter) -> None:
-        self._rows[command.number] = _Row(
+        row = self._rows[command.number] = _Row(
             command.slot,
             np.array(command.stop_ids, dtype=np.int64),
             command.prompt_len,
@@ -96,6 +104,12 @@ class Matching:
             command.ends_by_eos,
             self._step_seconds,
         )
+        if self._is_plain and self._shortest is not None and command.max_tokens < len(self._shortest.tokens):
+            row.failure = (
+                f"max_tokens has no room for an answer: the shortest one that the grammar allows takes {len(self._shortest.tokens)} "
+                f"tokens, and max_tokens is {command.max_tokens}"
+            )
+            row.may_be_used = False  # a new matcher would not help
 
     def leave(self, number: int) -> None:
         """Forget a row. Its matcher is kept for the next one: its lexer has cached states."""
@@ -193,7 +207,7 @@ class Matching:
         """Give the row a matcher, and advance it and the budgeted end by tokens that were generated earlier."""
         assert self._compiled is not None, "compiled first"
         matcher = self._used.pop() if self._used and row.may_be_used else self._compiled.deep_copy()
-        row.matcher, row.ending = matcher, BudgetedEnd.of(self._shortest)
+        row.matcher, row.ending = matcher, BudgetedEnd.of(self._shortest, self._proposals, self._growth)
         for number, token in enumerate(past):
             self._limit(self._step_seconds)  # each token had as much
             if not self._ends.recall(row.ending, matcher, [token], row.max_len - row.prompt_len - number):

@@ -10,7 +10,7 @@ from octavo.server.dialects.openai_completions.request import NOT_OFFERED, Compl
 from octavo.server.dialects.openai_completions.writer import CompletionWriter
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import new_id
-from octavo.server.generate.structured import read_grammar
+from octavo.server.generate.structured import read_form
 from octavo.server.http.respond import submit_and_respond
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
@@ -32,10 +32,10 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, ROUTE_SCHEMA, service.config)
         service.check_model(fields.model)
-        grammar = await read_grammar(service, fields, fields.response_format)
+        form = await read_form(service, fields, fields.response_format)
         response_id = new_id("cmpl")
         prompts = await parse(service, fields)
-        make = functools.partial(CompletionWriter, service, fields, response_id, prompts, arrived, grammar)
+        make = functools.partial(CompletionWriter, service, fields, response_id, prompts, arrived, form)
         writer = await offload_prompt(fields.num_bytes + BYTES_PER_PROMPT * len(prompts), make)
         return await submit_and_respond(
             service, request, fields, response_id, writer.generation, writer, ignored=fields.ignored

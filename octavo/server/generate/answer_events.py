@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from octavo.messages import Logprobs, SamplingParams
 from octavo.server.generate.generation import Piece, PromptProgress
@@ -57,6 +58,9 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int]
     logprobs: Sequence[Logprobs]
     progress: PromptProgress | None = None  # of the prompt; the rest is empty then
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # with the finish reason, where answers are checked; None: not decided
+    )
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class WholeAnswer(CollectedEvents):
     stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    schema_valid: bool | UnsetType | None = UNSET
 
     def add(self, piece: AnswerPiece) -> None:
         self.collect(piece.events)
@@ -75,6 +80,7 @@ class WholeAnswer(CollectedEvents):
         self.logprobs += piece.logprobs
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+            self.schema_valid = piece.schema_valid
 
 
 class AnswerReader:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.generate.answer_events import AnswerShape
 from octavo.server.generate.offload import offload_prompt
-from octavo.server.generate.structured import read_grammar
+from octavo.server.generate.structured import AnswerCheck, AnswerForm, read_form, wants_check
 from octavo.server.schema.fields import MAX_TEMPLATE_VARIABLES, RequestFields, SamplingFields
 from octavo.server.state.service import Service
 from octavo.text import Text
@@ -148,19 +148,25 @@ def effort_variables(
     return known
 
 
-async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, response_format: object = None) -> str:
-    """The grammar of an answer; empty: none. `response_format` is about text answers, and ignored where calls are required."""
-    wished = await read_grammar(service, fields, response_format)
+async def answer_form(
+    service: Service, chat: Chat, fields: SamplingFields, response_format: object = None
+) -> AnswerForm:
+    """The form of an answer. `response_format` is about text answers, and ignored where calls are required. (Annotations in the
+    schemas of tools are not ignored: the prompt describes the tools.)"""
+    wished = await read_form(service, fields, response_format)
     if not chat.tools or not chat.choice.is_enforced:
         return wished
-    if wished and response_format is None:
+    if wished.grammar and response_format is None:
         raise InvalidRequest(
             Field("tool_choice") + " and structured_outputs both constrain the output: give only one of them"
         )
     frame = chat.required_format(service.text).frame
     make = functools.partial(calls_schema if frame is None else call_schema, chat.tools, chat.choice)
     schema = await offload_prompt(fields.num_bytes, make)
-    return await service.compiler.schema(schema, Field("tools"), frame, chat.choice.parallel)
+    is_checked = wants_check(fields)
+    built = await service.compiler.schema(schema, Field("tools"), frame, chat.choice.parallel, is_checked)
+    check = AnswerCheck(service, tools=schemas_by_name(chat.tools)) if is_checked else None
+    return AnswerForm(built.grammar, check)
 
 
 def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:

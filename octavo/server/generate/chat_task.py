@@ -9,12 +9,13 @@ import msgspec
 from octavo.admission.searches import likeliest
 from octavo.messages import Logprobs, SamplingParams
 from octavo.server.generate.answer_events import AnswerPiece, AnswerReader, WholeAnswer
-from octavo.server.generate.chat import answer_grammar
+from octavo.server.generate.chat import answer_form
 from octavo.server.generate.chat_request import ChatFields, ChatPrompt, num_logprobs
 from octavo.server.generate.generation import CompletionTokensDetails, Generation, Usage
 from octavo.server.generate.logprobs import TokenLogprob, chat_logprobs
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import build_requests
+from octavo.server.generate.structured import AnswerForm
 from octavo.server.state.service import Service
 from octavo.text.parsers import Content, Event
 
@@ -40,8 +41,8 @@ class ChatTask:
     ) -> "ChatTask":
         """`max_tokens`: an upper bound where the fields have none, which shrinks to the room that the prompt leaves; None: all
         of it."""
-        grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
-        make = functools.partial(ChatTask, service, fields, prompt, response_id, arrived, max_tokens, grammar)
+        form = await answer_form(service, prompt.chat, fields, fields.response_format)
+        make = functools.partial(ChatTask, service, fields, prompt, response_id, arrived, max_tokens, form)
         return await offload_prompt(fields.num_bytes, make)
 
     def __init__(
@@ -52,7 +53,7 @@ class ChatTask:
         response_id: str,
         arrived: float,
         max_tokens: int | None,
-        grammar: str,
+        form: AnswerForm,
     ) -> None:
         (request,) = build_requests(
             response_id,
@@ -64,10 +65,10 @@ class ChatTask:
             logprobs=num_logprobs(fields),
             default_max_tokens=max_tokens,
             arrived=arrived,
-            grammar=grammar,
+            grammar=form.grammar,
         )
         shape = prompt.chat.shape(
-            service.text, is_constrained=bool(grammar), include_reasoning=fields.include_reasoning is not False
+            service.text, is_constrained=bool(form.grammar), include_reasoning=fields.include_reasoning is not False
         )
         self.response_id, self.prompt = response_id, prompt
         self.params: SamplingParams = request.params
@@ -85,6 +86,7 @@ class ChatTask:
             every_token=self._every_token or self._counts_reasoning,
             tokens_per_event=fields.tokens_per_event(service.config),
         )
+        self._check = form.check
         self._readers = [AnswerReader(service.text, request.prompt_ids, shape) for _ in range(request.params.n)]
 
     @property
@@ -112,11 +114,19 @@ class ChatTask:
     async def pieces(self) -> AsyncGenerator[list[AnswerPiece], None]:
         """Lists of new pieces until every choice has finished. To be read once, after submit; leaving early aborts what
         still runs."""
+        answers = [WholeAnswer(index=index) for index in range(self.num_choices if self._check else 0)]
         async with aclosing(self.generation.pieces()) as steps:
             async for pieces in steps:
                 read: list[AnswerPiece] = []
                 for piece in pieces:
                     answer = self._readers[piece.index].read(piece)
+                    if self._check is not None:
+                        answers[piece.index].add(answer)
+                        if answer.finish_reason is not None:
+                            whole = answers[piece.index]
+                            calls = [(call.name, call.arguments) for call in whole.calls]
+                            verdict = await self._check.verdict(whole.content, calls)
+                            answer = msgspec.structs.replace(answer, schema_valid=verdict)
                     if self._every_token or answer.events or answer.finish_reason or answer.progress:
                         read.append(answer)
                 if read:

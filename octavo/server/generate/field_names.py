@@ -40,4 +40,5 @@ class FieldNames:
 
     def ignored(self, fields: RequestFields, chat: ChatFields) -> list[str]:
         """Names of the fields without effect: the request's own, and those of the chat request made from it."""
-        return [*fields.ignored, *(str(self.of(field)) for field in chat.passed_over)]
+        names = [*fields.ignored, *(str(self.of(field)) for field in chat.passed_over)]
+        return [*names, f"and {chat.num_more} more"] if chat.num_more else names

@@ -51,6 +51,9 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] = ()  # behind this text, or text to come
     logprobs: Sequence[Logprobs] = ()  # one per token, where requested
     progress: PromptProgress | None = None  # of the choice's prompt; the rest is empty then
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # with the finish reason, where answers are checked; None: not decided
+    )
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from octavo.server.generate.generation import Generation, Usage
 from octavo.server.generate.logprobs import chat_logprobs
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import Prompt, build_requests
-from octavo.server.generate.structured import read_grammar
+from octavo.server.generate.structured import read_form
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.state.service import Service
 from octavo.text.parsers import Content
@@ -30,8 +30,8 @@ class TextTask:
     ) -> "TextTask":
         """`max_tokens`: an upper bound, which shrinks to the room that the prompt leaves; None: all of it. `logprobs`: top
         logprobs of each token; None: none at all."""
-        grammar = await read_grammar(service, fields, fields.response_format)
-        make = functools.partial(TextTask, service, fields, prompt, response_id, arrived, max_tokens, logprobs, grammar)
+        form = await read_form(service, fields, fields.response_format)
+        make = functools.partial(TextTask, service, fields, prompt, response_id, arrived, max_tokens, logprobs, form.grammar)
         return await offload_prompt(fields.num_bytes, make)
 
     def __init__(

@@ -4,7 +4,7 @@ import difflib
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -80,6 +80,18 @@ class RequestFields(BaseModel):
         """Paths of all fields without effect."""
         return self._ignored
 
+    def note(self, fields: Sequence[Field], num_fields: int) -> None:
+        """Record parts of a field's value that constrain nothing, in strict mode too: annotations of a schema. `num_fields`: all of
+        them, of which `fields` may hold only the first."""
+        kept = tuple(fields[:MAX_FOUND])
+        self._ignored = (*self._ignored, *kept)
+        self._num_more += num_fields - len(kept)
+
+    @property
+    def num_more(self) -> int:
+        """Fields without effect that are not in `passed_over`."""
+        return self._num_more
+
     def pass_over(self, field: Field, config: Config, why: str = "") -> None:
         """Record that a field of the schema has no effect with this model, or beside the request's other fields. Strict mode
         refuses it. `why`: empty: as WITHOUT_EFFECT says."""
@@ -129,9 +141,16 @@ class SamplingFields(RequestFields):
     # Structured output: vLLM's field, and its older names.
     structured_outputs: StructuredOutputs = None
     guided_json: str | dict[str, Any] | None = None
+    guided_json_object: bool | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str] | None, AtMost(MAX_CHOICES)] = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    # The names of SGLang (regex, ebnf), llama.cpp (grammar, json_schema) and text-generation-inference (an object as grammar).
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None
 
     @field_validator("stop", mode="after")
     @classmethod

@@ -15,6 +15,10 @@ NOT_OFFERED: dict[str, Harmless] = {
     # vLLM: sampling
     "thinking_token_budget": (),
     "watermarking": (False,),
+    # structured output
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "guided_decoding_backend": (),
     # vLLM: engine
     "cache_salt": (),
     "kv_transfer_params": (),
@@ -87,6 +91,7 @@ LABELS: dict[str, str] = {
 _AT_START = "it is decided when the server starts"
 
 WITHOUT_EFFECT: dict[str, str] = {
+    "guided_decoding_backend": "there is only one backend",
     "kv_transfer_params": "KV pages are not transferred between servers",
     "mm_processor_kwargs": "images and audio are not supported",
     "media_io_kwargs": "images and audio are not supported",

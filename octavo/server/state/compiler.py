@@ -25,7 +25,7 @@ from octavo.server.state.disconnect import while_connected
 from octavo.server.state.owners import NOBODY
 from octavo.text import Text
 from octavo.text.chat.template import DescribedTemplate, check_length
-from octavo.text.grammar.build import check_size, check_wish, require_llguidance
+from octavo.text.grammar.build import BuiltGrammar, check_size, check_wish, require_llguidance
 from octavo.text.grammar.limits import CHECK_STACK_BYTES
 from octavo.text.text import RenderCall
 
@@ -48,7 +48,7 @@ class Compiler:
         """Nothing is started before the first job."""
         self._text, self._budget = text, budget
         self._pool: SandboxPool | None = None
-        self._grammars = _Verdicts[str](KEPT_GRAMMARS, len)
+        self._grammars = _Verdicts[BuiltGrammar](KEPT_GRAMMARS, _grammar_bytes)
         self._templates = _Verdicts[DescribedTemplate](KEPT_TEMPLATES, lambda kept: len(kept.code) + len(kept.text))
 
     @property
@@ -76,7 +76,7 @@ class Compiler:
 
     # ── grammars ──
 
-    async def wish(self, wish: Mapping[str, Any], field: Field, where: Field | None) -> str:
+    async def wish(self, wish: Mapping[str, Any], field: Field, where: Field | None) -> BuiltGrammar:
         """The grammar of vLLM's structured_outputs; text/grammar/build.py has the arguments."""
         max_bytes = self._check_vocabulary(field)
 
@@ -87,27 +87,51 @@ class Compiler:
         return await self._grammar(encode)
 
     async def schema(
-        self, schema: object, field: Field, frame: tuple[str, str] | None = None, can_repeat: bool = False
-    ) -> str:
-        """The grammar of JSON of a schema, if need be in a frame."""
+        self,
+        schema: object,
+        field: Field,
+        frame: tuple[str, str] | None = None,
+        can_repeat: bool = False,
+        may_leave_out: bool = False,
+    ) -> BuiltGrammar:
+        """The grammar of JSON of a schema, if need be in a frame. `may_leave_out`: not all of the schema need be enforced."""
         max_bytes = self._check_vocabulary(field)
 
         def encode() -> tuple[bytes, Field]:
             require_llguidance(field)
             check_size(schema, field, max_bytes)
             if frame is None:
-                return _encoded(field, "schema", list(field.path), max_bytes, schema), field
-            return _encoded(field, "framed", list(field.path), max_bytes, frame, can_repeat, schema), field
+                return _encoded(field, "schema", list(field.path), max_bytes, may_leave_out, schema), field
+            arguments = (list(field.path), max_bytes, may_leave_out, frame, can_repeat, schema)
+            return _encoded(field, "framed", *arguments), field
 
         return await self._grammar(encode)
 
-    async def _grammar(self, encode: Callable[[], tuple[bytes, Field]]) -> str:
+    async def is_valid(self, pairs: list[tuple[object, str]]) -> bool | None:
+        """Whether each text satisfies the schema beside it. None: that takes more than a job may take."""
+        field = Field("structured_outputs", "unenforced")
+
+        async def validate() -> tuple[bool, str]:
+            payload = await self.pool.in_thread(_encoded, field, "validate", pairs)
+            return bool(await self.pool.run(payload, _owner())), "done"
+
+        try:
+            return await self._run(field, "check an answer", validate())
+        except (RequestError, RequestFailed):
+            log.warning("an answer could not be checked against its schema", exc_info=True)
+            return None
+
+    async def _grammar(self, encode: Callable[[], tuple[bytes, Field]]) -> BuiltGrammar:
         """`encode`: makes the job, and the field that it is about."""
+
+        async def build() -> BuiltGrammar:
+            return msgspec.convert(await self.pool.run(payload, _owner()), BuiltGrammar)
+
         started = time.monotonic()
         try:
             payload, field = await self.pool.in_thread(encode)
             key = hashlib.blake2b(payload, digest_size=16).digest()
-            verdict = self._grammars.get(key, lambda: self.pool.run(payload, _owner()))
+            verdict = self._grammars.get(key, build)
             return await self._run(field, "compile", verdict)
         finally:
             if (journey := current.get()) is not None:
@@ -174,6 +198,11 @@ class Compiler:
         finally:
             if (journey := current.get()) is not None:
                 journey.jobs[outcome] = journey.jobs.get(outcome, 0) + 1
+
+
+def _grammar_bytes(built: BuiltGrammar) -> int:
+    notes = sum(50 * len(path) + sum(len(str(step)) for step in path) for path in built.ignored)
+    return len(built.grammar) + notes + sum(map(len, built.unenforced))
 
 
 def _owner() -> bytes:

@@ -11,11 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
 from octavo.text.grammar.grammar_errors import in_words
-from octavo.text.grammar.json_schema import prepare
+from octavo.text.grammar.json_schema import prepare, without_patterns
 from octavo.text.grammar.lark import settle
 from octavo.text.grammar.limits import parser_limits
+from octavo.text.grammar.lower import MAX_NOTED
 from octavo.text.grammar.multiples import Budget
 from octavo.text.grammar.regex import ascii_classes, slashed, without_anchors
 from octavo.text.grammar.schema_tree import rebuilt
@@ -35,6 +38,9 @@ _LONG_ROW, _NO_TOKEN = "Current row has", "NoExtension"  # as in the parser's er
 _TRIED = sorted(range(256), key=lambda byte: (bytes([byte]).isspace(), byte))
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _STYLES = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+_OPTIONS = (*_STYLES, "unenforced")
+UNENFORCED = ("strict", "check")
+"""What becomes of constraints that cannot be enforced: the request is refused, or the finished answer is checked."""
 # Tokens are sampled one by one under the grammar's mask, so it need not tokenize forced text itself.
 _HEAD = '%llguidance {"no_forcing": true}\n'
 # One space, or a line break and its indentation: otherwise a model could write whitespace forever.
@@ -46,31 +52,59 @@ def require_llguidance(field: Field) -> None:
         raise Unsupported(field + " needs the package llguidance on the server: pip install llguidance")
 
 
-def grammar_of(
+class BuiltGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar, and what the schemas in it say beyond it."""
+
+    grammar: str
+    ignored: list[list[str | int]] = []  # paths of annotations in the request
+    num_ignored: int = 0  # all of them, also those that are not listed
+    unenforced: list[str] = []  # constraints of schemas that it does not enforce
+
+
+class _Notes:
+    """What is found out about the schemas of one grammar."""
+
+    def __init__(self, wish: Mapping[str, Any], may_leave_out: bool = False) -> None:
+        self.may_leave_out = may_leave_out or wish.get("unenforced") == "check"
+        self.ignored: list[list[str | int]] = []
+        self.num_ignored = 0
+        self.unenforced: list[str] = []
+
+    def built(self, grammar: str) -> BuiltGrammar:
+        return BuiltGrammar(grammar, self.ignored[:MAX_NOTED], self.num_ignored, self.unenforced)
+
+
+def grammar_of(wish: Mapping[str, Any], vocabulary: Vocabulary, **options: Any) -> str:
+    """The grammar alone. The options are those of build_wish()."""
+    return build_wish(wish, vocabulary, **options).grammar
+
+
+def build_wish(
     wish: Mapping[str, Any],
     vocabulary: Vocabulary,
     *,
     field: Field = STRUCTURED_OUTPUTS,
     where: Field | None = None,
     max_bytes: int = MAX_BYTES,
-) -> str:
+) -> BuiltGrammar:
     """Build the grammar. `wish`: vLLM's structured_outputs, with exactly one of its kinds. `field`: the request's field that it
     came in; `where`: the path of the value, if it is not field.kind."""
     kind, where = check_wish(wish, field=field, where=where, max_bytes=max_bytes)
-    given = _given(wish)
+    given, notes = _given(wish), _Notes(wish)
     value, budget = given[kind], Budget()
     match kind:
         case "json":
-            return schema_grammar(_parsed(value, where), vocabulary, field=where, style=given)
+            schema = _parsed(value, where)
+            rules = f"start: {_schema_rule(schema, where, given, vocabulary, notes)}\n"
         case "json_object":
             if value is not True:
                 raise InvalidRequest(where + " must be true")
-            return schema_grammar({"type": "object"}, vocabulary, field=where, style=given)
+            rules = f"start: {_schema_rule({'type': 'object'}, where, given, vocabulary, notes)}\n"
         case "structural_tag":
             rules = tags_rules(
                 _parsed(value, where),
                 where,
-                lambda schema, at: _schema_rule(schema, at, given, budget),
+                lambda schema, at: _schema_rule(schema, at, given, vocabulary, notes, budget),
                 regex_terminal,
                 lambda text: literal(text, vocabulary),
             )
@@ -79,8 +113,8 @@ def grammar_of(
         case "choice":
             rules = _choice(value, where)
         case _:
-            rules = _lark(value, where, lambda schema, at: _schema_rule(schema, at, {}, budget))
-    return _checked(rules, vocabulary, where, is_own_text=rules == value)
+            rules = _lark(value, where, lambda schema, at: _schema_rule(schema, at, {}, vocabulary, notes, budget))
+    return notes.built(_checked(rules, vocabulary, where, is_own_text=rules == value))
 
 
 def check_wish(
@@ -93,8 +127,9 @@ def check_wish(
     """Check what takes no time: that there is one kind, and the size. Returns the kind, and the path of its value."""
     given = _given(wish)
     kinds = [key for key in given if key in _KINDS]
-    if unknown := [key for key in given if key not in (*_KINDS, *_STYLES)]:
+    if unknown := [key for key in given if key not in (*_KINDS, *_OPTIONS)]:
         raise Unsupported(field / unknown[0][:60] + " is not supported")
+    check_unenforced(given.get("unenforced"), field)
     if len(kinds) != 1:
         named = " and ".join(kinds) if kinds else "none"
         raise InvalidRequest(field + f" must have exactly one of {', '.join(_KINDS)}; got {named}")
@@ -108,6 +143,11 @@ def _given(wish: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in wish.items() if value is not None and value is not False}
 
 
+def check_unenforced(value: object, field: Field) -> None:
+    if value is not None and value not in UNENFORCED:
+        raise InvalidRequest(field / "unenforced" + f" must be 'strict' or 'check', got {str(value)[:60]!r}")
+
+
 def schema_grammar(
     schema: object,
     vocabulary: Vocabulary,
@@ -116,13 +156,29 @@ def schema_grammar(
     style: Mapping[str, Any] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> str:
-    """Grammar of an output that is JSON, validates against the schema, and has nothing around it."""
+    """The grammar alone, of build_schema()."""
+    return build_schema(schema, vocabulary, field=field, style=style, max_bytes=max_bytes).grammar
+
+
+def build_schema(
+    schema: object,
+    vocabulary: Vocabulary,
+    *,
+    field: Field,
+    style: Mapping[str, Any] | None = None,
+    max_bytes: int = MAX_BYTES,
+    may_leave_out: bool = False,
+) -> BuiltGrammar:
+    """Grammar of an output that is JSON, validates against the schema, and has nothing around it. `may_leave_out`: not all of the
+    schema need be enforced."""
     require_llguidance(field)
     check_size(schema, field, max_bytes)
-    return _checked(f"start: {_schema_rule(schema, field, style or {})}\n", vocabulary, field)
+    notes = _Notes(style or {}, may_leave_out)
+    rule = _schema_rule(schema, field, style or {}, vocabulary, notes)
+    return notes.built(_checked(f"start: {rule}\n", vocabulary, field))
 
 
-def framed_grammar(
+def build_framed(
     schema: object,
     frame: tuple[str, str],
     vocabulary: Vocabulary,
@@ -130,32 +186,60 @@ def framed_grammar(
     can_repeat: bool,
     field: Field,
     max_bytes: int = MAX_BYTES,
-) -> str:
+    may_leave_out: bool = False,
+) -> BuiltGrammar:
     """Grammar of an output that is JSON of this schema within a frame. If it can repeat, several follow each other directly: if
     anything were allowed between them, a model that writes it, even a line break, would have to continue with another."""
     require_llguidance(field)
     check_size(schema, field, max_bytes)
+    notes = _Notes({}, may_leave_out)
     before, after = (literal(text, vocabulary) for text in frame)
-    rules = f"start: part{'+' if can_repeat else ''}\npart: {before} {_schema_rule(schema, field, {})} {after}\n"
-    return _checked(rules, vocabulary, field)
+    rule = _schema_rule(schema, field, {}, vocabulary, notes)
+    rules = f"start: part{'+' if can_repeat else ''}\npart: {before} {rule} {after}\n"
+    return notes.built(_checked(rules, vocabulary, field))
 
 
-def _schema_rule(schema: object, field: Field, style: Mapping[str, Any], budget: Budget | None = None) -> str:
+def _schema_rule(
+    schema: object,
+    field: Field,
+    style: Mapping[str, Any],
+    vocabulary: Vocabulary,
+    notes: _Notes,
+    budget: Budget | None = None,
+) -> str:
     """Rule for a schema. `budget`: shared by all schemas of the grammar; None: there is no other."""
     if schema is True:
         schema = {}
-    prepared = prepare(schema, field, budget)
+    lowered = prepare(schema, field, budget, may_leave_out=notes.may_leave_out)
+    prepared = lowered.schema
     if not isinstance(prepared, dict):
         raise InvalidRequest(field + " is false: no output satisfies it")
     if style.get("disable_additional_properties"):
         prepared = rebuilt(prepared, _closed)
+    notes.ignored += [[*field.path, *path] for path in lowered.ignored]
+    notes.num_ignored += lowered.num_ignored
+    notes.unenforced += lowered.unenforced
     guidance: dict[str, Any] = {"whitespace_flexible": False} if style.get("disable_any_whitespace") else {}
     pattern = style.get("whitespace_pattern")
     if not guidance:
         guidance = {
             "whitespace_pattern": _WHITESPACE if pattern is None else _regex(pattern, Field("whitespace_pattern"))
         }
-    return f"%json {json.dumps({'x-guidance': guidance, **prepared}, ensure_ascii=False)}"
+    rule = _json_rule(guidance, prepared)
+    if notes.may_leave_out and _problem(f"{_HEAD}start: {rule}\n", vocabulary):
+        kept, left_out = without_patterns(prepared, lambda pattern: bool(_pattern_problem(pattern, vocabulary)))
+        notes.unenforced += [f"'pattern' {pattern[:60]!r}" for pattern in left_out]
+        rule = _json_rule(guidance, kept)
+    return rule
+
+
+def _json_rule(guidance: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': guidance, **schema}, ensure_ascii=False)}"
+
+
+def _pattern_problem(pattern: str, vocabulary: Vocabulary) -> str:
+    """Why the compiler cannot enforce a pattern of strings. Empty: it can."""
+    return _problem(f"{_HEAD}start: {_json_rule({}, {'type': 'string', 'pattern': pattern})}\n", vocabulary)
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:

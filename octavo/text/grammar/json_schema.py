@@ -1,28 +1,28 @@
-"""Prepares a JSON schema for the grammar compiler. Each construct is either one that the grammar enforces, or is rejected by
-name."""
+"""Prepares a JSON schema for the grammar compiler: lower.py rewrites it, and here each value, the references and the sizes are
+checked."""
 
-import functools
 import math
-import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.text.grammar.keywords import BY_NAME, FORMATS, LISTS, SINGLES
 from octavo.text.grammar.limits import MAX_OPTIONAL, MAX_REFERENCES, longest_chain
+from octavo.text.grammar.lower import DEFS, MAX_DEPTH, MAX_NODES, Lowered, lower
 from octavo.text.grammar.multiples import MAX_MULTIPLE, Budget, scaled
+from octavo.text.grammar.references import escaped as _escaped
+from octavo.text.grammar.references import unescaped
 from octavo.text.grammar.regex import ascii_classes
+from octavo.text.grammar.schema_tree import rebuilt
 
 Schema = dict[str, Any]
 
-MAX_DEPTH = 64  # nested schemas
-MAX_NODES = 20_000
 _MAX_PLACE = 4096  # characters of a place: names of nested properties together
 _MAX_SAFE = 2**53  # beyond this, readers of JSON no longer agree on integers
 _MAX_COUNT = 100_000  # characters, items or properties
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 # These patterns check leap years, the lengths of months and 60 seconds per minute, which the compiler's own formats do not.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 _FOURTH = "(0[48]|[2468][048]|[13579][26])"
@@ -31,15 +31,7 @@ _DATE = f"({_YEAR}-{_DAY}|([0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 _HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOURS}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOURS})"
 _MOMENTS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
-# Annotations: they do not constrain the output.
-_NOTES = {"title", "description", "default", "examples", "example", "readOnly", "writeOnly", "deprecated", "$comment",
-          "$schema", "$id", "contentMediaType", "contentEncoding", "contentSchema", "discriminator"}  # fmt: skip
-_PLACES = ("$defs", "definitions")  # hold schemas that others refer to
-_BY_NAME = ("properties", "patternProperties")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLES = ("items", "additionalProperties")
-_TAG_DEPTH = 2  # levels of properties to search for what distinguishes the alternatives of oneOf
-_MAX_PAIRS = 50_000  # of alternatives of oneOf that are compared one by one
+_PLACES = ("$defs",)  # hold schemas that others refer to
 _SAME_PLACE = ("allOf", "anyOf", "oneOf")
 
 
@@ -87,17 +79,43 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "minProperties": _COUNT,
     "maxProperties": _COUNT,
     "pattern": (lambda value: isinstance(value, str), "a string"),
-    "format": (lambda value: value in _FORMATS, f"one of {', '.join(_FORMATS)}"),
+    "format": (lambda value: value in FORMATS, f"one of {', '.join(FORMATS)}"),
     "$ref": (lambda value: isinstance(value, str), "a string"),
-    "$anchor": (lambda value: isinstance(value, str), "a string"),
 }
 """Keywords that do not hold schemas: the check of their value, and a description of valid values."""
 
 
-def prepare(schema: object, field: Field, budget: Budget | None = None) -> Schema | bool:
-    """Check a schema and return it without annotations, in the form that the compiler accepts. `field`: the request's field that
-    it came in."""
-    return _Checker(schema, field, budget or Budget()).run()
+def prepare(schema: object, field: Field, budget: Budget | None = None, *, may_leave_out: bool = False) -> Lowered:
+    """Check a schema and return it in the form that the compiler accepts, with the annotations and constraints that were left out.
+    `field`: the request's field that it came in. `may_leave_out`: leave out what cannot be enforced, instead of refusing it."""
+    lowered = lower(schema, field, may_leave_out=may_leave_out)
+    lowered.schema = _Checker(lowered.schema, field, budget or Budget()).run()
+    return lowered
+
+
+def without_patterns(schema: Any, is_bad: Callable[[str], bool]) -> tuple[Any, list[str]]:
+    """A prepared schema without the patterns that the compiler cannot enforce, and these."""
+    verdicts: dict[str, bool] = {}
+
+    def bad(pattern: str) -> bool:
+        if pattern not in verdicts:
+            verdicts[pattern] = is_bad(pattern)
+        return verdicts[pattern]
+
+    def change(node: Schema) -> Schema:
+        found = dict(node)
+        if isinstance(found.get("pattern"), str) and bad(found["pattern"]):
+            del found["pattern"]
+        if isinstance(found.get("patternProperties"), dict) and any(map(bad, found["patternProperties"])):
+            # Which names are additional is not known, either.
+            found["patternProperties"] = {
+                name: part for name, part in found["patternProperties"].items() if not bad(name)
+            }
+            found.pop("additionalProperties", None)
+        return found
+
+    kept = rebuilt(schema, change)
+    return kept, [pattern for pattern, is_left_out in verdicts.items() if is_left_out]
 
 
 def _bound(node: Schema) -> None:
@@ -118,7 +136,6 @@ class _Checker:
         self._num_nodes = 0
         self._at: dict[str, Schema | bool] = {}  # place (a JSON pointer) → the schema there
         self._written: dict[str, str] = {}  # place → its $ref as a URI fragment
-        self._shapes: dict[tuple[str, int], Schema] = {}  # (place, depth) → what _shape() returns
 
     def run(self) -> Schema | bool:
         prepared = self._schema(self._root, "#", 0)
@@ -133,9 +150,6 @@ class _Checker:
             self._check_loops()
             self._check_chains()
             self._check_ends()
-        for place, node in self._at.items():
-            if isinstance(node, dict) and "oneOf" in node:
-                self._settle_one_of(node, place)
         for place, reference in self._written.items():
             self._at[place]["$ref"] = reference  # type: ignore[index]
         return prepared
@@ -144,7 +158,7 @@ class _Checker:
 
     def _schema(self, schema: object, place: str, depth: int) -> Schema | bool:
         self._num_nodes += 1
-        if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
+        if depth > 2 * MAX_DEPTH or self._num_nodes > 4 * MAX_NODES:
             raise InvalidRequest(
                 self._field
                 + f" is too large: at most {MAX_DEPTH} levels of schemas and {MAX_NODES} schemas in total are allowed"
@@ -160,9 +174,7 @@ class _Checker:
             raise self._invalid(place, "must be a schema: an object, true or false")
         node: Schema = {}
         self._at[place] = node
-        for key, value in _translated(schema).items():
-            if key in _NOTES or key.startswith("x-"):
-                continue
+        for key, value in _with_moments(schema).items():
             node[key] = self._keyword(key, value, place, depth)
         self._budget.can_join |= "allOf" in node or ("$ref" in node and len(node) > 1)
         self._count_properties(node, place)
@@ -172,21 +184,17 @@ class _Checker:
 
     def _keyword(self, key: str, value: object, place: str, depth: int) -> object:
         here = f"{place}/{_escaped(key)}"
-        if key in _BY_NAME or key in _PLACES:
+        if key in BY_NAME or key in _PLACES:
             if not isinstance(value, Mapping):
                 raise self._invalid(here, "must be an object of schemas")
             parts = {name: self._schema(part, f"{here}/{_escaped(name)}", depth + 1) for name, part in value.items()}
             return {ascii_classes(name): part for name, part in parts.items()} if key == "patternProperties" else parts
-        if key in _LISTS:
+        if key in LISTS:
             if not isinstance(value, list) or not value:
                 raise self._invalid(here, "must be a non-empty list of schemas")
             return [self._schema(part, f"{here}/{at}", depth + 1) for at, part in enumerate(value)]
-        if key in _SINGLES:
+        if key in SINGLES:
             return self._schema(value, here, depth + 1)
-        if key not in _VALUES:
-            raise Unsupported(
-                self._field + f": {key!r} (at {place}) cannot be enforced and is not supported: leave it out"
-            )
         will_do, words = _VALUES[key]
         if not will_do(value):
             raise self._invalid(here, f"must be {words}")
@@ -207,7 +215,7 @@ class _Checker:
         elif least > 1:
             raise Unsupported(
                 self._field
-                + f": 'minProperties' (at {place}) is enforced up to 1, or up to the number of required properties, got {least}"
+                + f": 'minProperties' (at {_shown(place)}) is enforced up to 1, or up to the number of required properties, got {least}"
             )
         if (optional := len(node.get("properties", {}).keys() - required)) > MAX_OPTIONAL:
             raise self._invalid(place, f"has {optional} optional properties; at most {MAX_OPTIONAL} are allowed")
@@ -218,30 +226,10 @@ class _Checker:
         node = self._at[place]
         if not isinstance(node, dict) or "$ref" not in node:
             return
-        wanted = node["$ref"]
-        target = self._target(wanted)
-        if target is None:
-            why = "does not exist in this schema" if wanted.startswith("#") else "points outside this schema"
-            raise InvalidRequest(self._field + f": $ref {wanted[:80]!r} (at {place}) {why}")
+        target = "#" if node["$ref"] == "#" else DEFS + node["$ref"].removeprefix(DEFS)
+        assert target in self._at, "lower.py has resolved it"
         node["$ref"] = target
         self._written[place] = "#" + quote(target[1:], safe="/~!$&'()*+,;=:@")
-
-    def _target(self, reference: str) -> str | None:
-        if not reference.startswith("#"):
-            return None
-        name = unquote(reference[1:])
-        if name and not name.startswith("/"):
-            return self._anchors.get(name)
-        place = "#" + name
-        return place if place in self._at else None
-
-    @functools.cached_property
-    def _anchors(self) -> dict[str, str]:
-        """Anchor → its place; of several, the first."""
-        nodes = [
-            (node["$anchor"], place) for place, node in self._at.items() if isinstance(node, dict) and "$anchor" in node
-        ]
-        return dict(reversed(nodes))
 
     def _same(self, place: str) -> Iterator[str]:
         """Places of schemas that apply to the same value."""
@@ -270,7 +258,7 @@ class _Checker:
                     stack.pop()
                     path.discard(place)
                 elif following in path:
-                    raise InvalidRequest(self._field + f": {following} refers to itself")
+                    raise InvalidRequest(self._field + f": {_shown(following)} refers to itself")
                 elif following not in done:
                     stack.append((following, self._same(following)))
                     path.add(following)
@@ -345,35 +333,8 @@ class _Checker:
             needed = [*parts[:least], *([f"{place}/items"] if least > len(parts) else [])]
         return [part for part in needed if part in self._at]
 
-    # ── oneOf ──
-
-    def _settle_one_of(self, node: Schema, place: str) -> None:
-        """Turn oneOf into anyOf if no value can satisfy two alternatives. If this cannot be decided here, oneOf is left to the
-        compiler, which rejects it if it cannot decide either."""
-        if "anyOf" in node:
-            return
-        parts = [self._shape(f"{place}/oneOf/{at}") for at in range(len(node["oneOf"]))]
-        if _all_differ(parts):
-            node["anyOf"] = node.pop("oneOf")
-
-    def _shape(self, place: str, depth: int = 0) -> Schema:
-        """The schema at a place, with the schemas of its required properties, and with bare references followed."""
-        node = self._at[place]
-        while isinstance(node, dict) and "$ref" in node and len(node) == 1:
-            place = node["$ref"]
-            node = self._at[place]
-        if not isinstance(node, dict):
-            return {}
-        if (place, depth) not in self._shapes:
-            required = [
-                name for name in node.get("required", ()) if name in node.get("properties", ()) and depth < _TAG_DEPTH
-            ]
-            inner = {name: self._shape(f"{place}/properties/{_escaped(name)}", depth + 1) for name in required}
-            self._shapes[place, depth] = {**node, "properties": inner}
-        return self._shapes[place, depth]
-
     def _invalid(self, place: str, words: str) -> InvalidRequest:
-        return InvalidRequest(self._field + f": {place} {words}")
+        return InvalidRequest(self._field + f": {_shown(place)} {words}")
 
 
 def _innermost(place: str, among: Mapping[str, object]) -> str:
@@ -390,120 +351,18 @@ def _until_all(places: Sequence[str], ends: set[str]) -> Iterator[list[str]]:
             yield [place]
 
 
-def _translated(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrite older drafts' keywords (`items` as a list), drop keywords without effect, and turn date and time formats into
-    patterns."""
+def _with_moments(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn date and time formats into patterns."""
     found = dict(schema)
-    if isinstance(found.get("items"), list):
-        found["prefixItems"] = found.pop("items")
-        if "additionalItems" in found:
-            found["items"] = found.pop("additionalItems")
-        if not found["prefixItems"]:
-            del found["prefixItems"]
-    if (
-        isinstance(found.get("format"), str)
-        and found["format"] in _MOMENTS
-        and isinstance(found.get("allOf", []), list)
-    ):
+    if found.get("format") in _MOMENTS and isinstance(found.get("allOf", []), list):
         moment = {"pattern": f"^{_MOMENTS[found.pop('format')]}$"}
         found["allOf"] = [*found.get("allOf", []), moment]
-    for key, nothing in (("uniqueItems", False), ("nullable", False), ("patternProperties", {}), ("unevaluatedProperties", True),
-                         ("unevaluatedItems", True), ("additionalItems", True)):  # fmt: skip
-        if key in found and found[key] == nothing:
-            del found[key]
     return found
 
 
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-_JSON_TYPES = {
-    type(None): "null",
-    bool: "boolean",
-    int: "number",
-    float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-}
-
-
-def _types(shape: Schema) -> set[str]:
-    if (values := _values(shape)) is not None:
-        return {_JSON_TYPES[type(value)] for value in values}
-    types = shape.get("type", _TYPES)
-    return {"number" if name == "integer" else name for name in ([types] if isinstance(types, str) else types)}
-
-
-def _values(shape: Schema) -> Sequence[Any] | None:
-    if "const" in shape:
-        return [shape["const"]]
-    values: Sequence[Any] | None = shape.get("enum")
-    return values
-
-
-def _all_differ(shapes: Sequence[Schema]) -> bool:
-    """Whether it is certain that no value satisfies two of them. Divides them by their types, their values or those of a property,
-    in time that grows with their size; only few are compared pair by pair."""
-    if len(shapes) < 2:
-        return True
-    names = functools.reduce(operator.and_, (shape.get("properties", {}).keys() for shape in shapes))
-    properties = [[shape["properties"][name] for shape in shapes] for name in names]
-    is_object = all(_types(shape) == {"object"} for shape in shapes)
-    for distinguishing in (shapes, *(properties if is_object else ())):
-        groups = _divided(shapes, distinguishing)
-        if len(groups) > 1:
-            return all(map(_all_differ, groups))
-    if is_object and any(map(_all_differ, properties)):
-        return True
-    if len(shapes) * (len(shapes) - 1) // 2 > _MAX_PAIRS:
-        return False
-    return all(_differ(one, other) for at, one in enumerate(shapes) for other in shapes[:at])
-
-
-def _divided(shapes: Sequence[Schema], distinguishing: Sequence[Schema]) -> list[list[Schema]]:
-    """Groups of shapes; two of different groups have no type, or no value, in common. `distinguishing`: for each shape the schema to
-    compare: itself, or that of a property."""
-    keys: list[set[Hashable]] = [{*_types(schema)} for schema in distinguishing]
-    values = [_values(schema) for schema in distinguishing]
-    if all(own is not None for own in values):
-        keys = [{(_JSON_TYPES[type(value)], _frozen(value)) for value in own or ()} for own in values]
-    group_of: dict[Hashable, list[int]] = {}
-    for number, own_keys in enumerate(keys):
-        met = {id(group_of[key]): group_of[key] for key in own_keys if key in group_of}
-        largest = max(met.values(), key=len, default=[])
-        for group in met.values():
-            if group is not largest:
-                for member in group:
-                    group_of.update(dict.fromkeys(keys[member], largest))
-                largest += group
-        largest.append(number)
-        group_of.update(dict.fromkeys(own_keys, largest))
-    groups = {id(group): group for group in group_of.values()}
-    return [[shapes[number] for number in group] for group in groups.values()]
-
-
-def _frozen(value: object) -> Hashable:
-    """A value that hashes, and equals another's if their values are equal."""
-    match value:
-        case list():
-            return "list", *map(_frozen, value)
-        case dict():
-            return "dict", frozenset((key, _frozen(item)) for key, item in value.items())
-        case _:
-            assert isinstance(value, Hashable)
-            return value
-
-
-def _differ(one: Schema, other: Schema) -> bool:
-    """Whether it is certain that no value satisfies both."""
-    if _types(one).isdisjoint(_types(other)):
-        return True
-    own, others = _values(one), _values(other)
-    if own is not None and others is not None:
-        return {*map(_frozen, own)}.isdisjoint(map(_frozen, others))
-    if _types(one) != {"object"} or _types(other) != {"object"}:
-        return False
-    shared = one.get("properties", {}).keys() & other.get("properties", {}).keys()
-    return any(_differ(one["properties"][name], other["properties"][name]) for name in shared)
+def _shown(place: str) -> str:
+    """A place as the author wrote it: definitions are named by where they stood."""
+    if not place.startswith(DEFS):
+        return place
+    name, _, rest = place.removeprefix(DEFS).partition("/")
+    return unescaped(name) + ("/" + rest if rest else "")

@@ -3,12 +3,15 @@
 import re
 
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\x0b\x0c"}
+# Neither ECMAScript nor Python takes any of these for anything but a space.
+_NO_SPACE = r"[^\s\x{feff}\x{180e}\x{1c}-\x{1f}\x{85}]"
 _PIECE = re.compile(r"\\.|\[\^?|\]|[^\\\[\]]+|.", re.S)
 
 
 def ascii_classes(pattern: str) -> str:
     r"""Replace \d, \w and \s by their ASCII sets, which is their meaning in ECMAScript. The compiler would also match digits of all
-    scripts, which ECMAScript does not; Python and others use other Unicode versions. Inside a negated class they stay: what
+    scripts, which ECMAScript does not; Python and others use other Unicode versions. What one of them takes for a space, \S does
+    not match. Inside a negated class they stay: what
     it excludes is then excluded in every dialect."""
     parts = []
     is_inside = is_negated = False
@@ -17,6 +20,8 @@ def ascii_classes(pattern: str) -> str:
             is_inside, is_negated = True, piece == "[^"
         elif piece == "]":
             is_inside = False
+        elif piece == r"\S" and not (is_inside and is_negated):
+            piece = _NO_SPACE
         elif piece[0] == "\\" and piece[1:] in _ASCII and not (is_inside and is_negated):
             piece = _ASCII[piece[1]] if is_inside else f"[{_ASCII[piece[1]]}]"
         parts.append(piece)

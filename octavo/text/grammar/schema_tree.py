@@ -5,7 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_DATA = {"enum", "const", "default", "examples"}  # hold data: "$ref" is just a key in it
+_DATA = {
+    "enum",
+    "const",
+    "default",
+    "examples",
+    "required",
+    "dependentRequired",
+}  # hold data: "$ref" is just a key in it
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -40,6 +40,9 @@ class Choice(msgspec.Struct, frozen=True):
     stop_reason: str | int | None
     logprobs: ChatLogprobs | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # ours: structured_outputs.unenforced is "check"; null: not decided in time
+    )
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -81,6 +84,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, gc=False):
     stop_reason: str | int | UnsetType | None = UNSET
     logprobs: ChatLogprobs | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
+    schema_valid: bool | UnsetType | None = UNSET  # with the finish reason
 
 
 class ChatChunk(msgspec.Struct, frozen=True, gc=False):

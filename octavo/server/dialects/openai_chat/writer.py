@@ -81,6 +81,7 @@ class ChatWriter:
             answer.stop_reason,
             self._logprobs(answer.logprobs),
             self._token_ids(answer.token_ids),
+            answer.schema_valid,
         )
 
     def _event(
@@ -113,7 +114,12 @@ class ChatWriter:
             choices[0], logprobs=self._logprobs(piece.logprobs), token_ids=self._token_ids(piece.token_ids)
         )
         if is_last:
-            choices[-1] = replace(choices[-1], finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
+            choices[-1] = replace(
+                choices[-1],
+                finish_reason=piece.finish_reason,
+                stop_reason=piece.stop_reason,
+                schema_valid=piece.schema_valid,
+            )
         return choices
 
     def _logprobs(self, entries: Sequence[Logprobs]) -> ChatLogprobs | None:

@@ -21,6 +21,9 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType | None = (
         UNSET  # vLLM's; null where not requested
     )
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # ours: structured_outputs.unenforced is "check"; null: not decided in time
+    )
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):

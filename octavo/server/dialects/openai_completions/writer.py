@@ -21,6 +21,7 @@ from octavo.server.generate.logprobs import (
 )
 from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import Prompt, build_requests
+from octavo.server.generate.structured import FREE, AnswerCheck, AnswerForm
 from octavo.server.http.sse import DONE, Frames, event
 from octavo.server.state.service import Service
 
@@ -37,7 +38,7 @@ class CompletionWriter:
         response_id: str,
         prompts: list[Prompt],
         arrived: float,
-        grammar: str = "",
+        form: AnswerForm = FREE,
     ) -> None:
         text = service.text
         # An echo of the prompt alone: one token must be computed all the same, and is not returned.
@@ -58,7 +59,7 @@ class CompletionWriter:
             default_max_tokens=DEFAULT_MAX_TOKENS,
             arrived=arrived,
             prompt_logprobs=of_prompt,
-            grammar=grammar,
+            grammar=form.grammar,
         )
         wants_tokens = fields.logprobs is not None or bool(fields.return_token_ids)
         self._is_text_only = not (wants_tokens or fields.echo)
@@ -66,6 +67,8 @@ class CompletionWriter:
         per_event = fields.tokens_per_event(service.config)
         self.generation = Generation(service, requests, per_event, wants_tokens, num_kept=fields.num_kept)
         self._fields, self._text, self._prompts = fields, text, prompts
+        self._check = form.check
+        self._said: dict[int, str] = {}  # choice → its text so far, where it is to be checked
         self._offsets: dict[int, TextOffsets] = {}  # of the choices that have begun
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
 
@@ -76,6 +79,8 @@ class CompletionWriter:
         frames = Frames(lambda index, text: Completion(*self._head, [Choice(index, text)], quiet))
         async with aclosing(generation.pieces()) as steps:
             async for pieces in steps:
+                if self._check is not None:
+                    pieces = [await self._checked(self._check, piece) for piece in pieces]
                 num_scored = self._num_scored(pieces)
                 if every or num_scored:
                     usage = self._usage() if every else quiet
@@ -95,9 +100,18 @@ class CompletionWriter:
     async def collect(self) -> Completion:
         kept = await self.generation.whole()
         pieces = [choice.as_piece() for choice in kept]
+        if self._check is not None:
+            pieces = [await self._checked(self._check, piece) for piece in pieces]
         size = self._num_scored(pieces) + sum(count_logprobs(piece.logprobs) for piece in pieces)
         choices = await offload(size, lambda: [self._choice(piece) for piece in pieces])
         return Completion(*self._head, choices, self._usage())
+
+    async def _checked(self, check: AnswerCheck, piece: Piece) -> Piece:
+        """The piece; if it is a choice's last, with the verdict on its text."""
+        text = self._said[piece.index] = self._said.get(piece.index, "") + piece.delta.text
+        if piece.delta.finish_reason is None:
+            return piece
+        return msgspec.structs.replace(piece, schema_valid=await check.verdict(text))
 
     def _events(self, pieces: list[Piece], usage: Usage | UnsetType | None) -> bytes:
         return b"".join([self._event(piece, usage) for piece in pieces])
@@ -161,4 +175,5 @@ class CompletionWriter:
             token_ids if fields.return_token_ids else UNSET,
             prompt.ids if shows_prompt else UNSET,
             self._prompt_scores(scores),
+            piece.schema_valid,
         )

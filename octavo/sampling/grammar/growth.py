@@ -1,0 +1,78 @@
+"""How far an answer's end may move away by one token: the tokens that the largest part of a schema requires once it is begun."""
+
+import json
+from typing import Any
+
+MOST = 400  # tokens; a larger part is not waited for
+_ROUNDS = 12  # of references that lead to each other
+_PER_CHARACTER = 0.6  # tokens: names and brackets of JSON have fewer than one each
+_PATTERN = 16  # characters of a string that has a pattern
+_FORMAT = 40
+
+
+def growth_of_grammar(grammar: str) -> int:
+    """An estimate in tokens, from the schemas in a grammar. 0: it has none."""
+    most = 0.0
+    at = grammar.find("%json ")
+    while at >= 0:
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, at + 6)
+        except (ValueError, RecursionError):
+            break
+        most = max(most, _Sizes(schema).most())
+        at = grammar.find("%json ", end)
+    return min(MOST, int(_PER_CHARACTER * most))
+
+
+class _Sizes:
+    """Characters that the values of schemas have at least, whichever alternatives are chosen."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._defs: dict[str, Any] = root.get("$defs", {}) if isinstance(root, dict) else {}
+        self._known = dict.fromkeys(self._defs, 2.0)
+        self._most = 0.0
+
+    def most(self) -> float:
+        for _ in range(_ROUNDS):
+            before = dict(self._known)
+            for name, part in self._defs.items():
+                self._known[name] = min(self._of(part), MOST / _PER_CHARACTER)
+            if before == self._known:
+                break
+        if isinstance(self._root, dict):  # of its parts: the whole is begun before anything is counted
+            parts = {key: part for key, part in self._root.items() if key != "$defs"}
+            self._of(parts)
+        return self._most
+
+    def _of(self, schema: Any) -> float:
+        if not isinstance(schema, dict):
+            return 1
+        size = self._own(schema)
+        for part in schema.get("allOf", ()):
+            size = max(size, self._of(part))
+        for part in schema.get("anyOf", ()):
+            size = max(size, self._of(part))
+        if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/$defs/"):
+            size = max(
+                size, self._known.get(reference[8:].replace("%23", "#").replace("~1", "/").replace("~0", "~"), 2)
+            )
+        self._most = max(self._most, size)
+        return size
+
+    def _own(self, schema: dict[str, Any]) -> float:
+        if "const" in schema:
+            return len(json.dumps(schema["const"]))
+        if "enum" in schema:
+            return max(len(json.dumps(value)) for value in schema["enum"])
+        size = 2.0 + schema.get("minLength", 0)
+        if "pattern" in schema or "format" in schema:
+            size += _FORMAT if "format" in schema else _PATTERN
+        properties = schema.get("properties", {})
+        sizes = {name: self._of(part) for name, part in properties.items()}
+        for part in (*schema.get("patternProperties", {}).values(), schema.get("additionalProperties")):
+            self._of(part)
+        size += sum(len(name) + 4 + sizes.get(name, 2) for name in schema.get("required", ()))
+        prefix = [self._of(part) for part in schema.get("prefixItems", ())]
+        item, least = self._of(schema.get("items")), schema.get("minItems", 0)
+        return float(size + sum(prefix[:least]) + max(0, least - len(prefix)) * (item + 1))

@@ -1,0 +1,614 @@
+"""Lowers a JSON schema of any draft to the keywords that the grammar compiler enforces: older spellings become the newer ones,
+references become references to $defs, annotations are left out and noted, and constraints such as `not`, `if` or `dependentRequired`
+are rewritten as unions, where that is exact. A constraint for which it is not is refused, or left out and noted where the answer is to
+be checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.text.grammar.disjoint import all_differ
+from octavo.text.grammar.keywords import (
+    APPLIES_TO,
+    BY_NAME,
+    FORMATS,
+    IDENTITY,
+    LAST_WITHOUT_SIBLINGS,
+    LISTS,
+    NEVER,
+    PLAIN,
+    REWRITTEN,
+    SINGLES,
+)
+from octavo.text.grammar.names import NamesUnknown, allowed_names
+from octavo.text.grammar.negate import TYPES, CannotNegate, any_of, negated, types_of
+from octavo.text.grammar.references import ROOT, At, References, escaped, start
+
+Schema = dict[str, Any]
+
+MAX_DEPTH = 64  # nested schemas
+MAX_NODES = 20_000
+MAX_NOTED = 64  # paths of annotations: as many as an answer lists
+_MAX_OPEN = 50  # definitions that are being lowered at once, because each needs the next
+_MAX_CASES = 64  # unions of one schema, multiplied
+_MAX_EXCLUSIVE = 6  # alternatives of oneOf that are kept apart by negation
+_MAX_POSITIONS = 16  # items among which one must match `contains`
+_MAX_UNIQUE = 5  # values whose sequences without repetition are listed
+_TAG_DEPTH = 2  # levels of properties to search for what distinguishes the alternatives of oneOf
+DEFS = "#/$defs/"
+
+
+# Keywords that evaluate properties in a way that the lowered schema does not show.
+_OPAQUE = frozenset({
+    "unevaluatedProperties", "if", "anyOf", "oneOf", "dependentSchemas", "dependencies", "propertyNames", "$dynamicRef", "$recursiveRef",
+})  # fmt: skip
+
+
+class Unenforced(Exception):
+    """A constraint that cannot be enforced: its place, its keyword, and why."""
+
+    def __init__(self, place: str, keyword: str, why: str = "") -> None:
+        super().__init__(f"{keyword!r} (at {place})")
+        self.why = f" ({why})" if why else ""
+
+
+@dataclass(slots=True)
+class Lowered:
+    schema: Any
+    ignored: list[tuple[str | int, ...]] = field(default_factory=list)  # paths of annotations, at most MAX_NOTED
+    num_ignored: int = 0
+    unenforced: list[str] = field(default_factory=list)  # constraints that were left out: 'keyword' (at place)
+
+
+def lower(schema: object, where: Field, *, may_leave_out: bool = False) -> Lowered:
+    """`may_leave_out`: note constraints that cannot be enforced instead of refusing them."""
+    return _Lowering(schema, where, may_leave_out).run()
+
+
+class _Lowering:
+    def __init__(self, root: object, where: Field, may_leave_out: bool) -> None:
+        self._root, self._field = root, where
+        self._may_leave_out = may_leave_out
+        self._references = References(root, MAX_DEPTH)
+        self._found = Lowered(None)
+        self._num_nodes = 0
+        self._waiting: dict[str, tuple[Any, At]] = {}  # name of a definition → its schema, to be lowered
+        self._defs: dict[str, Any] = {}  # name → lowered
+        self._open: set[str] = set()  # names that are being lowered
+        self._opaque: set[int] = set()  # ids of lowered schemas that do not tell which properties they evaluate
+        self._weak: set[str] = set()  # definitions from which something was left out: they allow more than they say
+        self._num_strict = 0  # constraints around, within which nothing may be left out
+
+    def run(self) -> Lowered:
+        lowered = self._schema(self._root, start(self._root))
+        while self._waiting:
+            self._define(next(iter(self._waiting)))
+        if self._defs and isinstance(lowered, dict):
+            lowered["$defs"] = self._defs
+        self._found.schema = lowered
+        return self._found
+
+    # ── one schema ──
+
+    def _schema(self, value: object, at: At) -> Schema | bool:
+        self._num_nodes += 1
+        if at.depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
+            raise InvalidRequest(
+                self._field
+                + f" is too large: at most {MAX_DEPTH} levels of schemas and {MAX_NODES} schemas in total are allowed"
+            )
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, Mapping):
+            raise self._invalid(at.place, "must be a schema: an object, true or false")
+        at = at.entered(value)
+        given = self._translated(value, at)
+        if "$ref" in given and at.draft <= LAST_WITHOUT_SIBLINGS:
+            for key in given:
+                if key not in ("$ref", *IDENTITY, "$id", "id"):
+                    self._note(at, key)
+            given = {"$ref": given["$ref"]}
+        core: Schema = {}
+        more: list[Schema | bool] = []  # further schemas that apply to the same value
+        for key, part in given.items():
+            if key in PLAIN:
+                core[key] = part
+            elif key in BY_NAME or key in LISTS or key in SINGLES:
+                core[key] = self._inner(key, part, at)
+            elif key in NEVER:
+                self._leave_out(Unenforced(at.place, key))
+            elif key == "$ref":
+                core[key] = self._reference(part, at)
+            elif key not in REWRITTEN and key not in IDENTITY:
+                self._note(at, key)
+        for key in given:
+            if key in REWRITTEN and key != "$ref":
+                try:
+                    self._rewrite(key, given, core, more, at)
+                except Unenforced as error:
+                    self._leave_out(error)
+        if not _OPAQUE.isdisjoint(value):
+            self._opaque.add(id(core))
+        if more:
+            own = core.get("allOf")
+            core["allOf"] = [*(own if isinstance(own, list) else []), *more]
+            self._check_cases(core, at)
+        return core
+
+    def _translated(self, schema: Mapping[str, Any], at: At) -> dict[str, Any]:
+        """Older spellings as newer ones; keywords that say nothing are dropped."""
+        found = dict(schema)
+        if isinstance(found.get("items"), list):
+            found["prefixItems"] = found.pop("items")
+            if "additionalItems" in found:
+                found["items"] = found.pop("additionalItems")
+            if not found["prefixItems"]:
+                del found["prefixItems"]
+        for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if isinstance(found.get(exclusive), bool) and found.pop(exclusive) and inclusive in found:
+                found[exclusive] = found.pop(inclusive)
+        if "nullable" in found:
+            is_nullable, types = found.pop("nullable"), found.get("type")
+            if is_nullable is True and types is not None:
+                found["type"] = (
+                    list(dict.fromkeys([*([types] if isinstance(types, str) else types), "null"]))
+                    if isinstance(types, str | list)
+                    else types
+                )
+            elif is_nullable is not False:
+                self._note(at, "nullable")  # no effect without a type
+        dependencies = found.pop("dependencies", None)
+        if isinstance(dependencies, Mapping):
+            names = {
+                key: [part] if isinstance(part, str) else part
+                for key, part in dependencies.items()
+                if isinstance(part, list | str)
+            }
+            schemas = {key: part for key, part in dependencies.items() if not isinstance(part, list | str)}
+            for key, parts in (("dependentRequired", names), ("dependentSchemas", schemas)):
+                if parts:
+                    found[key] = {**parts, **found.get(key, {})}
+        elif dependencies is not None:
+            raise self._invalid(f"{at.place}/dependencies", "must be an object")
+        if found.get("required") is False:  # an older draft's, of a property
+            del found["required"]
+            self._note(at, "required")
+        for key, nothing in (
+            ("uniqueItems", False),
+            ("patternProperties", {}),
+            ("unevaluatedProperties", True),
+            ("unevaluatedItems", True),
+        ):
+            if key in found and found[key] == nothing:
+                del found[key]
+        return found
+
+    def _inner(self, key: str, part: Any, at: At) -> Any:
+        """The schemas in a keyword. Values of a wrong kind are left as they are: json_schema.py refuses them."""
+        if key in BY_NAME:
+            if not isinstance(part, Mapping):
+                return part
+            return {name: self._schema(inner, at.step(key, name)) for name, inner in part.items()}
+        if key in LISTS:
+            if not isinstance(part, list):
+                return part
+            return [self._schema(inner, at.step(key, number)) for number, inner in enumerate(part)]
+        return self._schema(part, at.step(key))
+
+    # ── references ──
+
+    def _reference(self, wanted: object, at: At) -> object:
+        if not isinstance(wanted, str):
+            return wanted
+        found = self._references.find(wanted, at)
+        if found is None:
+            why = "does not exist in this schema" if wanted.startswith("#") else "points outside this schema"
+            raise InvalidRequest(self._field + f": $ref {wanted[:80]!r} (at {at.place}) {why}")
+        target, there = found
+        if there.place == ROOT:
+            return ROOT
+        if there.place not in self._defs and there.place not in self._open:
+            self._waiting.setdefault(there.place, (target, there))
+        return DEFS + escaped(there.place)
+
+    def _define(self, name: str) -> None:
+        target, at = self._waiting.pop(name)
+        self._open.add(name)
+        num_strict, self._num_strict = self._num_strict, 0
+        num_left_out = len(self._found.unenforced)
+        self._defs[name] = self._schema(target, At(at.place, at.path, at.base, at.draft))
+        if len(self._found.unenforced) > num_left_out:
+            self._weak.add(name)
+        self._num_strict = num_strict
+        self._open.discard(name)
+
+    def _resolve(self, reference: str) -> Schema | bool:
+        """The lowered schema of a reference that was made by _reference()."""
+        name = reference.removeprefix(DEFS).replace("~1", "/").replace("~0", "~")
+        if name in self._waiting:
+            if len(self._open) >= _MAX_OPEN:
+                raise InvalidRequest(
+                    self._field + f" has a chain of more than {_MAX_OPEN} references through oneOf, not or if"
+                )
+            self._define(name)
+        if name not in self._defs or name in self._weak:
+            raise CannotNegate("$ref")
+        found: Schema | bool = self._defs[name]
+        return found
+
+    # ── constraints that are rewritten ──
+
+    def _rewrite(self, key: str, given: dict[str, Any], core: Schema, more: list[Schema | bool], at: At) -> None:
+        """Express a constraint by others, in `core` or as a further schema. Raises Unenforced."""
+        value, here = given[key], at.step(key)
+        kind = APPLIES_TO.get(key)
+        if kind is not None and kind not in types_of(core):
+            self._note(at, key)
+            return
+        try:
+            match key:
+                case "format":
+                    self._format(value, core, at)
+                case "not":
+                    more.append(self._negated(self._strictly(value, here), core))
+                case "if":
+                    self._condition(given, core, more, at)
+                case "then" | "else" if "if" not in given:
+                    self._note(at, key)
+                case "oneOf":
+                    self._one_of(value, core, more, at)
+                case "dependentRequired" | "dependentSchemas":
+                    self._dependent(key, value, more, here)
+                case "propertyNames":
+                    self._property_names(self._strictly(value, here), core)
+                case "uniqueItems":
+                    self._unique(value, core, at)
+                case "contains":
+                    self._contains(given, core, more, at)
+                case "minContains" | "maxContains" if "contains" not in given:
+                    self._note(at, key)
+                case "unevaluatedProperties":
+                    self._unevaluated(given, core, more, at)
+                case "unevaluatedItems":
+                    self._unevaluated_items(given, core, at)
+                case "additionalItems":
+                    self._note(at, key)  # no effect where items is no list
+                case "$dynamicRef" | "$recursiveRef":
+                    self._dynamic_reference(key, value, core, more, at)
+        except CannotNegate as error:
+            raise Unenforced(at.place, key, f"the opposite of {error} is not known") from None
+        except NamesUnknown as error:
+            raise Unenforced(at.place, key, str(error)) from None
+
+    def _strictly(self, value: Any, at: At) -> Schema | bool:
+        """Lower a schema of which nothing may be left out, because it is negated or decides what else applies."""
+        self._num_strict += 1
+        try:
+            return self._schema(value, at)
+        finally:
+            self._num_strict -= 1
+
+    def _negated(self, schema: Schema | bool, core: Schema) -> Schema | bool:
+        return any_of(negated(schema, types_of(core), self._resolve))
+
+    def _format(self, value: object, core: Schema, at: At) -> None:
+        if isinstance(value, str) and value in FORMATS and "string" in types_of(core):
+            core["format"] = value
+        else:
+            self._note(at, "format")
+
+    def _condition(self, given: dict[str, Any], core: Schema, more: list[Schema | bool], at: At) -> None:
+        if "then" not in given and "else" not in given:
+            self._note(at, "if")
+            return
+        condition = self._strictly(given["if"], at.step("if"))
+        then, otherwise = (self._strictly(given.get(key, True), at.step(key)) for key in ("then", "else"))
+        opposite = self._negated(condition, core)
+        cases = [
+            {"allOf": [one, other]}
+            for one, other in ((condition, then), (opposite, otherwise))
+            if False not in (one, other)
+        ]
+        more.append(any_of([*cases]))
+
+    def _dependent(self, key: str, value: object, more: list[Schema | bool], at: At) -> None:
+        if not isinstance(value, Mapping):
+            raise self._invalid(at.place, "must be an object")
+        for name, part in value.items():
+            if key == "dependentSchemas":
+                then = self._strictly(part, at.step(name))
+                is_there: Schema | bool = (
+                    {"allOf": [{"type": "object", "required": [name]}, then]} if then is not False else False
+                )
+            else:
+                if not isinstance(part, list) or not all(isinstance(other, str) for other in part):
+                    raise self._invalid(f"{at.place}/{escaped(name)}", "must be a list of strings")
+                if not part:
+                    continue
+                is_there = {"type": "object", "required": list(dict.fromkeys([name, *part]))}
+            more.append(any_of([{"properties": {name: False}}, *([is_there] if isinstance(is_there, dict) else [])]))
+
+    def _one_of(self, value: object, core: Schema, more: list[Schema | bool], at: At) -> None:
+        """oneOf becomes anyOf if no value can satisfy two alternatives, or with the opposite of the others added to each."""
+        if not isinstance(value, list) or not value:
+            raise self._invalid(f"{at.place}/oneOf", "must be a non-empty list of schemas")
+        num_left_out = len(self._found.unenforced)
+        parts = [self._schema(part, at.step("oneOf", number)) for number, part in enumerate(value)]
+        parts = [part for part in parts if part is not False]
+        if not parts:
+            more.append(False)
+        elif all_differ([self._shape(part, core) for part in parts]):
+            more.append(any_of([part if isinstance(part, dict) else {} for part in parts]))
+        elif len(parts) > _MAX_EXCLUSIVE:
+            raise Unenforced(at.place, "oneOf", f"more than {_MAX_EXCLUSIVE} alternatives overlap")
+        elif len(self._found.unenforced) > num_left_out:
+            raise Unenforced(at.place, "oneOf", "a part of it cannot be enforced")
+        else:
+            opposites = [self._negated(part, core) for part in parts]
+            cases = []
+            for number, part in enumerate(parts):
+                others = [opposite for other, opposite in enumerate(opposites) if other != number]
+                if False not in others:
+                    cases.append({"allOf": [part, *others]})
+            more.append(any_of([*cases]))
+
+    def _shape(self, part: Schema | bool, around: Schema, depth: int = 0) -> Schema:
+        """A schema with the schemas of its required properties, with references followed, beside the schema around it."""
+        num_followed = 0
+        while isinstance(part, dict) and "$ref" in part and len(part) == 1 and num_followed < MAX_DEPTH:
+            num_followed += 1
+            reference = part["$ref"]
+            try:
+                part = self._resolve(reference) if reference != ROOT else True
+            except CannotNegate:
+                name = reference.removeprefix(DEFS).replace("~1", "/").replace("~0", "~")
+                part = self._defs.get(name, True)
+        if not isinstance(part, dict):
+            part = {}
+        own, others = (
+            {} if not isinstance(one.get("properties"), Mapping) else one["properties"] for one in (part, around)
+        )
+        names = [
+            name
+            for one in (part, around)
+            for name in (one["required"] if isinstance(one.get("required"), list) else ())
+            if isinstance(name, str)
+        ]
+        inner = {
+            name: self._shape(own[name] if name in own else others[name], {}, depth + 1)
+            for name in dict.fromkeys(names)
+            if depth < _TAG_DEPTH and (name in own or name in others)
+        }
+        kept: Schema = {key: one[key] for key in ("type", "enum", "const") for one in (around, part) if key in one}
+        if "const" in part:
+            kept.pop("enum", None)
+        elif "enum" in part:
+            kept.pop("const", None)
+        return {**kept, "properties": inner} if _is_regular(kept) else {}
+
+    def _property_names(self, names: Schema | bool, core: Schema) -> None:
+        allowed = allowed_names(names, self._resolve)
+        if allowed.is_any:
+            return
+        parts = core.get("properties", {})
+        patterns, additional = core.get("patternProperties", {}), core.get("additionalProperties", True)
+        if not isinstance(parts, Mapping) or not isinstance(patterns, Mapping):
+            return  # json_schema.py refuses it
+        kept = {name: part if allowed.has(name) else False for name, part in parts.items()}
+        if allowed.listed is not None:
+            if patterns:
+                raise NamesUnknown("beside patternProperties")
+            kept |= {name: additional for name in allowed.listed if name not in kept}
+            core["additionalProperties"] = False
+        elif additional is not False or patterns:
+            if patterns or (
+                additional is not True and additional != {} and any(part is not False for part in kept.values())
+            ):
+                raise NamesUnknown("beside patternProperties or additionalProperties")
+            core["patternProperties"] = {allowed.pattern: additional}
+            core["additionalProperties"] = False
+        if kept:
+            core["properties"] = kept
+
+    def _unique(self, value: object, core: Schema, at: At) -> None:
+        """Sequences of few values without repetition are listed."""
+        if value is not True:
+            raise self._invalid(f"{at.place}/uniqueItems", "must be true or false")
+        most = core.get("maxItems")
+        if isinstance(most, int) and most <= 1:
+            return
+        values = self._values(core.get("items"))
+        if values is None or "prefixItems" in core or len(values) > _MAX_UNIQUE or types_of(core) != ["array"]:
+            raise Unenforced(at.place, "uniqueItems")
+        least = core.get("minItems", 0)
+        if not isinstance(least, int) or not (most is None or isinstance(most, int)):
+            return  # json_schema.py refuses it
+        lists = _sequences(values, least, len(values) if most is None else most)
+        if not lists:
+            raise InvalidRequest(
+                self._field + f": {at.place} has no value: minItems is more than there are different items"
+            )
+        for key in ("items", "minItems", "maxItems", "type"):
+            core.pop(key, None)
+        core["enum"] = lists
+
+    def _values(self, schema: object) -> list[Any] | None:
+        """All values of a schema of few scalars. None: there are more, or others."""
+        num_followed = 0
+        while (
+            isinstance(schema, dict) and [*schema] == ["$ref"] and schema["$ref"] != ROOT and num_followed < MAX_DEPTH
+        ):
+            schema, num_followed = self._resolve(schema["$ref"]), num_followed + 1
+        match schema:
+            case {"const": value, **rest} if not rest.keys() - {"type"}:
+                values = [value]
+            case {"enum": list(values), **rest} if not rest.keys() - {"type"}:
+                pass
+            case {"type": "boolean", **rest} if not rest:
+                values = [True, False]
+            case _:
+                return None
+        if isinstance(schema, dict) and "type" in schema:
+            names = types_of({"type": schema["type"]})
+            if "integer" in names:
+                return None
+            values = [value for value in values if types_of({"const": value})[0] in names]
+        if any(isinstance(value, list | dict) for value in values):
+            return None
+        different: list[Any] = []
+        for value in values:
+            if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in different):
+                different.append(value)
+        return different
+
+    def _contains(self, given: dict[str, Any], core: Schema, more: list[Schema | bool], at: At) -> None:
+        least, most = given.get("minContains", 1), given.get("maxContains")
+        for key, count in (("minContains", least), ("maxContains", most)):
+            if count is not None and (type(count) not in (int, float) or count != int(count) or count < 0):
+                raise self._invalid(f"{at.place}/{key}", "must be a whole number from 0 on")
+        wanted = self._strictly(given["contains"], at.step("contains"))
+        if most == 0:
+            more.append({"items": any_of(negated(wanted, TYPES, self._resolve))})
+            if least > 0:
+                more.append(
+                    {"type": [name for name in types_of(core) if name != "array"]}
+                    if types_of(core) != ["array"]
+                    else False
+                )
+            return
+        if most is not None:
+            raise Unenforced(at.place, "maxContains", "only 0 is enforced")
+        if least == 0:
+            return
+        longest = core.get("maxItems")
+        if wanted is True or wanted == {}:
+            more.append({"minItems": least})
+            return
+        if least > 1 or not isinstance(longest, int) or longest > _MAX_POSITIONS:
+            raise Unenforced(
+                at.place, "contains", f"enforced only for one match in at most {_MAX_POSITIONS} items (maxItems)"
+            )
+        others = [name for name in types_of(core) if name != "array"]
+        cases: list[Schema] = [{"type": others}] if others else []
+        for number in range(longest):
+            cases.append({"type": "array", "prefixItems": [*[True] * number, wanted], "minItems": number + 1})
+        more.append(any_of(cases))
+
+    # ── unevaluated ──
+
+    def _unevaluated(self, given: dict[str, Any], core: Schema, more: list[Schema | bool], at: At) -> None:
+        """Properties that no other keyword speaks of: additionalProperties of all schemas that apply here together, if they apply to
+        every value."""
+        if not (_OPAQUE - {"unevaluatedProperties"}).isdisjoint(given):
+            raise Unenforced(at.place, "unevaluatedProperties", "beside a choice of schemas")
+        rest = self._strictly(given["unevaluatedProperties"], at.step("unevaluatedProperties"))
+        names, patterns, is_open = self._evaluated({**core, "allOf": [*core.get("allOf", []), *more]}, at, 0)
+        if not is_open:
+            more.append(
+                {
+                    "properties": dict.fromkeys(names, True),
+                    **({"patternProperties": dict.fromkeys(patterns, True)} if patterns else {}),
+                    "additionalProperties": rest,
+                }
+            )
+
+    def _evaluated(self, schema: Schema | bool, at: At, depth: int) -> tuple[list[str], list[str], bool]:
+        """Names and patterns of properties that a schema speaks of, and whether it speaks of all."""
+        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+            return [], [], False
+        if id(schema) in self._opaque or "anyOf" in schema:
+            raise Unenforced(at.place, "unevaluatedProperties", "beside a choice of schemas")
+        names, patterns = [*schema.get("properties", {})], [*schema.get("patternProperties", {})]
+        is_open = "additionalProperties" in schema
+        parts = list(schema.get("allOf", []))
+        if "$ref" in schema:
+            parts.append(self._resolve(schema["$ref"]) if schema["$ref"] != ROOT else _unknown_root())
+        for part in parts:
+            more_names, more_patterns, is_open_too = self._evaluated(part, at, depth + 1)
+            names, patterns, is_open = names + more_names, patterns + more_patterns, is_open or is_open_too
+        return names, patterns, is_open
+
+    def _unevaluated_items(self, given: dict[str, Any], core: Schema, at: At) -> None:
+        if "items" in core:
+            return  # all are evaluated
+        if any(
+            key in given
+            for key in (
+                "allOf",
+                "anyOf",
+                "oneOf",
+                "if",
+                "not",
+                "$ref",
+                "$dynamicRef",
+                "$recursiveRef",
+                "contains",
+                "dependentSchemas",
+            )
+        ):
+            raise Unenforced(at.place, "unevaluatedItems", "beside other schemas for the same value")
+        core["items"] = self._strictly(given["unevaluatedItems"], at.step("unevaluatedItems"))
+
+    def _dynamic_reference(self, key: str, value: object, core: Schema, more: list[Schema | bool], at: At) -> None:
+        """A dynamic reference is a plain one if no other schema may take the place of its target."""
+        if not isinstance(value, str):
+            raise self._invalid(f"{at.place}/{key}", "must be a string")
+        if key == "$recursiveRef":
+            is_plain = self._references.num_recursive_anchors == 0
+        else:
+            is_plain = self._references.dynamic.get(value.rpartition("#")[2], 0) <= 1
+        if not is_plain:
+            raise Unenforced(at.place, key, "several schemas may be its target")
+        more.append({"$ref": self._reference(value, at)})
+
+    # ── what is said of it ──
+
+    def _check_cases(self, core: Schema, at: At) -> None:
+        """Limit how many combinations of alternatives the compiler has to look at."""
+        num_cases = 1
+        for part in core.get("allOf", ()):
+            if isinstance(part, dict) and isinstance(part.get("anyOf"), list):
+                num_cases *= len(part["anyOf"])
+        if num_cases > _MAX_CASES * 1024:
+            raise InvalidRequest(self._field + f": {at.place} combines too many conditions")
+
+    def _note(self, at: At, key: str) -> None:
+        self._found.num_ignored += 1
+        if len(self._found.ignored) < MAX_NOTED:
+            self._found.ignored.append((*at.path, key))
+
+    def _leave_out(self, error: Unenforced) -> None:
+        if self._num_strict:
+            raise error
+        if not self._may_leave_out:
+            raise Unsupported(
+                self._field
+                + f": {error.args[0]} cannot be enforced{error.why}: leave it out, or set structured_outputs.unenforced to 'check'"
+            )
+        self._found.unenforced.append(error.args[0] + error.why)
+
+    def _invalid(self, place: str, words: str) -> InvalidRequest:
+        return InvalidRequest(self._field + f": {place} {words}")
+
+
+def _is_regular(kept: Schema) -> bool:
+    """Whether the values of these keywords are of the right kind."""
+    types = kept.get("type", [])
+    is_type = isinstance(types, str) or (isinstance(types, list) and all(isinstance(name, str) for name in types))
+    return is_type and isinstance(kept.get("enum", []), list)
+
+
+def _unknown_root() -> Schema | bool:
+    raise CannotNegate("$ref")
+
+
+def _sequences(values: Sequence[Any], least: int, most: int) -> list[list[Any]]:
+    """All sequences of different values, of `least` to `most`."""
+    found: list[list[Any]] = []
+    level: list[list[Any]] = [[]]
+    for length in range(min(most, len(values)) + 1):
+        if length >= least:
+            found += level
+        level = [[*one, value] for one in level for value in values if not any(value is other for other in one)]
+    return found

@@ -1,0 +1,165 @@
+"""Keywords of JSON schemas: each is enforced exactly, named back as an annotation, or refused and, on request, checked afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.schemas.suite import VOCABULARY, accepts, judge
+from octavo.errors import Field, RequestError
+from octavo.text.grammar.build import BuiltGrammar, build_schema, build_wish
+from octavo.text.grammar.validate import is_valid
+
+CASES = Path(__file__).parent.parent / "data" / "json_schema_cases.json"
+DRAFT_4, DRAFT_7 = "http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-07/schema#"
+
+
+def built(schema: Any, may_leave_out: bool = False) -> BuiltGrammar:
+    return build_schema(schema, VOCABULARY, field=Field("schema"), may_leave_out=may_leave_out)
+
+
+def test_no_verdict_on_a_case_of_the_suite_is_wrong():
+    kinds: dict[str, int] = {}
+    for name, schema, values in json.loads(CASES.read_text())["cases"]:
+        verdict = judge(schema, [{"data": data, "valid": valid, "description": name} for data, valid in values])
+        assert verdict.kind != "WRONG", (name, verdict.why)
+        kinds[verdict.kind] = kinds.get(verdict.kind, 0) + 1
+    assert kinds["enforced"] > 400 and kinds["checked"] > 60 and sum(kinds.values()) == 577
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "string", "nullable": True}, ["a", None], [1]),
+        ({"type": "string", "nullable": True, "enum": ["a", None]}, ["a", None], ["b"]),
+        ({"not": {"type": ["string", "null"]}}, [1, [], True], ["a", None]),
+        ({"type": "string", "not": {"enum": ["no", "nope", ""]}}, ["n", "nop", "yes", "nopes"], ["no", "nope", ""]),
+        ({"type": "integer", "not": {"enum": [1, 2, 5]}}, [0, 3, 4, 6, -7], [1, 2, 5]),
+        ({"type": "number", "not": {"const": 2}}, [1, 2.5, 1.999], [2]),
+        ({"not": {"required": ["a", "b"]}, "type": "object"}, [{}, {"a": 1}, {"b": 1}], [{"a": 1, "b": 2}]),
+        ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+        (
+            {
+                "type": "object",
+                "properties": {"kind": {"enum": ["a", "b"]}, "x": {}, "y": {}},
+                "required": ["kind"],
+                "if": {"properties": {"kind": {"const": "a"}}},
+                "then": {"required": ["x"]},
+                "else": {"required": ["y"]},
+            },
+            [{"kind": "a", "x": 1}, {"kind": "b", "y": 1}, {"kind": "b", "x": 1, "y": 1}],
+            [{"kind": "a", "y": 1}, {"kind": "b", "x": 1}],
+        ),
+        ({"dependentRequired": {"a": ["b"]}}, [{"b": 1}, {"a": 1, "b": 2}, 3], [{"a": 1}]),
+        ({"dependencies": {"a": {"required": ["b"]}}}, [{"b": 1}, {"a": 1, "b": 2}, 3], [{"a": 1}]),
+        ({"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1}, [["a"], ["c", "a", "b"]], [[], ["a", "a"]]),
+        ({"type": "array", "maxItems": 3, "contains": {"const": 1}}, [[1], [2, 1], [2, 3, 1]], [[], [2], [2, 3, 4]]),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{}, {"a": 1, "b": []}], [{"c": 1}]),
+        ({"type": "object", "propertyNames": {"maxLength": 2}}, [{}, {"ab": 1}], [{"abc": 1}]),
+        ({"$schema": DRAFT_4, "minimum": 2, "exclusiveMinimum": True}, [3, "a"], [2]),
+        ({"type": "array", "items": [{"type": "null"}], "additionalItems": False}, [[], [None]], [[1], [None, None]]),
+        ({"$id": "http://a.org/b", "$ref": "c", "$defs": {"x": {"$id": "/c", "type": "null"}}}, [None], [1]),
+        ({"$ref": "#/components/schemas/A", "components": {"schemas": {"A": {"type": "null"}}}}, [None], [1]),
+        ({"$schema": DRAFT_7, "$ref": "#/definitions/a", "minimum": 5, "definitions": {"a": {"type": "integer"}}}, [1], ["a"]),
+        (
+            {"type": "object", "allOf": [{"properties": {"a": {}}}], "properties": {"b": {}}, "unevaluatedProperties": False},
+            [{}, {"a": 1, "b": 2}],
+            [{"c": 1}],
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)  # fmt: skip
+def test_a_keyword_allows_what_it_says_and_nothing_else(schema: Any, valid: list[Any], invalid: list[Any]):
+    verdict = judge(
+        schema,
+        [{"data": value, "valid": True, "description": ""} for value in valid]
+        + [{"data": value, "valid": False, "description": ""} for value in invalid],
+    )
+    assert verdict.kind == "enforced", verdict
+    assert all(is_valid(schema, json.dumps(value)) for value in valid)
+    assert not any(is_valid(schema, json.dumps(value)) for value in invalid)
+
+
+def test_annotations_are_accepted_and_named_by_path():
+    schema = {
+        "id": "http://example.com/a.json",
+        "title": "A",
+        "strict": True,
+        "x-order": 3,
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "format": "phone", "javaType": "String", "readonly": True, "enumNames": ["b"]},
+            "count": {"type": "integer", "format": "int32", "markdownDescription": "*c*", "default": 3},
+        },
+        "then": {"required": ["name"]},
+        "required": ["name"],
+    }
+    found = built(schema)
+    assert {".".join(map(str, path[1:])) for path in found.ignored} == {
+        "id",
+        "title",
+        "strict",
+        "x-order",
+        "then",
+        "properties.name.format",
+        "properties.name.javaType",
+        "properties.name.readonly",
+        "properties.name.enumNames",
+        "properties.count.format",
+        "properties.count.markdownDescription",
+        "properties.count.default",
+    }
+    assert found.num_ignored == 12 and found.unenforced == [] and {path[0] for path in found.ignored} == {"schema"}
+    assert accepts(found.grammar, '{"name":"a","count":3}') and not accepts(found.grammar, '{"count":3}')
+
+
+def test_names_in_data_are_not_keywords():
+    assert built({"const": {"title": 1, "x": {"$ref": "#/nowhere"}}}).ignored == []
+    assert built({"properties": {"title": {"type": "null"}, "id": {}}}).ignored == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "left_out"),
+    [
+        ({"type": "array", "uniqueItems": True}, ["'uniqueItems' (at #)"]),
+        ({"type": "string", "not": {"pattern": "a"}}, ["'not' (at #) (the opposite of pattern is not known)"]),
+        ({"type": "string", "pattern": "^(?!a)b"}, ["'pattern' '^(?!a)b'"]),
+        ({"$defs": {"a": {"uniqueItems": True}}, "items": {"$ref": "#/$defs/a"}}, ["'uniqueItems' (at #/$defs/a)"]),
+        ({"$defs": {"a": {"uniqueItems": True}}, "type": "null"}, []),  # nothing refers to it
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_or_left_out_by_name(schema: Any, left_out: list[str]):
+    if left_out:
+        with pytest.raises(RequestError):
+            built(schema)
+    found = built(schema, may_leave_out=True)
+    assert found.unenforced == left_out
+
+
+def test_a_condition_is_left_out_whole():
+    """With a part of its condition left out, a schema would apply to other values."""
+    schema = {"if": {"contains": {"const": 1}}, "then": {"minItems": 3}}
+    found = built(schema, may_leave_out=True)
+    assert len(found.unenforced) == 1 and found.unenforced[0].startswith(("'if'", "'contains'"))
+    assert accepts(found.grammar, "[1]") and accepts(found.grammar, "[2]")
+
+
+def test_the_wish_says_whether_the_answer_is_checked():
+    schema = {"type": "array", "uniqueItems": True}
+    assert build_wish({"json": schema, "unenforced": "check"}, VOCABULARY).unenforced
+    for mode in ("strict", None):
+        with pytest.raises(RequestError, match="uniqueItems"):
+            build_wish({"json": schema, "unenforced": mode}, VOCABULARY)
+    with pytest.raises(RequestError, match="unenforced must be 'strict' or 'check'"):
+        build_wish({"json": schema, "unenforced": "maybe"}, VOCABULARY)
+
+
+@pytest.mark.parametrize("text", ["", "[1", "NaN", "[1, 1]", '{"a": Infinity}', "[" * 100_000])
+def test_what_is_no_json_or_no_value_of_the_schema_is_not_valid(text: str):
+    assert not is_valid({"uniqueItems": True}, text)
+
+
+def test_validation_reads_nothing_outside_the_schema():
+    with pytest.raises(RequestError, match="cannot be used for validation"):
+        is_valid({"$ref": "http://127.0.0.1:1/schema"}, "1")
