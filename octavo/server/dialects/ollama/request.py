@@ -296,9 +296,10 @@ def _thinking(service: Service, fields: AnswerFields) -> dict[str, Any]:
             return {}
         case bool(is_wanted):
             text = service.text
-            if is_wanted and text.formats.thinking is None and not any(map(text.template_reads, SWITCHES)):
+            switches = [name for name in SWITCHES if text.template_reads(name)]
+            if is_wanted and text.formats.thinking is None and not switches:
                 fields.pass_over(Field("think"), service.config)
-            return {"chat_template_kwargs": dict.fromkeys(SWITCHES, is_wanted), "include_reasoning": is_wanted}
+            return {"chat_template_kwargs": dict.fromkeys(switches, is_wanted), "include_reasoning": is_wanted}
         case str(effort) if effort in EFFORTS:
             return {"reasoning_effort": effort}
         case other:
