@@ -31,7 +31,9 @@ class TextTask:
         """`max_tokens`: an upper bound, which shrinks to the room that the prompt leaves; None: all of it. `logprobs`: top
         logprobs of each token; None: none at all."""
         form = await read_form(service, fields, fields.response_format)
-        make = functools.partial(TextTask, service, fields, prompt, response_id, arrived, max_tokens, logprobs, form.grammar)
+        make = functools.partial(
+            TextTask, service, fields, prompt, response_id, arrived, max_tokens, logprobs, form.grammar
+        )
         return await offload_prompt(fields.num_bytes, make)
 
     def __init__(

@@ -211,8 +211,9 @@ class _Passage:
             length = self._headers.get("content-length", "")
             if length.isascii() and length.isdigit():
                 self._door.check_length(self._scope, int(length))
-            if self._scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-                self._inflater = inflater_for(self._headers.get("content-encoding", ""))
+            encoding = self._headers.get("content-encoding", "")
+            if encoding and self._scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+                self._inflater = inflater_for(encoding)
             await app(self._scope, self.receive, self.send)
         except (ClientGone, ClientDisconnect):
             self._status = 499
