@@ -71,7 +71,9 @@ class Recorder:
     def recording(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Record the calls inside. Every address that a call gets comes from Tensor.data_ptr, or was made known."""
         loaded = library.library()
-        elementwise.functions(), sampling.functions(), attention.functions(), ops._function()
+        for declare in (elementwise.functions, sampling.functions, attention.functions, ops._function):
+            declare.cache_clear()  # another test may have loaded the library anew: arguments are declared for each
+            declare()
         ops._function.cache_clear()
         data_ptr = torch.Tensor.data_ptr
 
@@ -82,13 +84,15 @@ class Recorder:
             return data_ptr(tensor)
 
         noted.__name__ = "data_ptr"  # a tape's buffers refuse what they do not know by its name
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "data_ptr", noted)
-            patched.setattr(library, "_arena", library.aligned)  # weights must not share a tensor of 32 MB
-            for name in WITH_RESULT | WITHOUT_RESULT:
-                patched.setattr(loaded, name, _Recorded(self, name, getattr(loaded, name)))
-            yield
-        ops._function.cache_clear()
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(torch.Tensor, "data_ptr", noted)
+                patched.setattr(library, "_arena", library.aligned)  # weights must not share a tensor of 32 MB
+                for name in WITH_RESULT | WITHOUT_RESULT:
+                    patched.setattr(loaded, name, _Recorded(self, name, getattr(loaded, name)))
+                yield
+        finally:
+            ops._function.cache_clear()
 
     def know(self, array: np.ndarray) -> None:
         self._know(array.ctypes.data, array.nbytes, array)

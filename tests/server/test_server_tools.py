@@ -30,7 +30,7 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "get_time"}}
 BROKEN = {
     "type": "function",
-    "function": {"name": "x", "parameters": {"type": "object", "not": {"required": ["a"]}}},
+    "function": {"name": "x", "parameters": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}},
 }
 TURNS = (
     "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
@@ -369,7 +369,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "twice"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'required'"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "not"),
+    ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "uniqueItems"),
     ({"tools": [CLOCK], "tool_choice": "required", "guided_regex": "a+"}, "tool_choice", "both"),
     ({"functions": [{"name": "x"}]}, "functions", "tools"),
     ({"function_call": {"name": "x"}}, "function_call", "tool_choice"),

@@ -104,7 +104,7 @@ def test_bad_tools_are_refused_by_the_name_of_the_field(tools: Any, message: str
     ("choice", "tools", "message"),
     [
         ("required", [], "there are no tools"),
-        ("any", TOOLS, "tool_choice must be 'none', 'auto', 'required' or"),
+        ("any", TOOLS, "tool_choice must be 'none', 'auto', 'required', "),
         ({"type": "function", "function": {"name": "later"}}, TOOLS, "names 'later', which is not in tools"),
         ({"type": "function"}, TOOLS, "tool_choice must be"),
     ],

@@ -188,7 +188,7 @@ def test_a_vocabulary_that_cannot_be_written_is_said_to_be_the_reason(tmp_path: 
         (["--llama-server", "/nowhere/llama-server"], "--llama-server /nowhere/llama-server is not a program"),
         (["--vllm-python", "/nowhere/python"], "--vllm-python /nowhere/python is not a program"),
         (["--llama-python", sys.executable], "has no llama_cpp: give an interpreter that has it"),
-        (["--model", "/nowhere/model.gguf"], "/nowhere/model.gguf does not exist"),
+        (["--model", "/nowhere/model.gguf"], "no such file or folder: /nowhere/model.gguf"),
         (["--result", "/nowhere/result.json"], "the folder /nowhere does not exist"),
     ],
 )
