@@ -115,7 +115,7 @@ def _add_serve(commands: Any) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     for name in unknown_variables(os.environ):
-        sys.stderr.write(f"octavo: the environment variable {name} is not known and has no effect\n")
+        say(f"the environment variable {name} is not known and has no effect")
     from octavo.supervisor.supervisor import serve
 
     return serve(config)

@@ -3,7 +3,6 @@ says. The model is a clock (benchmarks.front_engine); all else is the real serve
 
 import asyncio
 import json
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,10 +27,14 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder: Path = tmp_path_factory.mktemp("clock")
     write_tokenizer(folder, VOCAB_SIZE)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": VOCAB_SIZE}))
-    os.environ[STEP_MS], os.environ[PAGES] = "250", str(NUM_PAGES)
     command = [sys.executable, "-m", "benchmarks.front", SERVE, str(folder), "--port", "0", "--load-format", "dummy"]
     command += ["--max-num-seqs", str(NUM_REQUESTS), "--max-model-len", str(MAX_MODEL_LEN), "--api-processes", "1"]
-    with server(command) as (url, _):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(STEP_MS, "250")
+        patched.setenv(PAGES, str(NUM_PAGES))
+        running = server(command)
+        url, _ = running.__enter__()
+    try:
         host, port = url.removeprefix("http://").split("/")[0].split(":")
         is_over = threading.Event()
         thread = threading.Thread(target=lambda: asyncio.run(ask_all(host, int(port), is_over)))
@@ -39,6 +42,8 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url.removesuffix("/v1")
         is_over.set()
         thread.join()
+    finally:
+        running.__exit__(None, None, None)
 
 
 async def ask_all(host: str, port: int, is_over: threading.Event) -> None:

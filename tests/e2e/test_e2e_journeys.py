@@ -128,7 +128,9 @@ def test_a_full_disk_under_the_log_is_no_reason_to_stop() -> None:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", str(port), "--max-model-len", "256"]
     full = os.open("/dev/full", os.O_WRONLY)
-    process = subprocess.Popen([*command, "--enable-log-requests"], stderr=full)
+    # Of a variable that is not known the start says so, before anything else.
+    environment = {**os.environ, "OCTAVO_NO_SUCH_FLAG": "1"}
+    process = subprocess.Popen([*command, "--enable-log-requests"], stderr=full, env=environment)
     os.close(full)
     try:
         deadline = time.monotonic() + START_LIMIT_S

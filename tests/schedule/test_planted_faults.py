@@ -52,7 +52,7 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "(len(tokens) - 1) // self.page_size",
         "len(tokens) // self.page_size",
     ),
-    "page keys do not depend on what came before": (CACHE, "blake2b(parent + content", "blake2b(content"),
+    "page keys do not depend on what came before": (CACHE, "page_key(parent, content)", "page_key(b'', content)"),
     "matched pages that are idle count as free": (
         CACHE,
         "sum(fresh) + idle - self.pool.num_free",

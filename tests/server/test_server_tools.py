@@ -30,7 +30,10 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "get_time"}}
 BROKEN = {
     "type": "function",
-    "function": {"name": "x", "parameters": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}},
+    "function": {
+        "name": "x",
+        "parameters": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+    },
 }
 TURNS = (
     "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
