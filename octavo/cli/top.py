@@ -140,7 +140,7 @@ def _size() -> tuple[int, int]:
 
 
 def _is_quit() -> bool:
-    """Whether the keys that were pressed include q, or Ctrl-D. The input's end counts, too: nobody is there to press one."""
+    """Whether the keys that were pressed include q, or Ctrl-D. The end of the input counts, too."""
     keys = os.read(sys.stdin.fileno(), 64).lower()
     return not keys or b"q" in keys or b"\x04" in keys
 

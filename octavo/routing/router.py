@@ -1,4 +1,4 @@
-"""Router: chooses a replica for each request, and follows what replicas report. It holds no socket and reads no clock: whoever owns it
+"""Router: chooses a replica for each request, and follows what replicas report. It holds no socket and reads no clock: its owner
 passes on messages, and tells it when replicas come and go."""
 
 from hashlib import blake2b

@@ -10,7 +10,7 @@ import msgspec
 
 from octavo.errors import InvalidRequest, NotFound
 from octavo.server.batch.files import FileStore, Owned, new_name, replace_file, unlink_stale
-from octavo.server.state.owners import EVERYTHING, NOBODY, Viewer
+from octavo.server.state.owners import EVERYTHING, NO_OWNER, Viewer
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 MAX_BATCHES = 1000
@@ -93,7 +93,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class _BatchCard(Batch, frozen=True):
-    owner: bytes = NOBODY
+    owner: bytes = NO_OWNER
 
 
 class Unfinished(NamedTuple):
@@ -121,7 +121,7 @@ class BatchStore:
         seconds: int,
         metadata: dict[str, str] | None,
         output_expires_after: OutputExpiry | None,
-        owner: bytes = NOBODY,
+        owner: bytes = NO_OWNER,
     ) -> Batch:
         """Store a new batch. Raises NotFound if the input file does not exist."""
         self._make_room()

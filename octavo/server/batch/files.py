@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from octavo.errors import InvalidRequest, NotFound, TooLarge
-from octavo.server.state.owners import EVERYTHING, NOBODY, Viewer
+from octavo.server.state.owners import EVERYTHING, NO_OWNER, Viewer
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 MAX_FILENAME_LEN = 255
@@ -40,11 +40,11 @@ class StoredFile(msgspec.Struct, frozen=True):
 class Owned(msgspec.Struct, frozen=True):
     """The member of a stored card that clients do not see: whose it is (state/owners.py)."""
 
-    owner: bytes = NOBODY
+    owner: bytes = NO_OWNER
 
 
 class _FileCard(StoredFile, frozen=True):
-    owner: bytes = NOBODY
+    owner: bytes = NO_OWNER
 
 
 def new_name(prefix: str) -> str:
@@ -99,7 +99,7 @@ class FileStore:
             )
 
     def adopt(
-        self, path: Path, file_id: str, filename: str, expires_after: int | None = None, owner: bytes = NOBODY
+        self, path: Path, file_id: str, filename: str, expires_after: int | None = None, owner: bytes = NO_OWNER
     ) -> None:
         """Turn a batch's output into a file. Idempotent."""
         if not self._data(file_id).exists():
@@ -196,7 +196,7 @@ class Upload:
             self._next_look += LOOK_EVERY_BYTES
             self._store.check_room()
 
-    def finish(self, filename: str, purpose: Purpose, expires_after: int | None, owner: bytes = NOBODY) -> StoredFile:
+    def finish(self, filename: str, purpose: Purpose, expires_after: int | None, owner: bytes = NO_OWNER) -> StoredFile:
         self._file.close()
         self._store.check_room()
         self._path.replace(self._store.folder / self._id)

@@ -24,7 +24,7 @@ from octavo.server.http.inflate import Inflater, inflater_for
 from octavo.server.state.disconnect import ClientGone, receiving
 from octavo.server.state.journeys import JourneySender
 from octavo.server.state.loopback import INSIDE, OWNER
-from octavo.server.state.owners import NOBODY
+from octavo.server.state.owners import NO_OWNER
 from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
@@ -207,7 +207,7 @@ class _Passage:
     async def walk(self, app: ASGIApp) -> None:
         try:
             self._door.check_access(self._scope, self._headers)
-            self.journey.owner = self._scope.get(OWNER, NOBODY)
+            self.journey.owner = self._scope.get(OWNER, NO_OWNER)
             length = self._headers.get("content-length", "")
             if length.isascii() and length.isdigit():
                 self._door.check_length(self._scope, int(length))

@@ -21,7 +21,7 @@ from octavo.server.state.disconnect import ClientGone, disconnected
 from octavo.server.state.encoded_json import around_text
 from octavo.server.state.ignored_fields import EVENT_END, name_back
 from octavo.server.state.loopback import OWNER
-from octavo.server.state.owners import NOBODY, Viewer
+from octavo.server.state.owners import NO_OWNER, Viewer
 from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
@@ -83,7 +83,7 @@ async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, An
 
 def owner_of(request: Request) -> bytes:
     """The owner of what the request makes: a digest of its API key. Empty: the server has no keys."""
-    owner: bytes = request.scope.get(OWNER, NOBODY)
+    owner: bytes = request.scope.get(OWNER, NO_OWNER)
     return owner
 
 

@@ -22,7 +22,7 @@ from octavo.sandbox.compile_jobs import CompileSetup
 from octavo.sandbox.errors_as_data import error_data, error_of_data
 from octavo.sandbox.pool import JobEnded, JobFailed, SandboxPool
 from octavo.server.state.disconnect import while_connected
-from octavo.server.state.owners import NOBODY
+from octavo.server.state.owners import NO_OWNER
 from octavo.text import Text
 from octavo.text.chat.template import DescribedTemplate, check_length
 from octavo.text.grammar.build import BuiltGrammar, check_size, check_wish, require_llguidance
@@ -208,7 +208,7 @@ def _grammar_bytes(built: BuiltGrammar) -> int:
 def _owner() -> bytes:
     """The owner of the current HTTP request."""
     journey = current.get()
-    return NOBODY if journey is None else journey.owner
+    return NO_OWNER if journey is None else journey.owner
 
 
 def _setup(text: Text) -> CompileSetup:

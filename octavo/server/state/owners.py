@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from octavo.config import Config
 
-NOBODY = b""
+NO_OWNER = b""
 SALT_FILE = "owners.salt"
 SALT_BYTES = 16
 OWNER_BYTES = 16
@@ -34,7 +34,7 @@ class Viewer(NamedTuple):
         return None if self.sees_all else self.owner
 
 
-EVERYTHING = Viewer(NOBODY, True)
+EVERYTHING = Viewer(NO_OWNER, True)
 
 
 class Owners:
