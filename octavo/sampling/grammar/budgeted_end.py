@@ -293,11 +293,11 @@ class Ends:
         return fitting
 
     def _end_of(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> list[int] | None:
-        """The end found last, if it still is one: while a string goes on, the tokens that close it stay the same. For a grammar
-        with a long shortest answer, its first token may just have been generated. Else search."""
+        """The end found last, if it still is one: while a string goes on, the tokens that close it stay the same. Or its first token
+        may just have been generated. Else search."""
         if matcher.is_accepting():
             return []
-        for known in (ending.known, ending.known[1:] if ending.shortest else []):
+        for known in (ending.known, ending.known[1:]):
             if 0 < len(known) <= num_left and matcher.validate_tokens(known) == len(known):
                 after = matcher.deep_copy()
                 if after.consume_tokens(known) and after.is_accepting():

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _SPACES = b" \t\r\n"
 _FEW = 64  # tokens that may follow: all are looked at
 _MAX_MASKS = 300  # masks for the question whether one item can become different; then it is said to be so
+_NEVER = 1 << 30
+_LONG = 16  # bytes of the longest token that is looked for in a text
 _LONGEST = 48  # bytes of a token that runs along an earlier item
 STUCK = "no item is possible that differs from the others of its array (uniqueItems)"
 
@@ -81,6 +83,34 @@ class TokenKinds:
             return self._kinds["opening"]
         in_string = (Mode.STRING, Mode.ESCAPE, Mode.KEY, Mode.KEY_ESCAPE)
         return self._kinds["string" if mode in in_string else "number" if mode == Mode.NUMBER else "other"]
+
+    def num_tokens(self, text: bytes) -> int:
+        return len(self.fewest_tokens(text))
+
+    def fewest_tokens(self, text: bytes) -> list[int]:
+        """The fewest tokens of at most _LONG bytes that spell a text. Empty: none do."""
+        ways: list[tuple[int, int, int]] = [(0, -1, -1)]  # by end: number of tokens, the last token, where it begins
+        for end in range(1, len(text) + 1):
+            found = [
+                (ways[start][0] + 1, token, start)
+                for start in range(max(0, end - _LONG), end)
+                if (token := self._token(text[start:end])) is not None and ways[start][0] < _NEVER
+            ]
+            ways.append(min(found, default=(_NEVER, -1, -1)))
+        tokens: list[int] = []
+        at = len(text)
+        while at > 0:
+            if ways[at][1] < 0:
+                return []
+            tokens.append(ways[at][1])
+            at = ways[at][2]
+        return tokens[::-1]
+
+    def _token(self, piece: bytes) -> int | None:
+        if (token := self._unspaced.get(piece)) is not None:
+            return token
+        spaced = self._spaced.get(piece.translate(None, _SPACES), ())
+        return next((token for token in spaced if self.spell(token) == piece), None)
 
     def along(self, text: bytes) -> Iterator[int]:
         """Tokens that are beginnings of a text, whatever white space they have."""

@@ -17,7 +17,8 @@ from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, 
 from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.protocol import Begin, Compiled, Enter, Fill, Filled, FilledRow, RowToFill
-from octavo.sampling.grammar.shortest_completion import ShortestCompletion
+from octavo.sampling.grammar.shortest_completion import LONGEST, ShortestCompletion
+from octavo.sampling.grammar.shortest_text import shortest_text
 from octavo.text.grammar.limits import parser_limits
 from octavo.text.tokenize.vocabulary import Vocabulary
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_USED = 32  # used matchers that are kept for later rows
 _MAX_THREADS = 8
+_LONGEST_TEXT = 4096  # bytes of a shortest answer
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
@@ -80,7 +82,7 @@ class Matching:
         self._shortest: ShortestCompletion | None = None  # of its answers
         self._proposals: list[list[int]] = []  # ends of strings by its patterns
         self._growth = 0  # tokens that a part of it may take
-        # Its shortest answer is certain: it is a schema without alternatives, among which the search might miss the shortest.
+        # Its shortest answer is certain: it is a schema without alternatives, or all of them were compared.
         self._is_plain = False
 
     def compile(self, grammar: str) -> Compiled:
@@ -94,8 +96,22 @@ class Matching:
         self._proposals, self._growth = self._ends.proposals(grammar), growth_of_grammar(grammar)
         self._compiled = guarded(compiled, grammar, self._shared.kinds)
         self._shortest = self._ends.shortest(self._compiled, self._proposals)
+        if not self._is_plain and (found := self._shortest_of_alternatives(grammar)) is not None:
+            self._is_plain = True
+            if self._shortest is None or len(found) < len(self._shortest.tokens):
+                self._shortest = ShortestCompletion(found)
         self._limit(0)
         return Compiled("", BudgetedEnd.of(self._shortest, growth=self._growth).looks_at)
+
+    def _shortest_of_alternatives(self, grammar: str) -> list[int] | None:
+        """The shortest answer of a schema with alternatives. None: it is not known."""
+        assert self._compiled is not None
+        text = shortest_text(grammar, self._shared.kinds.num_tokens)
+        if text is None or len(text) > _LONGEST_TEXT:
+            return None
+        tokens, matcher = self._shared.kinds.fewest_tokens(text.encode()), self._compiled.deep_copy()
+        is_answer = tokens and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        return tokens if is_answer and len(tokens) <= LONGEST else None
 
     def enter(self, command: Enter) -> None:
         row = self._rows[command.number] = _Row(
