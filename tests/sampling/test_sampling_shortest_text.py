@@ -30,7 +30,9 @@ def text_of(schema: Any) -> str | None:
         ({"$ref": "#/$defs/tree", "$defs": {"tree": {"anyOf": [
             {"type": "object", "properties": {"inner": {"$ref": "#/$defs/tree"}}, "required": ["inner"]}, {"const": "leaf"}]}}},
          '"leaf"'),
-        ({"anyOf": [{"type": "string", "pattern": "^(aaaa|b)$"}, {"const": "cc"}]}, None),
+        ({"anyOf": [{"type": "string", "pattern": "^(aaaa|b)$"}, {"const": "cc"}]}, '"b"'),
+        ({"anyOf": [{"type": "string", "format": "ipv4"}, {"const": "a long word"}]}, '"0.0.0.0"'),
+        ({"anyOf": [{"type": "number", "multipleOf": 7}, {"const": "cc"}]}, None),
     ],
 )  # fmt: skip
 def test_of_each_choice_the_one_with_the_fewest_tokens_is_taken(schema: Any, text: str | None) -> None:

@@ -4,7 +4,7 @@ call here needs to be short: the process is ended if one takes too long."""
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -95,23 +95,12 @@ class Matching:
         self._is_plain = "start: %json" in grammar and not any(word in grammar for word in _ALTERNATIVES)
         self._proposals, self._growth = self._ends.proposals(grammar), growth_of_grammar(grammar)
         self._compiled = guarded(compiled, grammar, self._shared.kinds)
-        self._shortest = self._ends.shortest(self._compiled, self._proposals)
-        if not self._is_plain and (found := self._shortest_of_alternatives(grammar)) is not None:
-            self._is_plain = True
-            if self._shortest is None or len(found) < len(self._shortest.tokens):
-                self._shortest = ShortestCompletion(found)
+        self._shortest, is_compared = shortest_answer(
+            self._ends, self._shared.kinds, self._compiled, grammar, self._proposals
+        )
+        self._is_plain |= is_compared
         self._limit(0)
         return Compiled("", BudgetedEnd.of(self._shortest, growth=self._growth).looks_at)
-
-    def _shortest_of_alternatives(self, grammar: str) -> list[int] | None:
-        """The shortest answer of a schema with alternatives. None: it is not known."""
-        assert self._compiled is not None
-        text = shortest_text(grammar, self._shared.kinds.num_tokens)
-        if text is None or len(text) > _LONGEST_TEXT:
-            return None
-        tokens, matcher = self._shared.kinds.fewest_tokens(text.encode()), self._compiled.deep_copy()
-        is_answer = tokens and matcher.consume_tokens(tokens) and matcher.is_accepting()
-        return tokens if is_answer and len(tokens) <= LONGEST else None
 
     def enter(self, command: Enter) -> None:
         row = self._rows[command.number] = _Row(
@@ -283,6 +272,20 @@ class Matching:
         from llguidance import LLExecutor
 
         return LLExecutor(self._num_threads)
+
+
+def shortest_answer(
+    ends: Ends, kinds: TokenKinds, matcher: Matcher, grammar: str, proposals: Sequence[list[int]]
+) -> tuple[ShortestCompletion | None, bool]:
+    """The shortest answer of a grammar, as far as one was found, and whether all alternatives of its schema were compared."""
+    found = ends.shortest(matcher, proposals)
+    text = shortest_text(grammar, kinds.num_tokens)
+    if text is None or len(text) > _LONGEST_TEXT:
+        return found, False
+    tokens, at = kinds.fewest_tokens(text.encode()), matcher.deep_copy()
+    if not tokens or len(tokens) > LONGEST or not at.consume_tokens(tokens) or not at.is_accepting():
+        return found, False
+    return found if found is not None and len(found.tokens) <= len(tokens) else ShortestCompletion(tokens), True
 
 
 def error_of(matcher: Matcher) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
+from octavo.sampling.grammar.pattern_ends import pattern_of_format, shortest_match
+
 Schema = dict[str, Any]
 Count = Callable[[bytes], int]
 """The fewest tokens of a text."""
@@ -86,6 +88,8 @@ class _Texts:
                 return self._best([_written(value) for value in values])
             case {"anyOf": list(parts), **rest} if not rest.keys() - {"type"}:
                 return self._best(self._some(parts))
+            case {"allOf": list(parts), **rest}:
+                return self._of(_joined([rest, *parts]))
             case {"type": list(types), **rest}:
                 return self._best(self._some([{"type": name, **rest} for name in types]))
             case {"type": str(name), **rest}:
@@ -111,9 +115,7 @@ class _Texts:
     def _typed(self, name: str, rest: Schema) -> str:
         match name:
             case "string":
-                if rest.keys() - {"minLength", "maxLength"}:
-                    raise _Unknown
-                return f'"{"a" * int(rest.get("minLength", 0))}"'
+                return _string(rest)
             case "integer" | "number":
                 return _number(rest)
             case "array":
@@ -141,6 +143,30 @@ class _Texts:
             for name in [*(name for name in listed if name in required), *others]
         ]
         return f"{{{','.join(parts)}}}"
+
+
+def _joined(parts: list[Any]) -> Schema:
+    """One schema of several that apply to the same value, where they say different things."""
+    joined: Schema = {}
+    for part in parts:
+        if part is True:
+            continue
+        if not isinstance(part, dict) or any(joined.get(key, value) != value for key, value in part.items()):
+            raise _Unknown
+        joined |= part
+    return joined
+
+
+def _string(rest: Schema) -> str:
+    if rest.keys() - {"minLength", "maxLength", "pattern", "format"}:
+        raise _Unknown
+    pattern = rest.get("pattern") or pattern_of_format(rest.get("format", ""))
+    if pattern is None and "format" in rest:
+        raise _Unknown
+    text = "" if pattern is None else shortest_match(pattern)
+    if text is None or (pattern is not None and len(text) < rest.get("minLength", 0)):
+        raise _Unknown
+    return _written(text or "a" * int(rest.get("minLength", 0)))
 
 
 def _number(rest: Schema) -> str:
