@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -17,7 +17,6 @@ from octavo.errors import EngineError, OctavoError
 from octavo.messages import ReadPlace
 from octavo.server.http.errors import error_event, note
 from octavo.server.state.disconnect import cut_off, while_connected
-from octavo.server.state.encoded_json import around_text
 from octavo.server.state.ignored_fields import EVENT_END, name_back
 from octavo.server.state.loopback import OWNER
 from octavo.server.state.owners import NO_OWNER, Viewer
@@ -33,6 +32,7 @@ ErrorEvent = Callable[[Exception, str], bytes]
 """(the error that ended a stream after its first byte, request id) → the stream's last event."""
 
 _encode = msgspec.json.Encoder().encode
+_MARK = os.urandom(16).hex()  # a text that no other member of an event holds
 
 
 def event(body: msgspec.Struct) -> bytes:
@@ -56,7 +56,7 @@ class Frames:
     def event(self, index: int, text: str) -> bytes:
         frame = self._frames.get(index)
         if frame is None:
-            before, after = around_text(functools.partial(self._build, index))
+            before, after = _encode(self._build(index, _MARK)).split(_encode(_MARK))
             frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
         return frame[0] + _encode(text) + frame[1]
 
