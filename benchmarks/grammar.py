@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo import LLM, SamplingParams
+from octavo.errors import RequestError
 from octavo.messages import Abort
 from octavo.text.grammar.validate import is_valid
 
@@ -167,7 +168,11 @@ def is_answered(llm: LLM, schema: dict[str, Any], max_tokens: int) -> bool:
     """Whether an answer to a schema is valid, also where it comes to max_tokens."""
     room = min(max_tokens, llm.report.max_model_len - 200)
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=room, structured_outputs={"json": schema})
-    (output,) = llm.generate(["JSON: "], params, use_tqdm=False)
+    try:
+        (output,) = llm.generate(["JSON: "], params, use_tqdm=False)
+    except RequestError as error:
+        print(f"  refused: {error}")
+        return False
     return is_valid(schema, output.outputs[0].text)
 
 
