@@ -90,9 +90,22 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         notes=first.notes,
         memory=_together([report.memory for report in reports if report.memory is not None]),
         hidden_size=first.hidden_size,
-        fingerprint=first.fingerprint,
+        fingerprint=_fingerprint(reports),
         can_generate=first.can_generate,
+        num_stages=1 + max(report.stage for report in reports),
     )
+
+
+def _fingerprint(reports: list[LoadReport]) -> dict[str, str]:
+    """That of the whole model: stages differ only in the forms in which they hold their weights."""
+    parts = [report.fingerprint for report in reports if report.fingerprint]
+    if len(parts) < 2:
+        return reports[0].fingerprint
+    names = dict.fromkeys(name for each in parts for name in each["weights"].split("+"))
+    if parts[0]["kernels"].startswith("native"):
+        return parts[0] | {"weights": "+".join(sorted(names))}
+    dtype = parts[0]["weights"].split("+")[-1]  # comes last (worker/fingerprint.py)
+    return parts[0] | {"weights": "+".join([*(name for name in names if name != dtype), dtype])}
 
 
 def _pages_of(num_tokens: int, config: CacheConfig, report: LoadReport) -> int:
