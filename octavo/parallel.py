@@ -189,10 +189,10 @@ def init_group(
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_available():
         raise ConfigError("this torch was built without torch.distributed; use one rank")
-    store: dist.Store | None = None
+    store = None
     if address.startswith("tcp://"):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             int(port),
             size,

@@ -34,6 +34,7 @@ class Experts(nn.Module):
         self.num_experts, self.hidden_size, self.full_inner = num_experts, hidden_size, inner_size
         # The ranks that share one expert, and the experts that this rank has.
         self._sharing = Group.single() if context.splits_experts else group
+        assert not context.splits_experts or num_experts % group.size == 0, "refused when the model was opened"
         num_held = num_experts // group.size if context.splits_experts else num_experts
         self.held = (
             range(num_held * group.rank, num_held * (group.rank + 1)) if context.splits_experts else range(num_held)

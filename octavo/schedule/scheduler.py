@@ -84,7 +84,7 @@ class Scheduler:
         self.num_stages = num_stages
         self.costs: StepCosts | None = None  # None: not known yet
         self._allowance: PromptAllowance | None = None  # of the plan that is being made; None: it has no prompts yet
-        self._num_decodes = 0  # rows of that plan that compute one token; counted only with several stages
+        self._num_decodes = self._most_decodes = 0  # rows of that plan that compute one token; only with several stages
 
     # ── verbs ──
 
@@ -160,6 +160,8 @@ class Scheduler:
         planned = Planned(draft, [], [], [], [], [], [])
         resting: list[Request] = []
         self._allowance, self._num_decodes = None, 0
+        if self.num_stages > 1:
+            self._most_decodes = self._share_of_rows()
         self._plan_in_order(draft, planned, resting)
         if resting and not planned.returned and not draft.rows and not self._in_flight:
             self._plan_late(resting[: self.max_step_tokens], draft, planned)
@@ -376,13 +378,21 @@ class Scheduler:
 
     def _has_turn(self, request: Request) -> bool:
         """Whether a row that computes one token may be in this plan, where plans go through several stages. Not if the token is on its
-        way; nor if the plan has its share of all rows, so that the next plan has some, too.
+        way; nor if the plan has its share of the rows, so that the next plan has some, too.
 
         A row that is left out for that is in one of the next `num_stages` plans: no other row has two turns meanwhile, and all of these
         plans together have room for every row."""
         if isinstance(request.special, BeamGroup):
             return True  # a search advances as a whole
-        return not request.pending and self._num_decodes < -(-len(self.rows.running) // self._num_turns)
+        return not request.pending and self._num_decodes < self._most_decodes
+
+    def _share_of_rows(self) -> int:
+        """How many rows that compute one token a plan may have: its share of all that run and, until as many plans are in flight as
+        there are stages, of those that are not in one of them."""
+        rows = self.rows.running
+        num_ready = sum(not request.pending and request.length - request.computed == 1 for request in rows)
+        num_missing = max(1, self._num_turns - len(self._in_flight))  # plans, with this one
+        return min(-(-len(rows) // self._num_turns), -(-num_ready // num_missing))
 
     def _plan_late(self, resting: list[Request], draft: StepPlan, planned: Planned) -> None:
         """Advance requests that would sit out this plan: there is nothing else to compute."""

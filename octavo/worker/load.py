@@ -187,7 +187,6 @@ class Loader:
     def _take_stage(self, checkpoint: Checkpoint, context: BuildContext) -> Stage:
         """Divide the layers over the stages, as every rank does, and take this rank's."""
         num_layers, (count, index) = self.spec.num_layers, (self.ranks.num_stages, self.ranks.stage)
-        check_stages(count, num_layers)
         self._outline = Outline.of(checkpoint, self.spec, context)
         setting = self.config.parallel.pipeline_layer_split
         if setting == AUTO:
@@ -360,6 +359,9 @@ def check_parallel(spec: ModelSpec, config: ParallelConfig) -> None:
             f"--pipeline-parallel-size {config.pipeline_parallel_size}: an encoder such as {spec.family} is not divided into stages; "
             "use --tensor-parallel-size"
         )
+    check_stages(config.pipeline_parallel_size, spec.num_layers)
+    if config.pipeline_layer_split != AUTO:
+        read_split(config.pipeline_layer_split, config.pipeline_parallel_size, spec.num_layers)
     if config.enable_expert_parallel and not spec.num_experts:
         raise ConfigError(
             f"--enable-expert-parallel is for mixtures of experts, and a {spec.family} model has none: leave it out"

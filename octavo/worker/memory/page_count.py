@@ -20,6 +20,7 @@ _WARM_BYTES = 192 * MiB  # what idle pages may keep resident, on a CPU with an a
 _AUTO_CPU_SHARE = 0.4
 
 
+_MOST_RANKS = 16  # that a note names
 _LEAST_CONTEXT = 2048  # tokens that a suggestion must make room for if --max-model-len is not given
 
 
@@ -54,6 +55,8 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
             )
         notes.append(f"the context is cut from {max_model_len} to {fits} tokens, which is what the KV store holds")
         max_model_len = fits
+    if len(reports) > 1:
+        notes.append(_by_rank(reports, num_pages))
     num_warm_pages = _warm_pages(config, reports)
     if num_warm_pages is not None:
         notes.append(
@@ -94,6 +97,19 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         can_generate=first.can_generate,
         num_stages=1 + max(report.stage for report in reports),
     )
+
+
+def _by_rank(reports: list[LoadReport], num_pages: int) -> str:
+    """What each rank holds, and all of them together."""
+    stages = max(report.stage for report in reports)
+    parts = [
+        f"rank {number}{f' (stage {report.stage})' if stages else ''} {in_words(report.weights_bytes)} of weights and "
+        f"{in_words(num_pages * report.page_bytes)} of KV pages"
+        for number, report in enumerate(reports)
+    ]
+    total = sum(report.weights_bytes + num_pages * report.page_bytes for report in reports)
+    shown = parts if len(parts) <= _MOST_RANKS else [*parts[:_MOST_RANKS], f"{len(parts) - _MOST_RANKS} more"]
+    return f"memory by rank: {', '.join(shown)}; {in_words(total)} in all"
 
 
 def _fingerprint(reports: list[LoadReport]) -> dict[str, str]:
