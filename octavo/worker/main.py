@@ -72,7 +72,7 @@ def _join(address: str, rank: int) -> "tuple[SecureConnection, SecureConnection,
     """Connect to the executor. → the connections, the lifeline's descriptor, and for rank 0 the socket on which the ranks will meet."""
     secret = bytes.fromhex(os.environ.pop("OCTAVO_RANK_SECRET"))
     host, _, port = address.rpartition(":")
-    lines = {}
+    lines: dict[str, SecureConnection] = {}
     meeting: socket.socket | None = None
     try:
         for channel in ("lifeline", "side", "steps"):  # the last says that this rank is here
