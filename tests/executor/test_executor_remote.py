@@ -69,7 +69,7 @@ def test_a_rank_that_ends_or_does_not_come_is_named(source: ModelSource, monkeyp
     with pytest.raises(EngineDead, match="rank 0 on host 0 ended with code 3 before it had connected"):
         ProcessExecutor(tiny_config(), source, launcher).start()
     monkeypatch.setattr(processes, "_GATHER_S", 0.5)
-    launcher = CommandLauncher("127.0.0.1", [["sleep", "60", "#"]])
+    launcher = CommandLauncher("127.0.0.1", [["sh", "-c", "sleep 60", "#"]])
     with pytest.raises(EngineDead, match=r"rank 0 on host 0 has not connected to 127.0.0.1 within"):
         ProcessExecutor(tiny_config(), source, launcher).start()
     assert launcher.ranks[0].ending(0) is not None
