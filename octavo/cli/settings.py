@@ -12,7 +12,14 @@ from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
 OTHER_VARIABLES = frozenset(
-    {"OCTAVO_CACHE", "OCTAVO_NATIVE", "OCTAVO_PLAIN_LAUNCH", "OCTAVO_TEST_MODELS", "OCTAVO_PYTHON"}
+    {
+        "OCTAVO_CACHE",
+        "OCTAVO_NATIVE",
+        "OCTAVO_PLAIN_LAUNCH",
+        "OCTAVO_TEST_MODELS",
+        "OCTAVO_PYTHON",
+        "OCTAVO_RANK_SECRET",
+    }
 )
 """Variables that are no flags. The last two are read by tests."""
 MAX_FILE_BYTES = 2**20

@@ -272,6 +272,9 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     max_inter_token_ms: float | str = 0  # as the flag; 0: no limit
     one_row_seconds: float = 0.0  # what a step of one row and one token took before the first request; 0: not measured
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits
+    num_stages: int = (
+        1  # that a plan goes through (pipeline parallelism); as many plans are in flight while the next is made
+    )
 
     @property
     def system_fingerprint(self) -> str:
