@@ -476,6 +476,9 @@ async def test_only_an_admin_changes_the_models_of_a_server_with_keys(serve: Ser
         assert "API key" in refusal(await client.request(method, path, json=body), 401)
         user = {"Authorization": "Bearer user-key"}
         assert "only an admin key" in refusal(await client.request(method, path, json=body, headers=user), 403)
+        one = serve(api_key="only-key")  # which all clients may have
+        only = {"Authorization": "Bearer only-key"}
+        assert "--admin-key" in refusal(await one.request(method, path, json=body, headers=only), 403)
     admin = {"Authorization": "Bearer admin-key"}
     assert (await client.post("/api/pull", json=body, headers=admin)).status_code == 200
     assert (await client.request("DELETE", "/api/delete", json=body, headers=admin)).status_code == 200
