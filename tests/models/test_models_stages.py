@@ -10,7 +10,6 @@ from octavo.batch import Batch
 from octavo.layers.model import DecoderModel
 from octavo.stage import stage_of
 from tests.models import checkpoints
-from tests.models.test_models_deepseek import v3
 from tests.models.test_models_gemma import gemma3
 from tests.models.test_models_gpt_neox import neox
 from tests.models.test_models_llama_kin import smollm3
@@ -44,7 +43,6 @@ FAMILIES = [
     (smollm3, {}),  # layers without one
     (opt, {}),
     (neox, {}),
-    (v3, {}),  # dense layers first, then mixtures
 ]
 
 
