@@ -169,6 +169,13 @@ class CacheConfig:
         most=MAX_GIB,
     )
     enable_prefix_caching: bool = knob(True, "reuse the KV pages of prompt prefixes that were computed before")
+    idle_prefix_bytes: int | str = knob(
+        AUTO,
+        "most memory that prefixes keep which no request uses, on a CPU, where a page takes memory when it is first used (192M: frugal); "
+        "auto: the whole KV store, and less while memory is scarce",
+        kind="bytes",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ def audit(cache: KVCache, is_idle: bool = False) -> list[str]:
             "not in exactly one state",
             [page for page in pages if (page in blank) + (page in cached) + (page in owned) != 1],
         ),
+        ("more pages are owned or cached than have memory", pool.num_touched < pool.num_pages - len(pool.blank)),
         ("listed as blank more than once", [page for page, count in blank.items() if count > 1]),
         ("with a wrong reference count", [page for page in pages if pool.refs[page] != holders[page]]),
         ("cached without a key", [page for page in cached if pool.keys[page] is None]),

@@ -26,6 +26,7 @@ class CacheState(msgspec.Struct, array_like=True, gc=False):
     num_touched: int
     queried_tokens: int
     hit_tokens: int
+    num_warm: int = -1  # −1: as the constructor was given; recordings from before decision 047 do not have it
 
 
 def take(cache: KVCache) -> CacheState:
@@ -44,6 +45,7 @@ def take(cache: KVCache) -> CacheState:
         pool.num_touched,
         cache.queried_tokens,
         cache.hit_tokens,
+        pool.num_warm,
     )
 
 
@@ -57,6 +59,8 @@ def restore(cache: KVCache, state: CacheState) -> None:
     cache.queried_tokens, cache.hit_tokens = state.queried_tokens, state.hit_tokens
     pool.blank, pool.cached = deque(state.blank), OrderedDict.fromkeys(state.cached)
     pool.num_touched = state.num_touched
+    if state.num_warm >= 0:
+        pool.num_warm = state.num_warm
     for page, key in state.keys.items():
         pool.keys[page], pool.index[key] = key, page
     owned = Counter(page for tables in cache.tables.values() for table in tables for page in table.pages)

@@ -14,6 +14,7 @@ from octavo.cache import KVCache
 from octavo.config import Config
 from octavo.engine.control import EngineControl
 from octavo.engine.cost_meter import CostMeter
+from octavo.engine.idle_memory import IdleMemory
 from octavo.engine.live_view import LiveView
 from octavo.engine.loop import EngineLoop
 from octavo.engine.step_heartbeat import StepHeartbeat
@@ -85,6 +86,7 @@ def start_engine(
         queue_limit=queue_limit,
         max_ring_bytes=max_ring_bytes,
         history=history,
+        idle_memory=None if report.num_warm_pages is None else IdleMemory(cache.pool, report.page_bytes),
     )
 
 
@@ -97,9 +99,11 @@ def build_engine(
     queue_limit: QueueLimit | None = None,
     max_ring_bytes: int = MAX_RING_BYTES,
     history: History | None = None,
+    idle_memory: IdleMemory | None = None,
 ) -> Engine:
     """Put an engine together around an executor that has started. `heartbeat`: None: nothing outside this process reads it.
-    `queue_limit`: None: any number of requests may wait. `history`: None: it ends with this engine."""
+    `queue_limit`: None: any number of requests may wait. `history`: None: it ends with this engine. `idle_memory`: None: idle prefixes
+    keep their memory."""
     heartbeat = Heartbeat() if heartbeat is None else heartbeat
     queue_limit = QueueLimit() if queue_limit is None else queue_limit
     history = History() if history is None else history
@@ -115,7 +119,7 @@ def build_engine(
         live_view,
         cost_meter,
     ]
-    loop = EngineLoop(scheduler, executor, Observers(observers, clock), cost_meter)
+    loop = EngineLoop(scheduler, executor, Observers(observers, clock), cost_meter, idle_memory)
     ring = JourneyRing(max_ring_bytes)
     control = EngineControl(loop, metrics, journal, live_view, queue_limit, heartbeat, ring, clock)
     return Engine(loop, metrics.report, control)

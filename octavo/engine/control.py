@@ -125,6 +125,7 @@ class EngineControl:
     def rest(self) -> None:
         """No message has come for a while. If anything was computed since the last time, audit the pages and give memory back."""
         self._audit()
+        self._loop.limit_idle()
         if not self._loop.has_work and self._num_trimmed != self._scheduler.num_steps:
             self._num_trimmed = self._scheduler.num_steps
             trim_heap()

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from octavo.engine.cost_meter import CostMeter
+from octavo.engine.idle_memory import IdleMemory
 from octavo.executor.base import Executor
 from octavo.messages import Abort, GenerateRequest, StepPlan, TokenDelta
 from octavo.observe.step_observer import Observers
@@ -19,11 +20,18 @@ from octavo.schedule.grammar_cache import GrammarJob
 
 class EngineLoop:
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, observers: Observers, cost_meter: CostMeter | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        observers: Observers,
+        cost_meter: CostMeter | None = None,
+        idle_memory: IdleMemory | None = None,
     ) -> None:
-        """`cost_meter`: one of the observers; None: costs of steps are not measured."""
+        """`cost_meter`: one of the observers; None: costs of steps are not measured. `idle_memory`: None: idle prefixes keep their
+        memory."""
         self.scheduler, self.executor, self.observers = scheduler, executor, observers
         self._cost_meter = CostMeter() if cost_meter is None else cost_meter
+        self._idle_memory = idle_memory
         self.on_grammar_ready: Callable[[], None] = lambda: None  # called by any thread: there is work again
         self._ready_grammars: queue.SimpleQueue[str] = queue.SimpleQueue()  # compiled; the scheduler does not know yet
         self._in_flight: deque[StepPlan] = deque()
@@ -41,6 +49,7 @@ class EngineLoop:
         if (costs := self._cost_meter.take()) is not None:
             scheduler.learn(costs)
             observers.costs_learned(costs)
+        self.limit_idle()
         observers.began()
         planned = scheduler.plan()
         observers.planned(planned)
@@ -81,6 +90,16 @@ class EngineLoop:
         num_pages = self.scheduler.cache.reset_prefixes()
         self.observers.prefixes_reset()
         return num_pages
+
+    def limit_idle(self) -> None:
+        """Give memory of idle prefixes back where it is scarce. Called between two steps, and now and then while nothing runs."""
+        if self._idle_memory is None or (num_warm := self._idle_memory.take()) is None:
+            return
+        pages = self.scheduler.cache.pool.limit_touched(num_warm)
+        self.observers.idle_limited(num_warm)
+        # A step in flight may still write to these pages for a request that has ended: nothing reads that.
+        self.executor.give_back(pages)
+        self._idle_memory.num_given_back += len(pages)
 
     def record(self, recorder: Recorder) -> None:
         """Record from the present state on. Nothing may be in flight."""

@@ -23,5 +23,8 @@ class Executor(Protocol):
         """Compile a grammar in the background, so that no step waits for it, and drop the grammars in `forgets`. `done` is called,
         from any thread, when it is ready or has failed."""
 
+    def give_back(self, pages: list[int]) -> None:
+        """Give the memory of blank pages back to the system, where this executor can: they are zero when they are used again."""
+
     def close(self) -> None:
         """Free everything; idempotent."""

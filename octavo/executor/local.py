@@ -50,6 +50,10 @@ class LocalExecutor:
         assert self._runner is not None, "closed"
         self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
 
+    def give_back(self, pages: list[int]) -> None:
+        assert self._runner is not None, "closed"
+        self._runner.pages.give_back(pages)
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()

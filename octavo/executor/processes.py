@@ -66,6 +66,9 @@ class ProcessExecutor:
             self._preparations = Preparations([rank.side for rank in self._ranks])
         self._preparations.prepare(grammar, forgets, done)
 
+    def give_back(self, pages: list[int]) -> None:
+        """Ranks keep the memory of their pages: idle prefixes stop growing, and that is all."""
+
     def close(self) -> None:
         if self._is_closed:
             return

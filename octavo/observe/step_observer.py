@@ -62,6 +62,9 @@ class StepObserver:
     def costs_learned(self, costs: "StepCosts", now: float) -> None:
         """The scheduler was given new costs of steps."""
 
+    def idle_limited(self, num_warm: int, now: float) -> None:
+        """The cache was given a new limit of the pages that keep memory (PagePool.limit_touched)."""
+
     def began(self) -> None:
         """A step begins."""
 
@@ -123,6 +126,7 @@ class Observers:
         self._on_grammars_ready = self._overriding("grammars_ready")
         self._on_prefixes_reset = self._overriding("prefixes_reset")
         self._on_costs_learned = self._overriding("costs_learned")
+        self._on_idle_limited = self._overriding("idle_limited")
         self._on_began = self._overriding("began")
         self._on_rows_changed = self._overriding("rows_changed")
         self._on_planned = self._overriding("planned")
@@ -188,6 +192,14 @@ class Observers:
         for notify in self._on_costs_learned:
             try:
                 notify(costs, now)
+            except Exception:
+                self._drop(notify)
+
+    def idle_limited(self, num_warm: int) -> None:
+        now = self._clock()
+        for notify in self._on_idle_limited:
+            try:
+                notify(num_warm, now)
             except Exception:
                 self._drop(notify)
 

@@ -96,6 +96,13 @@ class Costed(msgspec.Struct, array_like=True, tag=9, gc=False):
     costs: StepCosts
 
 
+class Limited(msgspec.Struct, array_like=True, tag=10, gc=False):
+    """The pages that may keep memory were limited, because memory was scarce, or no longer is."""
+
+    micros: int
+    num_warm: int
+
+
 class Outcome(msgspec.Struct, array_like=True, gc=False):
     """The result of a step, as far as later plans depend on it."""
 
@@ -147,7 +154,7 @@ class Lost(msgspec.Struct, array_like=True, tag=6, gc=False):
     micros: int
 
 
-Record = Arrived | Aborted | Forgotten | Prepared | Costed | Stepped | Ticked | Marked | Lost
+Record = Arrived | Aborted | Forgotten | Prepared | Costed | Limited | Stepped | Ticked | Marked | Lost
 KEY_BYTES = 16
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -24,6 +24,7 @@ from octavo.recording.format import (
     Costed,
     Forgotten,
     Header,
+    Limited,
     Lost,
     Marked,
     Outcome,
@@ -126,6 +127,9 @@ class Recorder(StepObserver):
 
     def costs_learned(self, costs: StepCosts, now: float) -> None:
         self._put(Costed(int(now * 1e6), costs))
+
+    def idle_limited(self, num_warm: int, now: float) -> None:
+        self._put(Limited(int(now * 1e6), num_warm))
 
     def needs_drain(self) -> bool:
         return self.is_due

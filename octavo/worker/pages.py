@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from octavo.device import Device, Event
+from octavo.ipc.memory_trim import give_back_range
 from octavo.messages import PageMove
 from octavo.worker.staging import Column, Staging
 
@@ -63,6 +64,19 @@ class Pages:
                     self._out(next(sent), targets)
                 case "in":
                     self._in(sources, next(sent))
+
+    def give_back(self, pages: list[int]) -> None:
+        """Give the memory of these pages back to the system; they are zero when they are used again. Only where a page's layers lie side
+        by side: apart, they are smaller than what the system takes back."""
+        if not self.layers or self._device.is_cuda or self._page_dim:
+            return
+        store = self.layers[0]
+        page_bytes = store.stride(0) * store.itemsize
+        if page_bytes < len(self.layers) * store[0].numel() * store.itemsize:
+            return
+        base = min(layer.data_ptr() for layer in self.layers)
+        for first, count in _neighbours(pages):
+            give_back_range(base + first * page_bytes, count * page_bytes)
 
     def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         for store in self._stores:
@@ -137,6 +151,15 @@ class _HostPages:
 
     def _are_neighbours(self, page: int, following: int) -> bool:
         return following == page + 1 and following % self._per_slab != 0
+
+
+def _neighbours(pages: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first page, count) of runs of adjacent pages."""
+    pages = sorted(pages)
+    starts = [0, *(i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1), len(pages)]
+    for start, end in pairwise(starts):
+        if end > start:
+            yield pages[start], end - start
 
 
 def runs(moves: list[PageMove]) -> Iterator[tuple[str, list[int], list[int]]]:
