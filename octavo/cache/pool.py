@@ -58,6 +58,9 @@ class PagePool:
         self.refs = [0] * num_pages
         self.keys: list[bytes | None] = [None] * num_pages
         self.index: dict[bytes, int] = {}
+        self.generations = [
+            0
+        ] * num_pages  # how often each page was unpublished: a copy taken meanwhile may be of anything
         self.blank: deque[int] = deque(range(num_pages))  # touched pages come first
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.changes: ChangeLog | None = None  # None: nothing listens, and nothing is logged
@@ -136,6 +139,7 @@ class PagePool:
         forgotten = len(self.index)
         for key, page in self.index.items():
             self.keys[page] = None
+            self.generations[page] += 1
             if self.changes is not None:
                 self.changes.evict(key)
         self.index.clear()
@@ -149,6 +153,7 @@ class PagePool:
         assert key is not None
         del self.index[key]
         self.keys[page] = None
+        self.generations[page] += 1
         if self.changes is not None:
             self.changes.evict(key)
         return page

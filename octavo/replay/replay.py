@@ -20,6 +20,8 @@ from octavo.recording.format import (
     Forgotten,
     Header,
     Limited,
+    LoadBegan,
+    LoadEnded,
     Marked,
     Outcome,
     Prepared,
@@ -62,7 +64,19 @@ class ReplayedCommit(NamedTuple):
     candidates: dict[tuple[str, int, int], Candidates]  # of beams: request, place in its group, tokens so far
 
 
-Happening = Arrived | Aborted | Forgotten | Prepared | Costed | Limited | Marked | ReplayedPlan | ReplayedCommit
+Happening = (
+    Arrived
+    | Aborted
+    | Forgotten
+    | Prepared
+    | Costed
+    | Limited
+    | LoadBegan
+    | LoadEnded
+    | Marked
+    | ReplayedPlan
+    | ReplayedCommit
+)
 
 
 def prompt_token(first_sequence: int) -> int:
@@ -182,6 +196,12 @@ class Replay:
                     self._start_all(self.scheduler.prepared([record.grammar]).jobs)
                 case Costed():
                     self.scheduler.learn(record.costs)
+                    yield record
+                case LoadBegan():
+                    self.cache.begin_load(record.ticket, record.held, record.count)
+                    yield record
+                case LoadEnded():
+                    self.cache.end_load(record.ticket, record.count, record.keys)
                     yield record
                 case Limited():
                     self.cache.pool.limit_touched(record.num_warm)

@@ -68,15 +68,27 @@ class Pages:
     def give_back(self, pages: list[int]) -> None:
         """Give the memory of these pages back to the system; they are zero when they are used again. Only where a page's layers lie side
         by side: apart, they are smaller than what the system takes back."""
-        if not self.layers or self._device.is_cuda or self._page_dim:
+        if not self.layers or self._device.is_cuda or self._page_dim or not self._are_together:
             return
         store = self.layers[0]
         page_bytes = store.stride(0) * store.itemsize
-        if page_bytes < len(self.layers) * store[0].numel() * store.itemsize:
-            return
-        base = min(layer.data_ptr() for layer in self.layers)
         for first, count in _neighbours(pages):
-            give_back_range(base + first * page_bytes, count * page_bytes)
+            give_back_range(store.data_ptr() + first * page_bytes, count * page_bytes)
+
+    @property
+    def _are_together(self) -> bool:
+        """Whether the layers' parts of a page lie side by side."""
+        return self.layers[0].stride(0) == len(self.layers) * self.layers[0][0].numel()
+
+    def side_by_side(self) -> list[torch.Tensor]:
+        """The memory of pages as tensors whose first dimension counts pages: one where the layers' parts of a page lie side by side, else
+        one for each layer. Raises ValueError where pages are counted by another dimension."""
+        if not self.layers or self._page_dim:
+            raise ValueError("there are no pages that lie one after the other")
+        store = self.layers[0]
+        if not self._are_together:
+            return self.layers
+        return [torch.as_strided(store, (len(store), store.stride(0)), (store.stride(0), 1))]
 
     def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         for store in self._stores:
