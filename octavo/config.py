@@ -292,6 +292,11 @@ class ServerConfig:
         False,
         "reject requests with fields that are unknown or have no effect; off: the response lists such fields in ignored_fields",
     )
+    drop_client_nonces: bool = knob(
+        True,
+        "leave out the line x-anthropic-billing-header that Claude Code puts before its system prompt and changes in every request, so that "
+        "requests share their prefix; the response names it in ignored_fields. Not with --strict-fields",
+    )
     stream_interval: int = knob(
         1,
         "tokens in each event of a stream after the first event, which has one token; a request can set its own "
