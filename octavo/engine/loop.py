@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from octavo.engine.cost_meter import CostMeter
 from octavo.engine.idle_memory import IdleMemory
-from octavo.engine.tier_traffic import TierTraffic
+from octavo.engine.tier_traffic import Released, TierTraffic
 from octavo.executor.base import Executor
 from octavo.messages import Abort, GenerateRequest, StepPlan, TokenDelta
 from octavo.observe.step_observer import Observers
@@ -127,15 +127,18 @@ class EngineLoop:
     def take_tier_events(self) -> None:
         """Take in what the tier's mover tells, and store pages while nothing runs. Called between two steps."""
         if self.tier is not None:
-            for request in self.tier.take():
-                self._add(request)
+            self._add_all(self.tier.take())
             self.tier.offer(len(self._in_flight))
+
+    def _add_all(self, released: list[Released]) -> None:
+        for request, since, num_loaded in released:
+            self.observers.waited_for_load(request.id, since, num_loaded)
+            self._add(request)
 
     def _take_tier(self, tier: TierTraffic) -> bool:
         """Add the requests whose prefix is loaded. Waits a moment where there is nothing else to do. False: there still is not."""
         is_idle = not (self._in_flight or self.scheduler.has_work or self.scheduler.rows.awaiting_grammar)
-        for request in tier.take(_TIER_WAIT_SECONDS if is_idle and tier.num_held else 0.0):
-            self._add(request)
+        self._add_all(tier.take(_TIER_WAIT_SECONDS if is_idle and tier.num_held else 0.0))
         return bool(not is_idle or self.scheduler.has_work or self.scheduler.rows.awaiting_grammar or not tier.num_held)
 
     def limit_idle(self) -> None:

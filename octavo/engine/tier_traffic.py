@@ -13,6 +13,7 @@ import queue
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from octavo.cache import KVCache
 from octavo.cache.page_keys import keys_of
@@ -48,6 +49,15 @@ class _Held:
     num_loads: int  # so far
     since: float
     until: float  # when it is added, load or no load
+    num_loaded: int = 0  # tokens
+
+
+class Released(NamedTuple):
+    """A request that waits for loads no more."""
+
+    request: GenerateRequest
+    since: float  # when it began to wait
+    num_loaded: int  # tokens
 
 
 @dataclass(slots=True)
@@ -193,9 +203,9 @@ class TierTraffic:
                 load.held.remove(held)
         return True, held.request if abort.index >= 0 and held.request.params.n > 1 else None
 
-    def take(self, seconds: float = 0.0) -> list[GenerateRequest]:
+    def take(self, seconds: float = 0.0) -> list[Released]:
         """Take in what the mover tells; wait for it at most so long. Returns the requests that are to be added now."""
-        ready: list[GenerateRequest] = []
+        ready: list[Released] = []
         events = self._mover.events
         try:
             event = events.get(seconds > 0, seconds)
@@ -218,7 +228,7 @@ class TierTraffic:
             ready += self._overdue()
         return ready
 
-    def _end_load(self, event: Loaded) -> list[GenerateRequest]:
+    def _end_load(self, event: Loaded) -> list[Released]:
         load = self._loads.pop(event.ticket)
         keys = load.keys[: event.count]
         self._cache.end_load(event.ticket, len(load.keys), keys)
@@ -248,12 +258,13 @@ class TierTraffic:
                 )
         ready = []
         for held in load.held:
+            held.num_loaded += count * self._cache.page_size
             if not (count == len(load.keys) and self._hold(held)):
                 del self._by_id[held.request.id]
-                ready.append(held.request)
+                ready.append(Released(held.request, held.since, held.num_loaded))
         return ready
 
-    def _overdue(self) -> list[GenerateRequest]:
+    def _overdue(self) -> list[Released]:
         """Requests that have waited for too long: the disk is slow or hangs. Their pages come back when it answers."""
         now = self._clock()
         late = [held for held in self._by_id.values() if now >= held.until]
@@ -270,15 +281,7 @@ class TierTraffic:
                 len(late),
                 DROP_PAUSE,
             )
-        return [held.request for held in late]
-
-    def release_all(self) -> list[GenerateRequest]:
-        """All held requests, to be added now."""
-        requests = [held.request for held in self._by_id.values()]
-        self._by_id.clear()
-        for load in self._loads.values():
-            load.held.clear()
-        return requests
+        return [Released(held.request, held.since, held.num_loaded) for held in late]
 
     def reset(self) -> None:
         """The prefix cache was emptied: so is the tier."""

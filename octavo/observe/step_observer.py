@@ -71,6 +71,9 @@ class StepObserver:
     def load_ended(self, ticket: int, count: int, keys: list[bytes], now: float) -> None:
         """The pages of a load are filled, as far as the keys go, and can be found (KVCache.end_load)."""
 
+    def waited_for_load(self, request_id: str, since: float, num_tokens: int) -> None:
+        """A request that waited for so many tokens from a tier arrives next."""
+
     def began(self) -> None:
         """A step begins."""
 
@@ -135,6 +138,7 @@ class Observers:
         self._on_idle_limited = self._overriding("idle_limited")
         self._on_load_began = self._overriding("load_began")
         self._on_load_ended = self._overriding("load_ended")
+        self._on_waited_for_load = self._overriding("waited_for_load")
         self._on_began = self._overriding("began")
         self._on_rows_changed = self._overriding("rows_changed")
         self._on_planned = self._overriding("planned")
@@ -216,6 +220,13 @@ class Observers:
         for notify in self._on_load_ended:
             try:
                 notify(ticket, count, keys, now)
+            except Exception:
+                self._drop(notify)
+
+    def waited_for_load(self, request_id: str, since: float, num_tokens: int) -> None:
+        for notify in self._on_waited_for_load:
+            try:
+                notify(request_id, since, num_tokens)
             except Exception:
                 self._drop(notify)
 

@@ -18,6 +18,7 @@ from octavo.kv_tier.folder import TierFolder, folder_secret
 from octavo.messages import Abort, EngineReport, GenerateRequest, SamplingParams, StepPlan, StepResult
 from octavo.messages.params import choice_seed
 from octavo.messages.tiers import Copied, Loaded, TierFailed, TierKnown
+from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.step_observer import Observers, StepObserver
 from octavo.recording.format import Limited, LoadEnded, read
 from octavo.recording.recorder import Recorder, Segments
@@ -342,7 +343,8 @@ def filled(tmp_path: Path) -> None:
     folder_secret(tmp_path)
     folder = TierFolder(tmp_path, 10**6, "layout", 2 * CELL.size)
     keys = keys_of(ROOT, PROMPT, 2)
-    folder.write(keys, [[memoryview(bytes(2 * CELL.size))] for _ in keys])
+    contents = [CELL.pack(2 * i, 2 * i) + CELL.pack(2 * i + 1, 2 * i + 1) for i in range(len(keys))]
+    folder.write(keys, [[memoryview(content)] for content in contents])
 
 
 def test_a_prefix_that_is_computed_faster_is_not_loaded(tmp_path):
@@ -373,6 +375,23 @@ def test_a_request_does_not_wait_for_a_disk_that_hangs(tmp_path):
         mover.tick()
     loop.take_tier_events()
     assert not loop.scheduler.cache.loads
+
+
+def test_a_journey_shows_the_load(tmp_path):
+    filled(tmp_path)
+    loop, mover, now = build(tmp_path, None)
+    journal, ended = EngineJournal(), []
+    journal.on_end = ended.append
+    loop.observers.add(journal)
+    loop.add(request("a", PROMPT))
+    now[0] = 1.5
+    while mover.jobs:
+        mover.tick()
+    while loop.has_work:
+        loop.step()
+    load, queue_stage, prefill, *_ = ended[0].tracks[0].stages
+    assert (load.name, load.start, load.end, load.cached_tokens) == ("load", 0.0, 1.5, 18)
+    assert queue_stage.name == "queue" and prefill.name == "prefill" and prefill.cached_tokens == 18
 
 
 def test_a_load_takes_no_more_than_half_of_the_free_pages_and_the_rest_is_computed(tmp_path):
