@@ -205,11 +205,11 @@ class KVCache:
 
     def begin_load(self, ticket: int, held: list[bytes], count: int) -> list[int] | None:
         """Take `count` pages, to be filled from a tier with the pages that follow those of the keys `held`, which stay until
-        end_load(). At most half of the free pages: None: there are fewer."""
+        end_load(). None: fewer are free."""
         assert self._is_single_group, "tiers keep pages of models without windows"
         before = [self.pool.index[key] for key in held]
         num_idle = sum(self.pool.refs[page] == 0 for page in before)
-        if not self.prefix_caching or 2 * count > self.pool.num_free - num_idle:
+        if not self.prefix_caching or count > self.pool.num_free - num_idle:
             return None
         for page in before:
             self.pool.share(page)

@@ -164,7 +164,7 @@ class TierTraffic:
             held.until = self._clock() + LEAST_PATIENCE
             return True
         end = next((i for i in range(found, len(keys)) if keys[i] not in self._known), len(keys))
-        count = min(end - found, self._cache.pool.num_free // 2)
+        count = min(end - found, self._room(keys[:found]))
         if count <= 0:
             return False
         load_seconds = BASE_SECONDS + count * self._page_seconds
@@ -183,6 +183,13 @@ class TierTraffic:
         held.until = self._clock() + max(LEAST_PATIENCE, 4 * load_seconds)
         self._mover.load(ticket, wanted, pages)
         return True
+
+    def _room(self, held: list[bytes]) -> int:
+        """Pages that a load may take, beside those that are held for it: a page stays free for each running request, and loads beside another one
+        take at most half of what is free, so that they do not keep requests from running."""
+        pool = self._cache.pool
+        free = pool.num_free - sum(pool.refs[pool.index[key]] == 0 for key in held)
+        return free // 2 if self._loads else free - len(self._scheduler.running) - 1
 
     def _compute_seconds(self, start: int, count: int) -> float:
         """What computing these pages takes, by the measured costs of steps. Infinite: not known yet."""

@@ -394,8 +394,16 @@ def test_a_journey_shows_the_load(tmp_path):
     assert queue_stage.name == "queue" and prefill.name == "prefill" and prefill.cached_tokens == 18
 
 
-def test_a_load_takes_no_more_than_half_of_the_free_pages_and_the_rest_is_computed(tmp_path):
+def test_loads_leave_pages_for_others_and_the_rest_is_computed(tmp_path):
     filled(tmp_path)
-    loop, _mover, _ = build(tmp_path, None, num_pages=12)
+    loop, mover, _ = build(tmp_path, None, num_pages=8)
     loop.add(request("a", PROMPT))
-    assert sum(len(pages) for pages in loop.scheduler.cache.loads.values()) == 6
+    assert [len(pages) for pages in loop.scheduler.cache.loads.values()] == [7], "one stays free"
+    loop, mover, _ = build(tmp_path, None, num_pages=16)
+    loop.add(request("a", PROMPT[:9]))
+    loop.add(request("b", PROMPT))
+    assert [len(pages) for pages in loop.scheduler.cache.loads.values()] == [4], "the second waits for the first"
+    while loop.has_work:
+        mover.tick()
+        loop.step()
+    assert loop.tier.stats.loaded_pages == 9
