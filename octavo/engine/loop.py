@@ -87,11 +87,11 @@ class EngineLoop:
             for job in committed.jobs:
                 self._start(job)
             deltas += committed.deltas
-        if planned.is_empty and self.tier is not None and scheduler.cache.loads:  # the head may wait for pages of a load
-            self._add_all(self.tier.take(_TIER_WAIT_SECONDS))
         observers.stepped(planned, len(in_flight))
         if self.tier is not None:
             self.tier.offer(len(in_flight))
+            if planned.is_empty and scheduler.cache.loads:  # the queue's head may wait for pages of a load
+                self._add_all(self.tier.take(_TIER_WAIT_SECONDS))
         return deltas
 
     def add(self, request: GenerateRequest) -> None:
