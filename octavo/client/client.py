@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.client.inflight_limit import InflightLimit
+from octavo.client.link import EngineLink, listen
 from octavo.client.streams import Streams
 from octavo.errors import EngineDead, EngineError, EngineUnavailable
 from octavo.ipc.heartbeat import Heartbeat
@@ -233,21 +234,17 @@ class ZmqClient(EngineClient):
         super().__init__(origin)
         self.heartbeat = heartbeat
         self._inflight_limit = inflight_limit
-        self._context = zmq.Context()
-        self._async_context = zmq.asyncio.Context(self._context)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._to_engine: zmq.Socket[bytes] | None = None  # None: not connected to an engine
-        self._from_engine: zmq.asyncio.Socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._link: EngineLink | None = None  # None: not connected to an engine
         self._supervisor: zmq.asyncio.Socket | None = None
-        self._reader: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._addresses = (engine_address, reply_address)
         self.can_be_replaced = bool(supervisor_address)
         if supervisor_address:
-            self._supervisor = self._listen(supervisor_address)
+            self._supervisor = listen(zmq.asyncio.Context(self._context), supervisor_address)
 
     async def ready(self) -> EngineReport:
-        if self._reader is None and self._to_engine is None:
+        if self._link is None:
             self._connect(*self._addresses)
             if self._supervisor is not None:
                 self._listener = asyncio.create_task(self._follow_supervisor(self._supervisor))
@@ -263,8 +260,8 @@ class ZmqClient(EngineClient):
         self._context.term()
 
     def _send(self, message: ToEngine) -> None:
-        if self._to_engine is not None:  # otherwise the Hello to the next engine covers it
-            self._to_engine.send(self._encoder.encode(message))
+        if self._link is not None:  # otherwise the Hello to the next engine covers it
+            self._link.send(message)
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -278,42 +275,23 @@ class ZmqClient(EngineClient):
             case _:
                 super()._receive(message)
 
-    def _listen(self, address: str) -> zmq.asyncio.Socket:
-        socket = self._async_context.socket(zmq.PULL)
-        socket.set_hwm(0)
-        socket.bind(address)
-        return socket
-
     def _connect(self, engine_address: str, reply_address: str) -> None:
         """Connect to a new engine and send it a Hello with the open requests. Messages may be sent before it has loaded."""
-        self._from_engine = self._listen(reply_address)
-        self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.set_hwm(0)  # InflightLimit bounds what is sent
-        self._to_engine.connect(engine_address)
-        self._reader = asyncio.create_task(self._read(self._from_engine))
-        self._reader.add_done_callback(self._reader_ended)
+        self._link = EngineLink(self._context, engine_address, reply_address, self._receive, self._reader_ended)
         newcomers = [] if self._inflight_limit is None else self._streams.untaken(self._inflight_limit.was_taken)
         survivors = self._streams.survivors({request.id for request in newcomers})
         self._send(Hello(self.origin, reply_address, survivors, newcomers))
 
     def _disconnect(self, linger: int = 0) -> None:
         """Drop the connection and the tokens still in it: the next engine computes the same tokens again."""
-        if self._reader is not None:
-            self._reader.cancel()
-        for socket in (self._from_engine, self._to_engine):
-            if socket is not None:
-                socket.close(linger=linger)
-        self._reader = self._from_engine = self._to_engine = None
+        if self._link is not None:
+            self._link.close(linger)
+        self._link = None
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         """Fail the open requests if a reader task has raised: nothing would arrive for them any more."""
         if not reader.cancelled() and (error := reader.exception()) is not None:
             self._fail(EngineDead(f"the connection to the engine has failed: {type(error).__name__}: {error}"))
-
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        while True:
-            self._receive(decoder.decode(await socket.recv()))
 
     async def _follow_supervisor(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromSupervisor)
