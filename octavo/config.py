@@ -15,6 +15,7 @@ AUTO = "auto"
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
+MAX_REPLICAS = 64
 KEY_VARIABLES = (
     "OCTAVO_API_KEY",
     "VLLM_API_KEY",
@@ -218,6 +219,42 @@ class ParallelConfig:
     )
     # Off by default: measured, it gains nothing when the server's own processes share the cores (benchmarks/cpu.md).
     cpu_pinning: bool = knob(False, "pin every compute thread, except the first of each rank, to one core")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Several replicas of one model behind one server. A replica is one engine with its ranks."""
+
+    data_parallel_size: int = knob(
+        1,
+        "replicas: engines that each hold the whole model and serve a part of the requests; the machine's cores or GPUs are divided "
+        "among them",
+        flag="data-parallel-size,dp",
+        least=1,
+        most=MAX_REPLICAS,
+    )
+    routing_policy: str = knob(
+        "prefix",
+        "which replica gets a request. prefix: the one that holds its prefix, until it is saturated, then the one with the least work; "
+        "least_work: the one with the least work; round_robin: each in turn",
+        choices=("prefix", "least_work", "round_robin"),
+    )
+    saturation_seconds: float = knob(
+        2.0,
+        "seconds of waiting work from which on a replica is saturated: prefix then prefers others",
+        above=0,
+        most=MAX_SECONDS,
+    )
+    replica_timeout: float = seconds(
+        3.0,
+        "without a sign of life from a replica's process after which its requests go on at others and it is replaced. However long a step "
+        "takes, it is not meant: see --step-timeout. 0: never; without other replicas, never",
+    )
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether there are, or may be, several replicas: otherwise no router is in the path."""
+        return self.data_parallel_size > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,6 +573,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     batches: BatchConfig = field(default_factory=BatchConfig)

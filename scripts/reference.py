@@ -97,6 +97,7 @@ SECTION_TITLES = {
     "cache": "KV cache",
     "scheduler": "Scheduler",
     "parallel": "Parallelism and threads",
+    "fleet": "Replicas",
     "server": "Server",
     "budget": "Budgets: what one request may take",
     "batches": "Files and batches",

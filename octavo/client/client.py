@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 
 import msgspec
 import zmq
@@ -27,11 +27,16 @@ from octavo.messages import (
     EngineStarted,
     Finish,
     FinishReason,
+    FleetChanged,
+    FleetState,
     FromEngine,
     FromSupervisor,
     GenerateRequest,
     Hello,
     LeaveQueue,
+    PageEvents,
+    PageSnapshot,
+    ReplicaDrains,
     Reply,
     Responded,
     StepDeltas,
@@ -42,7 +47,17 @@ from octavo.messages import (
 
 log = logging.getLogger("octavo.engine")
 
-_LAST_TOKENS_SECONDS = 0.05
+LAST_TOKENS_SECONDS = 0.05
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Which replica of a fleet has a request, and why."""
+
+    replica: int
+    reason: str  # octavo.routing.policy.Reason
+    expected_tokens: int = 0  # of its prompt, in the replica's prefix cache
+    waiting_seconds: float = 0.0  # of work that was there before it
+    moved: str = ""  # why it left the replica before; empty: this is its first
 
 
 class EngineObserver:
@@ -51,11 +66,14 @@ class EngineObserver:
     def travelled(self, journey_part: bytes) -> None:
         """A request has ended in the engine. `journey_part`: an encoded EngineJourney; it comes before the last tokens."""
 
-    def lost(self) -> None:
-        """The engine has ended. Its requests continue in the next one."""
+    def lost(self, request_ids: Collection[str] | None = None) -> None:
+        """The engine has ended. Its requests (None: all) continue in the next one."""
 
     def found(self) -> None:
         """Another engine has taken over."""
+
+    def moved(self, request_id: str, placement: Placement) -> None:
+        """A request of a replica that has ended or drains goes on at another."""
 
 
 class EngineClient(ABC):
@@ -66,6 +84,7 @@ class EngineClient(ABC):
         self.heartbeat: Heartbeat | None = None  # None: not shared; only control calls tell how the engine is doing
         self.is_recovering = False  # the engine has ended and another starts: requests are accepted and wait for it
         self.num_restarts = 0
+        self.fleet: FleetState | None = None  # None: there is one engine
         self.can_be_replaced = False  # whether another engine takes over when this one ends
         self.origin = origin
         self.observer = EngineObserver()
@@ -86,6 +105,14 @@ class EngineClient(ABC):
     def num_running(self) -> int:
         """Open requests that the engine has not finished yet."""
         return self._streams.num_growing
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """Of all engines that take requests, if they are shared."""
+        return [] if self.heartbeat is None else [self.heartbeat]
+
+    def placement(self, request_id: str) -> Placement | None:
+        """The replica of an open request. None: there is one engine, or it waits for a replica."""
+        return None
 
     async def ready(self) -> EngineReport:
         """Wait for the engine's report. Raises EngineDead if the engine ends first."""
@@ -203,6 +230,8 @@ class EngineClient(ABC):
                 self._is_ready.set()
             case Dying():
                 self._fail(EngineDead(message.message))
+            case PageEvents() | PageSnapshot():
+                pass  # for routers
 
     def _fail(self, error: EngineDead) -> None:
         self._failure, self.report = error, None
@@ -303,7 +332,7 @@ class ZmqClient(EngineClient):
             case EngineLost():
                 # The engine's last tokens may still be in the socket. Read them: they need not be computed again, and they
                 # show which requests made progress.
-                await asyncio.sleep(_LAST_TOKENS_SECONDS)
+                await asyncio.sleep(LAST_TOKENS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
                 self.observer.lost()
@@ -317,3 +346,5 @@ class ZmqClient(EngineClient):
             case EngineGone():
                 self._disconnect()
                 self._fail(EngineDead(notice.message))
+            case ReplicaDrains() | FleetChanged():
+                pass  # there is one engine, and it is not drained without its server

@@ -11,6 +11,7 @@ import msgspec
 
 from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
+from octavo.cache.page_keys import fleet_root
 from octavo.config import Config
 from octavo.engine.control import EngineControl
 from octavo.engine.cost_meter import CostMeter
@@ -19,11 +20,13 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.step_heartbeat import StepHeartbeat
 from octavo.executor.base import Executor
 from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.launch import FleetMember
 from octavo.messages import EngineReport
 from octavo.observe.history import History
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing
 from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.replica_feed import ReplicaFeed
 from octavo.observe.step_observer import Observers, StepObserver
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.stall_limit import StallLimit
@@ -45,8 +48,11 @@ def start_engine(
     heartbeat: Heartbeat | None = None,
     queue_limit: QueueLimit | None = None,
     history: History | None = None,
+    member: FleetMember | None = None,
+    epoch: int = 0,
 ) -> Engine:
-    """Load the model and be ready to step. Raises ConfigError for what a person must change."""
+    """Load the model and be ready to step. Raises ConfigError for what a person must change. `member`: its place in a fleet, of which it
+    is engine number `epoch`; None: it is alone."""
     executor = load_executor(config, source)
     try:
         policy = config.scheduler.scheduling_policy
@@ -56,6 +62,10 @@ def start_engine(
     except BaseException:
         executor.close()
         raise
+    root = os.urandom(16)
+    if member is not None:
+        report = msgspec.structs.replace(report, replica=member.replica, epoch=epoch)
+        root = fleet_root(member.secret, report.system_fingerprint)
     cache = KVCache(
         report.num_pages,
         report.page_size,
@@ -64,7 +74,7 @@ def start_engine(
         report.num_warm_pages,
         report.windows,
         report.max_num_batched_tokens,
-        os.urandom(16),
+        root,
     )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(
@@ -77,7 +87,7 @@ def start_engine(
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
-    return build_engine(
+    engine = build_engine(
         scheduler,
         executor,
         metrics,
@@ -86,6 +96,16 @@ def start_engine(
         max_ring_bytes=max_ring_bytes,
         history=history,
     )
+    if member is not None:
+        feed_routers(engine)
+    return engine
+
+
+def feed_routers(engine: Engine) -> None:
+    """Have the engine's driver send routers which pages it holds and how much work waits."""
+    feed = ReplicaFeed(engine.loop.scheduler, engine.report.replica, engine.report.epoch)
+    engine.loop.observers.add(feed)
+    engine.control.feed = feed
 
 
 def build_engine(

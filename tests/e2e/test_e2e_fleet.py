@@ -1,0 +1,84 @@
+"""Two replicas behind one server, killed and stopped under real streams: clients see a pause, and every answer whole."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.e2e.mortal_engine import DEADLY
+from tests.e2e.servers import Server
+from tests.e2e.test_e2e_recovery import stories
+
+pytestmark = pytest.mark.model
+
+NUM_STREAMS = 10
+
+
+@pytest.fixture(scope="module")
+def server():
+    arguments = ("--data-parallel-size", "2", "--kv-cache-memory-bytes", "256M", "--api-processes", "2")
+    with Server(*arguments, "--record-bytes", "0", module="tests.e2e.mortal_engine") as server:
+        yield server
+        assert server.terminate() == 0, server.lines
+
+
+@pytest.fixture(scope="module")
+def untroubled(server):
+    return asyncio.run(stories(server, num_streams=NUM_STREAMS))
+
+
+def engines(server: Server) -> list[int]:
+    return sorted(pid for pid, command in server.children().items() if command.endswith("mortal_engine"))
+
+
+def replicas(server: Server) -> list[dict]:
+    return json.loads(server.get("/health/progress")[1])["replicas"]
+
+
+def wait_for_all(server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while [each["status"] for each in replicas(server)] != ["ready", "ready"]:
+        assert time.monotonic() < deadline, server.lines
+        time.sleep(0.05)
+
+
+def test_the_start_says_how_the_machine_is_divided(server):
+    assert any("replicas: 2 (--data-parallel-size)" in line for line in server.lines)
+    assert [each["replica"] for each in replicas(server)] == [0, 1]
+    assert all(any(f"replica {number}: core" in line for line in server.lines) for number in (0, 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_at_the_other_replica(server, untroubled, number):
+    wait_for_all(server)
+    victim = engines(server)[0]
+    answers = asyncio.run(stories(server, lambda: os.kill(victim, number), 2 * NUM_STREAMS, num_streams=NUM_STREAMS))
+    assert answers == untroubled
+    assert server.get("/health")[0] == 200
+    found = json.loads(server.get("/v1/requests?state=finished&limit=1000")[1])["data"]
+    moved = [each["replicas"] for each in found if len(each["replicas"]) > 1]
+    assert moved and all(places[-1]["moved"] == "the replica ended" for places in moved)
+    wait_for_all(server)
+    assert victim not in engines(server)
+
+
+def test_a_deadly_request_ends_two_engines_and_fails(server):
+    wait_for_all(server)
+    before = [each["restarts"] for each in replicas(server)]
+    status, body = server.post("/v1/completions", {"prompt": f"The river{DEADLY} is", "max_tokens": 5})
+    assert status == 500 and "engines have ended with request" in body, body
+    wait_for_all(server)
+    after = [each["restarts"] for each in replicas(server)]
+    assert sum(after) - sum(before) == 2
+
+
+def test_metrics_and_live_state_are_of_all_replicas(server):
+    wait_for_all(server)
+    text = server.get("/metrics")[1]
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
+    assert len(lines) == 2 and 'engine="0"' in lines[0] and 'engine="1"' in lines[1]
+    assert server.get("/v1/live/history?seconds=60")[0] == 200
