@@ -251,10 +251,37 @@ class FleetConfig:
         "takes, it is not meant: see --step-timeout. 0: never; without other replicas, never",
     )
 
+    min_replicas: int = knob(
+        0,
+        "fewest replicas, if their number follows the load: the seconds of work that wait, against --saturation-seconds. 0: "
+        "--data-parallel-size, or 1 with --max-replicas",
+        least=0,
+        most=MAX_REPLICAS,
+    )
+    max_replicas: int = knob(
+        0,
+        "most replicas, if their number follows the load; 0: it stays as it is, until octavo scale changes it",
+        least=0,
+        most=MAX_REPLICAS,
+    )
+
     @property
     def is_fleet(self) -> bool:
         """Whether there are, or may be, several replicas: otherwise no router is in the path."""
-        return self.data_parallel_size > 1
+        return max(self.data_parallel_size, self.min_replicas, self.max_replicas) > 1
+
+    @property
+    def least_replicas(self) -> int:
+        return self.min_replicas or 1
+
+    @property
+    def most_replicas(self) -> int:
+        return self.max_replicas or MAX_REPLICAS
+
+    @property
+    def first_replicas(self) -> int:
+        """How many are started at first."""
+        return max(self.data_parallel_size, self.min_replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,6 +614,19 @@ class Config:
         for name in ("hf_overrides", "override_generation_config"):
             read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
         self._check_access()
+        self._check_fleet()
+
+    def _check_fleet(self) -> None:
+        fleet = self.fleet
+        if fleet.max_replicas and fleet.max_replicas < max(fleet.data_parallel_size, fleet.min_replicas):
+            name, number = ("--min-replicas", fleet.min_replicas)
+            if fleet.data_parallel_size > fleet.min_replicas:
+                name, number = ("--data-parallel-size", fleet.data_parallel_size)
+            raise ConfigError(f"--max-replicas {fleet.max_replicas} is below {name} {number}: raise it or leave it out")
+        if fleet.min_replicas and not fleet.max_replicas:
+            raise ConfigError(
+                "--min-replicas needs --max-replicas: the number of replicas follows the load between the two"
+            )
 
     def _check_access(self) -> None:
         """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""

@@ -15,7 +15,7 @@ import zmq.asyncio
 from octavo.client.inflight_limit import InflightLimit
 from octavo.client.link import EngineLink, listen
 from octavo.client.streams import Streams
-from octavo.errors import EngineDead, EngineError, EngineUnavailable
+from octavo.errors import EngineDead, EngineError, EngineUnavailable, Unsupported
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import (
     Abort,
@@ -39,6 +39,7 @@ from octavo.messages import (
     ReplicaDrains,
     Reply,
     Responded,
+    ScaleFleet,
     StepDeltas,
     ToEngine,
     TokenDelta,
@@ -105,6 +106,13 @@ class EngineClient(ABC):
     def num_running(self) -> int:
         """Open requests that the engine has not finished yet."""
         return self._streams.num_growing
+
+    def scale(self, wish: ScaleFleet) -> None:
+        """Have the supervisor change the number of replicas, or start them again. Raises Unsupported where there is one engine."""
+        raise Unsupported(
+            "this server has one engine and no router: start it with --data-parallel-size, or with --max-replicas",
+            param="replicas",
+        )
 
     def heartbeats(self) -> list[Heartbeat]:
         """Of all engines that take requests, if they are shared."""

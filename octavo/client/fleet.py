@@ -28,7 +28,7 @@ from octavo.client.inflight_limit import InflightLimit
 from octavo.client.link import EngineLink, listen
 from octavo.client.streams import SUSPICIOUS
 from octavo.config import FleetConfig
-from octavo.errors import EngineDead, EngineError, EngineUnavailable, Overloaded
+from octavo.errors import EngineDead, EngineError, EngineUnavailable, InvalidRequest, Overloaded
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.ipc.launch import ReplicaAddress
 from octavo.messages import (
@@ -62,6 +62,7 @@ from octavo.messages import (
     Reply,
     ResetPrefixCache,
     Responded,
+    ScaleFleet,
     StepDeltas,
     ToEngine,
     ToSupervisor,
@@ -135,6 +136,12 @@ class FleetClient(EngineClient):
         self._drain_timers: dict[int, asyncio.TimerHandle] = {}
         self._call_members: dict[int, _Member] = {}  # open call → the replica that is asked
         self.num_moved = 0  # requests that went on at another replica
+
+    def scale(self, wish: ScaleFleet) -> None:
+        least, most = self._config.least_replicas, self._config.most_replicas
+        if wish.replicas and not least <= wish.replicas <= most:
+            raise InvalidRequest(f"replicas must be between {least} and {most}, got {wish.replicas}", param="replicas")
+        self._tell(wish)
 
     # ── requests ──
 
@@ -457,15 +464,15 @@ class FleetClient(EngineClient):
     # ── draining ──
 
     def _drain(self, member: _Member, epoch: int, seconds: float) -> None:
-        if member.epoch != epoch:
-            return
+        if member.epoch != epoch:  # nothing of ours is there
+            return self._tell(ReplicaIdle(member.number, epoch))
         member.is_draining = True
         self._router.leave(member.number)
         self._choose_home()
         if member.requests:
             loop = asyncio.get_running_loop()
             self._drain_timers[member.number] = loop.call_later(seconds, self._move_rest, member, epoch)
-        self._check_drained(member)
+        return self._check_drained(member)
 
     def _move_rest(self, member: _Member, epoch: int) -> None:
         """The time to finish is over. A request that no other replica may continue stays until it is done."""

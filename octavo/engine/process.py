@@ -191,10 +191,12 @@ def _receive(address: str, inbox: Inbox) -> None:
 
 
 def _watch_supervisor(inbox: Inbox, is_stepping: threading.Event, address: str) -> None:
+    was_asked = False
     while os.read(sys.stdin.fileno(), 4096):
-        pass
+        was_asked = True  # to stop: the supervisor goes on
     # The supervisor removes the sockets' folder when it stops; if it was killed, this process has to.
-    shutil.rmtree(_folder(address), ignore_errors=True)
+    if not was_asked:
+        shutil.rmtree(_folder(address), ignore_errors=True)
     if not is_stepping.is_set():  # still loading: there is nothing to close
         os._exit(0)
     inbox.put(None)

@@ -68,8 +68,8 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     heartbeat_fd: int = -1  # inherited memory; see octavo.ipc.heartbeat
     patience: Patience = Patience()
     num_servers: int = 1  # API processes of this server, including this one
-    replicas: list[ReplicaAddress] = []  # empty: there is one engine, and no router
-    fleet_secret: bytes = b""  # as in FleetMember
+    replicas: list[ReplicaAddress] = []  # of a fleet
+    fleet_secret: bytes = b""  # as in FleetMember; empty: there is one engine, and no router
 
 
 def tell_supervisor(message: ToSupervisor) -> None:

@@ -121,7 +121,7 @@ async def _run(launch: ApiLaunch) -> int:
 def _client(launch: ApiLaunch) -> EngineClient:
     limits = launch.config.scheduler
     most = (limits.max_waiting_requests, limits.max_waiting_tokens)
-    if launch.replicas:
+    if launch.fleet_secret:
         from octavo.client.fleet import FleetClient  # it brings numpy, which one engine needs no router for
 
         return FleetClient(

@@ -88,11 +88,17 @@ class ApiProcesses:
         return [slot.process for slot in self.slots if slot.process is not None]
 
     @property
+    def origins(self) -> set[int]:
+        """Numbers of the processes that run."""
+        return {slot.origin for slot in self.slots if not slot.has_ended}
+
+    @property
     def has_ended(self) -> bool:
         return all(slot.has_ended for slot in self.slots)
 
     def start(self, slot: ApiProcess, engines: Sequence[EngineAddress], is_fleet: bool) -> subprocess.Popen[bytes]:
-        """`engines`: the current ones. Without a fleet there is one."""
+        """`engines`: the current ones. Without a fleet there is one; a fleet may have none for a moment."""
+        first = engines[0] if engines else EngineAddress(0, 0, "")
         slot.number += 1
         slot.is_ready, slot.restart_at, slot.started, slot.kill_reason = False, None, time.monotonic(), ""
         self._heartbeat.forget(slot.origin)
@@ -102,8 +108,8 @@ class ApiProcesses:
             self._template,
             fd=channel.fileno(),
             origin=slot.origin,
-            engine_address=engines[0].address,
-            reply_address=self.reply_address(slot, engines[0].epoch),
+            engine_address=first.address,
+            reply_address=self.reply_address(slot, first.epoch),
             replicas=[
                 ReplicaAddress(
                     each.replica, each.epoch, each.address, self.reply_address(slot, each.epoch), each.is_lost

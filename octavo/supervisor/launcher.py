@@ -87,6 +87,7 @@ class LocalEngine:
     def stop(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(b"stop\n")  # without a word it means that we have died
             self.process.stdin.close()
 
 

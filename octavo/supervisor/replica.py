@@ -39,6 +39,7 @@ class Replica:
         self.after_drain: Literal["", "stop", "restart"] = ""
         self.busy_origins: set[int] = set()
         self.is_stopping = False  # its engine was asked to end, after it was drained
+        self.stop_until = 0.0  # then it is killed
 
     def begin(self, engine: EngineProcess, epoch: int) -> None:
         self.engine, self.epoch = engine, epoch

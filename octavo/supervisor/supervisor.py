@@ -8,11 +8,13 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import zmq
 
 from octavo.config import AUTO, MAX_REPLICAS, Config, ServerConfig, without_keys
+from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
 from octavo.ipc.heartbeat import Heartbeat, shared_memory
 from octavo.ipc.launch import ApiLaunch, EngineLaunch, FleetMember
@@ -25,6 +27,7 @@ from octavo.messages import (
     EngineReport,
     FleetChanged,
     FleetState,
+    ReplicaDrains,
     ReplicaIdle,
     ScaleFleet,
     ServerReady,
@@ -33,6 +36,7 @@ from octavo.messages import (
 from octavo.observe import logs
 from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit
 from octavo.supervisor.api_processes import ApiProcess, ApiProcesses, EngineAddress
+from octavo.supervisor.autoscale import Autoscale
 from octavo.supervisor.launcher import Launcher, LocalLauncher
 from octavo.supervisor.listen import (
     access_note,
@@ -53,6 +57,7 @@ from octavo.weights.sources.source import ModelSource, resolve
 log = logging.getLogger("octavo.supervisor")
 
 BACKLOG = 2048
+STOP_SECONDS = 5.0  # that a drained engine has to end
 ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front replaces it by the same process without a model
 
 
@@ -94,13 +99,18 @@ def serve(config: Config) -> int:
         settle_standard_error()
 
 
-def _serve(config: Config, listener: socket.socket, started: float) -> int:
-    source = resolve(
+def find_model(config: Config) -> ModelSource:
+    """Find the model's files, or download them. Raises ConfigError."""
+    return resolve(
         config.model.model,
         config.model.revision,
         allow_missing_weights=config.model.load_format == "dummy",
         download_dir=config.model.download_dir,
     )
+
+
+def _serve(config: Config, listener: socket.socket, started: float) -> int:
+    source = find_model(config)
     remove_abandoned()
     folder = RuntimeDir()
     acceptor = Acceptor(listener)
@@ -144,7 +154,14 @@ class _Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replicas: dict[int, Replica] = {}
         self._announced: FleetState | None = None
-        for number in range(config.fleet.data_parallel_size):
+        self._target = config.fleet.first_replicas
+        self._to_restart: list[int] = []  # replicas that are to be started again, one after the other
+        self._note = ""  # about the fleet, for people
+        self._autoscale: Autoscale | None = None
+        if config.fleet.max_replicas:
+            limits = (config.fleet.least_replicas, config.fleet.max_replicas)
+            self._autoscale = Autoscale(*limits, config.fleet.saturation_seconds)
+        for number in range(self._target):
             self._add_replica(number)
         template = ApiLaunch(
             config,
@@ -204,7 +221,8 @@ class _Supervisor:
     def _add_replica(self, number: int) -> Replica:
         share = None
         if self._is_fleet:
-            share = share_of(self._config, number, self._config.fleet.data_parallel_size, gpus(), own_cores())
+            most = self._config.fleet.max_replicas or self._config.fleet.first_replicas
+            share = share_of(self._config, number, most, gpus(), own_cores())
         replica = self._replicas[number] = Replica(number, self._config, self._heartbeat_fd, share)
         return replica
 
@@ -315,8 +333,8 @@ class _Supervisor:
                 replica = self._replicas.get(idle.replica)
                 if replica is not None and replica.epoch == idle.epoch:
                     replica.busy_origins.discard(slot.origin)
-            case ScaleFleet():
-                pass
+            case ScaleFleet() as asked:
+                self._scale(asked)
 
     def _server_ended(self, slot: ApiProcess, code: int) -> None:
         """Restart an API process that ended on its own, or stop the server. Its connections have closed with it; the other API
@@ -348,6 +366,8 @@ class _Supervisor:
         if not replica.was_ready and not self._has_served and code == 2:  # a start-up error, which it has logged
             self._exit_code, self._is_over = 2, True
             return
+        if replica.is_stopping:
+            return self._drained(replica)
         name = self._name(replica)
         message = replica.kill_reason or f"{name} ended unexpectedly ({describe_exit(code)})"
         cause = (
@@ -367,6 +387,8 @@ class _Supervisor:
         suspects = self._common.note(seated, now)
         self._api_processes.send_all(EngineLost(for_clients(message), seated, replica.number, suspects))
         replica.is_ready = False
+        if replica.after_drain == "stop":  # it was to be removed anyway
+            return self._remove(replica)
         replica.num_restarts += 1
         replica.after_drain, replica.restart_at = "", now + delay
         if any(each.is_ready for each in self._replicas.values()):
@@ -378,6 +400,10 @@ class _Supervisor:
     def _give_up(self, replica: Replica, message: str, why: str) -> None:
         """Do not start a replica's engine again. The server stops with its last replica, or with one that has never been ready at its start."""
         replica.has_failed, replica.is_ready, replica.restart_at = True, False, None
+        replica.after_drain = ""
+        num_left = sum(not each.has_failed for each in self._replicas.values())
+        self._note = f"replica {replica.number} has failed{why}"
+        self._target = max(1, min(self._target, num_left))  # another one would fail alike
         self._api_processes.send_all(EngineGone(for_clients(message) + why, replica.number))
         if self._has_served and not all(each.has_failed for each in self._replicas.values()):
             self._say_error(f"{self._name(replica)} is given up{why}; the others serve on")
@@ -387,8 +413,10 @@ class _Supervisor:
     def _look(self) -> None:
         now = time.monotonic()
         if self._close_until is None:
-            for replica in self._replicas.values():
+            for replica in [*self._replicas.values()]:
                 self._look_at(replica, now)
+            if self._is_fleet and self._has_served and self._exit_code is None:
+                self._steer_fleet(now)
         if self._exit_code is None:
             for slot in self._api_processes.due(now):
                 self._start_server(slot)
@@ -430,10 +458,104 @@ class _Supervisor:
 
     # ── the fleet ──
 
+    def _scale(self, asked: ScaleFleet) -> None:
+        """A client's wish. It was checked in its API process."""
+        if asked.replicas and asked.replicas != self._target:
+            self._say(f"scaling from {self._target} to {asked.replicas} replicas")
+            self._target, self._note = asked.replicas, ""
+        if asked.restart:
+            self._source = self._resolve()
+            self._to_restart = [each.number for each in self._live()]
+            self._say(f"starting {len(self._to_restart)} replicas again, one after the other")
+
+    def _resolve(self) -> ModelSource:
+        """Find the model's files again: there may be new ones. What cannot be found stays as it was."""
+        try:
+            return find_model(self._config)
+        except ConfigError as error:
+            self._say_error(f"the model's files cannot be found again, the known ones are used: {error.message}")
+            return self._source
+
+    def _live(self) -> list[Replica]:
+        """Replicas that are there, or will be soon, and are not to be removed."""
+        return [each for each in self._replicas.values() if not each.has_failed and each.after_drain != "stop"]
+
+    def _steer_fleet(self, now: float) -> None:
+        """Add and drain replicas until there are as many as wanted, and go on with a rolling restart."""
+        if self._autoscale is not None:
+            backlogs = [each.heartbeat.backlog_seconds for each in self._live() if each.status == "ready"]
+            target = self._autoscale.target(now, self._target, backlogs)
+            if target != self._target:
+                self._say(
+                    f"{sum(backlogs):.1f} s of work wait at {len(backlogs)} replicas: {self._target} → {target} replicas"
+                )
+                self._target = target
+        live = self._live()
+        for replica in sorted(live, key=lambda each: -each.number)[: max(0, len(live) - self._target)]:
+            self._drain_replica(replica, "stop")
+        free = (
+            number
+            for number in range(MAX_REPLICAS)
+            if number not in self._replicas or self._replicas[number].has_failed
+        )
+        for _ in range(self._target - len(live)):
+            self._start_replica(next(free))
+        if self._to_restart and all(each.status == "ready" for each in self._live()):
+            following = self._replicas.get(self._to_restart.pop(0))
+            if following is not None and following.status == "ready":
+                self._drain_replica(following, "restart")
+        for replica in [*self._replicas.values()]:
+            if (
+                replica.after_drain
+                and not replica.busy_origins
+                and replica.engine is not None
+                and not replica.is_stopping
+            ):
+                replica.is_stopping, replica.stop_until = True, now + STOP_SECONDS
+                replica.engine.stop()
+            elif replica.is_stopping and now >= replica.stop_until and replica.engine is not None:
+                replica.engine.kill()
+
+    def _start_replica(self, number: int) -> None:
+        if number in self._replicas:  # it has failed
+            self._replicas.pop(number).close()
+        replica = self._add_replica(number)
+        self._start_engine(replica)
+        self._say(f"starting replica {number}: {replica.state.place}")
+        self._api_processes.announce_engine(EngineAddress(number, replica.epoch, self._address_of(replica.epoch)))
+
+    def _drain_replica(self, replica: Replica, after: Literal["stop", "restart"]) -> None:
+        """Give a replica no more requests. When those that are there have finished or moved, its engine is stopped."""
+        replica.after_drain = after
+        replica.busy_origins = self._api_processes.origins if replica.is_ready else set()
+        seconds = self._config.server.shutdown_timeout
+        self._say(f"draining replica {replica.number}: its requests get up to {seconds:g} s, then they go on at others")
+        self._api_processes.send_all(ReplicaDrains(replica.number, replica.epoch, seconds))
+
+    def _drained(self, replica: Replica) -> None:
+        """A drained replica's engine has ended."""
+        replica.is_ready = False
+        if replica.after_drain == "stop":
+            return self._remove(replica)
+        self._start_engine(replica)
+        self._api_processes.announce_engine(
+            EngineAddress(replica.number, replica.epoch, self._address_of(replica.epoch))
+        )
+        return None
+
+    def _remove(self, replica: Replica) -> None:
+        self._api_processes.send_all(EngineGone(f"replica {replica.number} was removed", replica.number))
+        replica.close()
+        del self._replicas[replica.number]
+        self._say(f"replica {replica.number} is removed; {len(self._live())} are left")
+
     def _announce_fleet(self) -> None:
         """Send API processes the state of the replicas if it has changed."""
         if self._is_fleet:
-            state = FleetState([each.state for each in self._replicas.values()], len(self._replicas))
+            note = self._note
+            if self._to_restart:
+                note = f"rolling restart: {len(self._to_restart)} replicas are to follow"
+            state = FleetState([each.state for each in self._replicas.values()], self._target, note)
             if state != self._announced:
                 self._announced = state
                 self._api_processes.send_all(FleetChanged(state))

@@ -4,6 +4,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -82,3 +85,44 @@ def test_metrics_and_live_state_are_of_all_replicas(server):
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
     assert len(lines) == 2 and 'engine="0"' in lines[0] and 'engine="1"' in lines[1]
     assert server.get("/v1/live/history?seconds=60")[0] == 200
+
+
+def scale(server: Server, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "octavo.cli.main", "scale", *arguments, "--url", server.base]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_replicas_are_removed_added_and_started_again_under_streams(server, untroubled):
+    wait_for_all(server)
+    before = {each["replica"]: each["epoch"] for each in replicas(server)}
+    done: list[subprocess.CompletedProcess] = []
+
+    def change() -> None:
+        def run() -> None:
+            done.extend((scale(server, "1"), scale(server, "2", "--restart")))
+
+        worker.append(threading.Thread(target=run))
+        worker[0].start()
+
+    worker: list[threading.Thread] = []
+    answers = asyncio.run(stories(server, change, NUM_STREAMS, num_streams=NUM_STREAMS))
+    worker[0].join()
+    assert answers == untroubled
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    wait_for_all(server)
+    assert all(each["epoch"] != before[each["replica"]] for each in replicas(server))
+    assert any("replica 1 is removed" in line for line in server.lines)
+
+
+def test_a_wish_that_cannot_be_met_is_refused(server):
+    for body, words in (
+        ({}, "give replicas"),
+        ({"replicas": 0}, "between 1 and 64"),
+        ({"replicas": 65}, "between 1 and 64"),
+        ({"replicas": "x"}, "replicas"),
+    ):
+        status, answer = server.post("/v1/fleet", body)
+        assert status == 400 and words in answer
+    done = scale(server, "99")
+    assert done.returncode == 1 and "between 1 and 64" in done.stderr
+    assert scale(server).returncode == 2
