@@ -18,7 +18,7 @@ from octavo.messages import EngineReport, GenerateRequest, SamplingParams, StepP
 from octavo.observe.step_observer import Observers
 from octavo.schedule import Scheduler
 from octavo.schedule.stall_limit import StallLimit
-from octavo.schedule.step_costs import StepShape, shape_of
+from octavo.schedule.step_costs import ONE_ROW, StepShape, shape_of
 
 
 class Machine(NamedTuple):
@@ -32,6 +32,7 @@ class Load(NamedTuple):
     prompt_len: int
     max_tokens: int
     seconds: float
+    pause: float | None = None  # one more client: prompts of 4,096 tokens, 64 out, with so many seconds between them
 
 
 def cpu(shape: StepShape) -> float:
@@ -52,7 +53,8 @@ MACHINES = (
     Machine("8B, GPU", gpu(0.001, 0.004, 3.3e-5, 1.7e-9), 8192),
     Machine("70B, 4 GPUs", gpu(0.002, 0.013, 8e-5, 1e-9), 8192),
 )
-LOADS = {"cpu": (Load(32, 128, 128, 40.0), Load(32, 4096, 64, 1000.0)), "gpu": (Load(64, 1024, 128, 20.0), Load(32, 4096, 64, 30.0))}  # fmt: skip
+LOADS = {"cpu": (Load(32, 128, 128, 40.0), Load(32, 128, 128, 200.0, 5.0), Load(32, 128, 128, 400.0, 20.0), Load(32, 4096, 64, 1000.0)), "gpu": (Load(64, 1024, 128, 20.0), Load(32, 4096, 64, 30.0))}  # fmt: skip
+LONG = (4096, 64)
 WARM = 0.3  # share of a run that is not counted
 
 
@@ -89,30 +91,39 @@ class Figures(NamedTuple):
 
 
 def run(machine: Machine, load: Load, limit: StallLimit | None) -> Figures:
-    device, meter = Device(machine.seconds), CostMeter()
+    device = Device(machine.seconds)
+    meter = CostMeter(machine.seconds(ONE_ROW) if machine.seconds is cpu else 0.0)  # as executors report it
     scheduler = Scheduler(KVCache(100_000, 16, 0, False), 512, machine.max_step_tokens, stall_limit=limit)
     loop = EngineLoop(scheduler, device, Observers([meter], lambda: device.now), meter)
-    arrivals, number = [0.0] * load.num_clients, 0
+    arrivals, number = [(0.0, load.prompt_len, load.max_tokens, 0.0)] * load.num_clients, 0
+    if load.pause is not None:
+        arrivals.append((load.pause, *LONG, load.pause))
+    clients: dict[str, tuple[int, int, float]] = {}
     started: dict[str, float] = {}
     last: dict[str, float] = {}
     gaps: list[float] = []
     first: list[float] = []
     num_tokens, counts_from = 0, WARM * load.seconds
     while device.now < load.seconds:
-        while arrivals and arrivals[0] <= device.now:
+        if not loop.has_work:
+            device.now = max(device.now, arrivals[0][0])
+        while arrivals and arrivals[0][0] <= device.now:
             name = f"r{number}"
-            started[name] = heapq.heappop(arrivals)
-            params = SamplingParams(max_tokens=load.max_tokens, seed=0)
-            loop.add(GenerateRequest(name, [number % 9] * load.prompt_len, params, []))
+            started[name], *client = heapq.heappop(arrivals)
+            prompt_len, max_tokens, _ = clients[name] = (client[0], client[1], client[2])
+            params = SamplingParams(max_tokens=max_tokens, seed=0)
+            loop.add(GenerateRequest(name, [number % 9] * prompt_len, params, []))
             number += 1
         for delta in loop.step():
             now, name = device.now, delta.request_id
             if now >= counts_from:
                 num_tokens += 1
-                (gaps if name in last else first).append(now - last.get(name, started[name]))
+                is_short = clients[name][0] == load.prompt_len
+                if name in last or is_short:
+                    (gaps if name in last else first).append(now - last.get(name, started[name]))
             last[name] = now
             if delta.finish is not None:
-                heapq.heappush(arrivals, now)
+                heapq.heappush(arrivals, (now + clients[name][2], *clients[name]))
     gaps.sort()
     first.sort()
     seconds = device.now - counts_from
@@ -130,9 +141,11 @@ def main() -> None:
         for load in LOADS["cpu" if machine.seconds is cpu else "gpu"]:
             off, auto = (run(machine, load, StallLimit.of(setting)) for setting in (0, "auto"))
             what = f"{machine.name}: {load.prompt_len}, {load.max_tokens}, {load.num_clients}"
+            if load.pause is not None:
+                what += f" +4096/{load.pause:.0f}s"
             cells = [f"{a:8,.0f}{b:8,.0f}" for a, b in zip(off[:3], auto[:3], strict=True)]
             ratio = auto.tokens_per_second / off.tokens_per_second
-            print(f"{what:31}{' '.join(cells)}   {ratio:8.3f}", flush=True)
+            print(f"{what:35}{' '.join(cells)}   {ratio:8.3f}", flush=True)
 
 
 if __name__ == "__main__":

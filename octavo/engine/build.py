@@ -124,12 +124,12 @@ def build_engine(
     queue_limit = QueueLimit() if queue_limit is None else queue_limit
     history = History() if history is None else history
     history.start(clock())
-    journal, live_view, cost_meter = EngineJournal(), LiveView(scheduler, metrics, history), CostMeter()
+    journal, live_view = EngineJournal(), LiveView(scheduler, metrics, history)
+    cost_meter = CostMeter(metrics.report.one_row_seconds)
     # Everything that hears of every step, in this order. A recorder comes last (EngineLoop.record).
     observers: list[StepObserver] = [
         queue_limit,
         StepHeartbeat(heartbeat, scheduler, queue_limit),
-        metrics.pace,
         metrics,
         journal,
         live_view,

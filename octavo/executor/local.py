@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from octavo.config import Config
 from octavo.messages import EngineReport, StepPlan, StepResult
 from octavo.weights.sources.source import ModelSource
@@ -30,6 +32,7 @@ class LocalExecutor:
     def start(self) -> EngineReport:
         report = settle(self._config.cache, [self._loader.load()])
         self._runner, notes = self._loader.allocate(report.num_pages, report.num_host_pages)
+        report = msgspec.structs.replace(report, one_row_seconds=self._loader.time_one_row())
         del self._loader  # what it holds is the runner's from now on
         report.notes.extend(notes)
         return report

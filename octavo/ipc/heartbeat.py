@@ -7,9 +7,10 @@ changes."""
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterable
+
+from octavo.ipc.anonymous_memory import anonymous_memory
 
 _WORDS = 64
 _PID, _BEAT, _IS_STEPPING, _LAST_STEP, _NUM_STEPS, _NUM_RUNNING, _NUM_WAITING, _STALLED, _NUM_TOKENS, _SEEN = range(10)
@@ -53,15 +54,7 @@ PULSE_SECONDS = 0.25
 
 def shared_memory(num_blocks: int = 1) -> int:
     """Return a descriptor of fresh memory that processes can inherit: one block for each replica. The caller closes it."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("octavo-heartbeat")
-        os.truncate(fd, num_blocks * _BLOCK)  # a block takes memory when it is written
-    else:
-        with tempfile.TemporaryFile(prefix="octavo-") as file:
-            file.write(bytes(num_blocks * _BLOCK))  # allocates the blocks now, in case the disk is full later
-            file.flush()
-            fd = os.dup(file.fileno())
-    return fd
+    return anonymous_memory("octavo-heartbeat", num_blocks * _BLOCK)
 
 
 class Heartbeat:

@@ -277,6 +277,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     )  # window of each group of layers with its own page table; 0: the group keeps all pages
     scheduling_policy: str = "fcfs"
     max_inter_token_ms: float | str = 0  # as the flag; 0: no limit
+    one_row_seconds: float = 0.0  # what a step of one row and one token took before the first request; 0: not measured
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits
     replica: int = 0  # its number in a fleet
     epoch: int = 0  # counts the engines of a fleet: a replica's next one has a higher number

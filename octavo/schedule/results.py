@@ -70,6 +70,12 @@ class Planned(msgspec.Struct):
         NO_CHANGES  # of the prefix cache since the last result; empty if nothing listens (KVCache.watch_pages)
     )
 
+    @property
+    def sampling(self) -> list[Request]:
+        """The requests whose tokens the step's result holds, in that order."""
+        pairs = zip(self.requests, self.plan.samples, strict=True)
+        return [request for request, samples in pairs if samples and request.pooling is None]
+
 
 class Committed(msgspec.Struct):
     """commit(): a step's result was taken in."""

@@ -17,11 +17,13 @@ import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
 from octavo.cache import Growth, KVCache
 from octavo.messages import (
+    Candidates,
     Entering,
     Finish,
     GenerateRequest,
@@ -35,7 +37,6 @@ from octavo.messages import (
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.extras import prefill_progress, prompt_scores, scored, take_scores
 from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
-from octavo.schedule.outcome import Arrivals, finish_after, sampling_of
 from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
 from octavo.schedule.request import Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
@@ -46,6 +47,14 @@ from octavo.schedule.step_costs import NO_COSTS, UNBOUNDED, StepCosts, StepShape
 # Plans that a row with a late mask sits out: none after the first late step, then one, then twice as many each time, up to this. It
 # sits out none if there is nothing else to compute.
 MAX_SIT_OUT = 8
+
+
+class _Columns(NamedTuple):
+    """A result's columns. Each holds the values of those sampling rows that have one, in the plan's order."""
+
+    tokens: Iterator[int]
+    vectors: Iterator[bytes]
+    candidates: Iterator[Candidates]
 
 
 class Scheduler:
@@ -182,15 +191,15 @@ class Scheduler:
         requests, epochs = planned.requests, planned.epochs
         deltas: list[TokenDelta] = []
         committed = Committed(plan, result, planned.num_tokens, deltas, [], [], [])
-        arrived = Arrivals.of(result)
+        arrived = _Columns(iter(result.tokens), iter(result.vectors), iter(result.candidates))
         tokens = arrived.tokens
         if result.failures:
-            self._fail(requests, committed)
+            self._fail(planned.sampling, committed)
         if result.last:
-            self._limit(requests, committed)
+            self._limit(planned.sampling, committed)
         late: set[int] = set()
         if result.late:
-            sampling = sampling_of(plan, requests)
+            sampling = planned.sampling
             late = {sampling[at].sequence for at in result.late}
         if self._watched:
             deltas += prefill_progress(plan, requests, epochs, self._watched)
@@ -217,7 +226,7 @@ class Scheduler:
                 self._publish(request, start + count)
             if samples:
                 if len(request.tokens) >= request.max_len or token in request.stop_ids:
-                    deltas.append(self._last(request, token, finish_after(request, token), committed))
+                    deltas.append(self._last(request, token, request.finish_after(token), committed))
                 else:
                     deltas.append(TokenDelta(request.id, request.index, [token]))
                 if scores is not None:
@@ -627,7 +636,7 @@ class Scheduler:
         epoch: int,
         end: int,
         samples: bool,
-        arrived: Arrivals,
+        arrived: _Columns,
         scores: dict[int, Logprobs] | None,
         late: set[int],
         committed: Committed,
@@ -659,7 +668,7 @@ class Scheduler:
             self._finish(request, committed)
             return [TokenDelta(request.id, request.index, [], finish, vector)]
         assert special is not None
-        delta = self._last(request, token, finish_after(request, token, special.add(token)), committed)
+        delta = self._last(request, token, request.finish_after(token, special.add(token)), committed)
         return [delta if scores is None else scored(delta, request, scores)]
 
     def _commit_late(self, request: Request, epoch: int) -> None:
@@ -692,19 +701,18 @@ class Scheduler:
             self._finish(request, committed)
         return group.deltas(group.leader.params.n)
 
-    def _fail(self, requests: list[Request], committed: Committed) -> None:
+    def _fail(self, sampling: list[Request], committed: Committed) -> None:
         """End the requests whose token of this step does not count: they alone cannot go on."""
-        sampling = sampling_of(committed.plan, requests)
         for at, message in committed.result.failures.items():
             if not (request := sampling[at]).is_finished:
                 self._finish(request, committed)
                 finish = Finish("error", None, request.num_cached, request.num_preemptions, message, "grammar")
                 committed.deltas.append(TokenDelta(request.id, request.index, [], finish))
 
-    def _limit(self, requests: list[Request], committed: Committed) -> None:
+    def _limit(self, sampling: list[Request], committed: Committed) -> None:
         """Requests that their grammar ended because of max_tokens. They finish with "length", as if max_tokens were what they have
         now."""
-        result, sampling = committed.result, sampling_of(committed.plan, requests)
+        result = committed.result
         for at in result.last:
             if (request := sampling[at]).is_finished:
                 continue

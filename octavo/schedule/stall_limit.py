@@ -8,7 +8,7 @@ from typing import NamedTuple
 from octavo.schedule.request import Request
 from octavo.schedule.step_costs import UNBOUNDED, StepCosts
 
-AUTO_STEPS = 2.5
+AUTO_STEPS = 2.75
 """With `auto`, a step with prompts takes so many times as long as one without. So the longest times between tokens stay
 within three times the usual one, with some room for what the costs do not foresee."""
 AUTO_SECONDS = 0.06

@@ -32,6 +32,9 @@ class StepShape(NamedTuple):
     pairs: int  # of a token and a token at or before it, over the other rows
 
 
+ONE_ROW = StepShape(rows=1, more_tokens=0, context=0, pairs=0)
+
+
 def pairs_of(start: int, count: int) -> int:
     """How many positions `count` tokens look at, the first of which is at `start`."""
     return count * start + count * (count + 1) // 2
@@ -107,6 +110,7 @@ class StepSamples:
             OrderedDict()
         )  # the one that was added to last is last
         self._added: dict[tuple[int, ...], int] = {}  # when that was
+        self._trials: list[Sample] = []
         self.num_added = 0
 
     def __len__(self) -> int:
@@ -133,6 +137,12 @@ class StepSamples:
         cell.append(Sample(shape, seconds))
         return len(cell) == 1
 
+    def add_trial(self, shape: StepShape, seconds: float) -> None:
+        """A step that was measured before the first request. It counts in every fit, as one sample does: where all steps have about as
+        many rows, nothing else tells the constant part of a step from what its rows take."""
+        if 0 < seconds < math.inf:
+            self._trials.append(Sample(shape, seconds))
+
     def fit(self) -> StepCosts | None:
         """None: steps of one size say nothing of another. There must be two sizes, one of them with prompts."""
         points: list[tuple[Sample, float]] = []
@@ -143,6 +153,7 @@ class StepSamples:
             points.append((middle, len(cell) / age / middle.seconds**2))
         if len({sample.shape.more_tokens.bit_length() for sample, _ in points}) < 2:
             return None
+        points += [(trial, 1 / trial.seconds**2) for trial in self._trials]
         first = fit(points)
         again = []
         for sample, weight in points:

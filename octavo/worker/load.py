@@ -216,6 +216,14 @@ class Loader:
             runner.rows.sampling.grammars.warm_later(_START_S)
         return runner, notes
 
+    def time_one_row(self) -> float:
+        """Seconds of a step of one row, after allocate(). 0 on a GPU, whose graphs are captured later, and for encoders."""
+        if self.device.is_cuda or self.spec.is_encoder:
+            return 0.0
+        assert self._runner is not None, "allocate() comes first"
+        with torch.inference_mode():
+            return TrialSteps(self._runner, self.spec, self.limits).time_one_row()
+
     def _make_runner(self, max_model_len: int) -> Runner:
         limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size
         staging = Staging(self.device)

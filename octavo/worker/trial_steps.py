@@ -1,6 +1,7 @@
-"""Trial steps, run before the first request to compile kernels and to measure memory."""
+"""Trial steps, run before the first request to compile kernels, to measure memory, and to time a step of one row."""
 
 import importlib
+import time
 
 from octavo.ipc.cores import usable_cores
 from octavo.layers.mlp import warm_up_gates
@@ -11,6 +12,8 @@ from octavo.worker.memory.measure import DEMANDING, trial_columns
 from octavo.worker.runner import Runner
 
 _WARMUP_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows use separate kernels
+
+_TIMED_STEPS = 3
 
 
 def most_tokens(limits: Limits) -> int:
@@ -34,6 +37,17 @@ class TrialSteps:
         self._runner.compute(columns)
         for row in range(num_rows):  # clear the parameters, so that later steps do not pay for them
             rows.sampling.leave(row)
+
+    def time_one_row(self) -> float:
+        """Seconds of a step with one token of one row: the shortest of a few, because other programs only make steps longer. The first is
+        not counted: it touches memory for the first time."""
+        seconds = []
+        for _ in range(_TIMED_STEPS + 1):
+            started = time.perf_counter()
+            self.run(1, 1, is_greedy=True)
+            seconds.append(time.perf_counter() - started)
+        self._runner.rows.tokens.zero_()
+        return min(seconds[1:])
 
     def warm_up(self) -> None:
         """Compile the Triton kernels that first requests need, in parallel: one after the other takes several times as long."""

@@ -1,5 +1,9 @@
 """What steps cost, measured in a running loop, and handed to its scheduler."""
 
+import random
+
+import pytest
+
 from octavo.cache import KVCache
 from octavo.engine.cost_meter import CostMeter
 from octavo.engine.loop import EngineLoop
@@ -8,7 +12,7 @@ from octavo.observe.step_observer import Observers, StepObserver, StepTimes
 from octavo.schedule import Scheduler
 from octavo.schedule.results import Committed
 from octavo.schedule.stall_limit import AUTO_SECONDS, AUTO_STEPS, StallLimit
-from octavo.schedule.step_costs import StepCosts, shape_of
+from octavo.schedule.step_costs import NO_COSTS, ONE_ROW, StepCosts, StepShape, shape_of
 
 
 class Device:
@@ -90,6 +94,29 @@ def test_what_no_shape_explains_is_left_out():
     for plan in (step, decode):
         meter.committed(Committed(plan, StepResult(0, [7]), sum(plan.counts), [], [], [], []), StepTimes(1.0, 0.5))
     assert meter.take() is not None and meter.take() is None, "handed on once"
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_a_step_timed_before_the_first_request_tells_the_constant_from_the_rows(is_timed: bool):
+    """All steps have 31 or 32 rows, and their times vary by more than a row takes."""
+    meter, dice = CostMeter(TRUE.seconds(ONE_ROW) if is_timed else 0.0), random.Random(5)
+    costs = NO_COSTS
+    for number in range(600):
+        num_rows, num_more = 32 - number % 2, dice.choice((0, 0, 0, 127, 200))
+        counts = [num_more + 1] + [1] * (num_rows - 1)
+        starts = [0 if num_more else 200] + [dice.randrange(128, 256) for _ in counts[1:]]
+        plan = StepPlan(number, [], [], [], list(range(num_rows)), starts, counts, [True] * num_rows, [], [], [])
+        seconds = TRUE.seconds(shape_of(plan, sum(counts))) * dice.uniform(0.93, 1.07)
+        result = StepResult(number, [7] * num_rows)
+        meter.committed(Committed(plan, result, sum(counts), [], [], [], []), StepTimes(1.0, seconds))
+        costs = meter.take() or costs
+    decode = TRUE.seconds(StepShape(32, 0, 32 * 192, 0))
+    assert costs.seconds(StepShape(32, 0, 32 * 192, 0)) == pytest.approx(decode, rel=0.1)
+    if is_timed:
+        assert costs.step == pytest.approx(TRUE.step, rel=0.2)
+        assert StallLimit(0.0).within(costs, decode) < 3 * decode
+    else:
+        assert costs.step > 1.5 * TRUE.step, "nothing tells them apart: the trial step is needed"
 
 
 def test_a_meter_that_is_dropped_hands_on_nothing():

@@ -25,9 +25,8 @@ from octavo.messages import (
     StepPlan,
     StepResult,
 )
-from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.metrics.engine_metrics import HOST_BOUNDS, EngineMetrics
 from octavo.observe.metrics.http_metrics import BOUNDS, HIGH_BOUNDS, OUTCOMES
-from octavo.observe.metrics.pace import HOST_BOUNDS
 from octavo.schedule import Scheduler
 from octavo.schedule.step_costs import StepSamples, StepShape
 from tests.observe import test_observe_metrics
