@@ -26,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": "a", "stream": False},
     "/api/show": {"name": "byte-model"},
 }
-UNTRIED = {"/v1/embeddings", "/v1/batches", "/api/embed", "/api/embeddings", "/api/pull", "/api/delete"}
+UNTRIED = {"/v1/embeddings", "/v1/batches", "/v1/fleet", "/api/embed", "/api/embeddings", "/api/pull", "/api/delete"}
 NUMBERS = re.compile(r"\[\d+\]")
 STRANGE = [["value"]]  # no field that is honoured or only labels takes it
 

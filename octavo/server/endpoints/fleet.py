@@ -18,7 +18,7 @@ class FleetRequest(RequestFields):
     restart: bool | None = None  # start all of them again, one after the other
 
 
-FIELDS = RouteSchema("fleet", "/v1/fleet", FleetRequest, {})
+ROUTE_SCHEMA = RouteSchema("fleet", "/v1/fleet", FleetRequest, {})
 SHAPES = {"GET /v1/fleet": Shape(FleetState), "POST /v1/fleet": Shape(FleetState)}
 
 
@@ -34,7 +34,7 @@ def router(service: Service) -> APIRouter:
         service.accept()
         if viewer_of(service, request).only is not None:
             raise Forbidden("only an admin key (--admin-key) may change the fleet", "key")
-        wish = await read_fields(request, FIELDS, service.config)
+        wish = await read_fields(request, ROUTE_SCHEMA, service.config)
         if wish.replicas is None and not wish.restart:
             raise InvalidRequest("give replicas (a number), or restart: true", param="replicas")
         if wish.replicas is not None and not 1 <= wish.replicas <= MAX_REPLICAS:
