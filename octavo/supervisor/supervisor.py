@@ -486,9 +486,7 @@ class _Supervisor:
             backlogs = [each.heartbeat.backlog_seconds for each in self._live() if each.status == "ready"]
             target = self._autoscale.target(now, self._target, backlogs)
             if target != self._target:
-                self._say(
-                    f"{sum(backlogs):.1f} s of work wait at {len(backlogs)} replicas: {self._target} → {target} replicas"
-                )
+                self._say(f"replicas: {self._target} → {target}, because {sum(backlogs):.1f} s of work wait")
                 self._target = target
         live = self._live()
         for replica in sorted(live, key=lambda each: -each.number)[: max(0, len(live) - self._target)]:
