@@ -117,6 +117,7 @@ class FleetClient(EngineClient):
         super().__init__(origin)
         self.can_be_replaced = True
         self.fleet: FleetState = FleetState([], len(replicas))
+        self._announced = self.fleet  # by the supervisor
         self._config, self._secret, self._tell = config, secret, tell
         self._heartbeat_fd, self._limits, self._num_servers = heartbeat_fd, limits, num_servers
         self.heartbeat = Heartbeat(heartbeat_fd)  # the first block also has the API processes' own words
@@ -296,7 +297,19 @@ class FleetClient(EngineClient):
         member.link = member.report = None
         self._router.leave(member.number)
         self.is_recovering = not any(each.takes_requests for each in self._members.values())
+        self._show_fleet()
         self._choose_home()
+
+    def _show_fleet(self) -> None:
+        """The fleet as its supervisor announced it, where a replica that cannot be reached from here is not called ready."""
+        reached = {member.number for member in self._members.values() if member.report is not None}
+        shown = [
+            msgspec.structs.replace(each, status="restarting")
+            if each.status == "ready" and each.replica not in reached
+            else each
+            for each in self._announced.replicas
+        ]
+        self.fleet = msgspec.structs.replace(self._announced, replicas=shown)
 
     def _choose_home(self) -> None:
         """The replica with the lowest number keeps the records of HTTP requests. A new one gets those that are known here."""
@@ -352,6 +365,7 @@ class FleetClient(EngineClient):
         member.quarantined.clear()
         self.is_recovering = not any(each.takes_requests for each in self._members.values())
         self._is_ready.set()
+        self._show_fleet()
         self._choose_home()
         self._place_waiting()
 
@@ -413,7 +427,8 @@ class FleetClient(EngineClient):
             case ReplicaDrains():
                 self._drain(self._member(notice.replica), notice.epoch, notice.seconds)
             case FleetChanged():
-                self.fleet = notice.state
+                self._announced = notice.state
+                self._show_fleet()
 
     def _lose(self, member: _Member, message: str, seated: list[str], suspects: list[str]) -> None:
         """A replica's engine has ended, or was taken for dead. Its requests go on at others; those that may have ended it wait for its next

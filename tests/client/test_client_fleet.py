@@ -28,6 +28,8 @@ from octavo.messages import (
     EngineGone,
     EngineLost,
     EngineStarted,
+    FleetChanged,
+    FleetState,
     GenerateRequest,
     Ping,
     ReadHistory,
@@ -39,6 +41,7 @@ from octavo.messages import (
     ReadProgress,
     ReplicaDrains,
     ReplicaIdle,
+    ReplicaState,
     ResetPrefixCache,
     StepDeltas,
     StepPlan,
@@ -443,6 +446,17 @@ async def test_without_a_replica_requests_wait_and_calls_are_refused(fleet):
     await until(lambda: client.report is None)
     with pytest.raises(EngineDead, match="given up"):
         client.submit(request("b"))
+
+
+async def test_a_replica_that_is_lost_here_is_not_called_ready(fleet):
+    client = await fleet.open(2)
+    fleet.tell(FleetChanged(FleetState([ReplicaState(0, "ready", 1), ReplicaState(1, "ready", 2)], 2)))
+    await until(lambda: [each.status for each in client.fleet.replicas] == ["ready", "ready"])
+    fleet.replicas[1].kill()
+    await fleet.lose(1)
+    await until(lambda: [each.status for each in client.fleet.replicas] == ["ready", "restarting"])
+    fleet.restart(1)
+    await until(lambda: [each.status for each in client.fleet.replicas] == ["ready", "ready"])
 
 
 async def test_a_drained_replica_keeps_its_streams_then_gives_them_away(fleet):
