@@ -60,6 +60,7 @@ class ReplicaState(msgspec.Struct, frozen=True, gc=False):
     epoch: int  # of its current engine
     restarts: int = 0
     place: str = ""  # where it runs and on what: cores, GPUs, a node
+    pid: int = 0  # of its engine's process; 0: it has none
 
 
 class FleetState(msgspec.Struct, frozen=True, gc=False):

@@ -62,9 +62,9 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        return ReplicaState(
-            self.number, self.status, self.epoch, self.num_restarts, "" if self.share is None else self.share.words
-        )
+        place = "" if self.share is None else self.share.words
+        pid = self.heartbeat.pid if self.is_ready else 0
+        return ReplicaState(self.number, self.status, self.epoch, self.num_restarts, place, pid)
 
     def kill(self) -> None:
         """Kill and reap the engine."""
