@@ -84,6 +84,7 @@ def start_engine(
         swap_min_tokens=report.page_size,
         policy=POLICIES[policy],
         stall_limit=StallLimit.of(report.max_inter_token_ms),
+        num_stages=report.num_stages,
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
@@ -146,7 +147,7 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
     # A bounded spin keeps a quiet machine fast and a crowded one alive; benchmarks/cpu.md has what each bound costs.
     # Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    name = "local" if config.parallel.tensor_parallel_size == 1 else "processes"
+    name = "local" if config.parallel.num_ranks == 1 else "processes"
     module, _, attribute = EXECUTORS[name].partition(":")
     executor: Executor = getattr(importlib.import_module(module), attribute)(config, source)
     return executor

@@ -20,6 +20,7 @@ from octavo.messages.params import (
     StructuredOutputsParams,
 )
 from octavo.messages.plans import (
+    NO_INPUT,
     Allocate,
     Candidates,
     DeviceMemory,
@@ -30,6 +31,7 @@ from octavo.messages.plans import (
     PageMove,
     PrepareGrammar,
     RankFailed,
+    RankHello,
     RankStart,
     StepPlan,
     StepResult,
@@ -78,6 +80,7 @@ from octavo.messages.requests import (
 
 __all__ = [
     "MAX_LOGPROBS",
+    "NO_INPUT",
     "PAGE_ID_BYTES",
     "Abort",
     "Allocate",
@@ -112,6 +115,7 @@ __all__ = [
     "PrefillProgress",
     "PrepareGrammar",
     "RankFailed",
+    "RankHello",
     "RankStart",
     "ReadHistory",
     "ReadJourneys",

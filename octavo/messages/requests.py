@@ -281,6 +281,9 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits
     replica: int = 0  # its number in a fleet
     epoch: int = 0  # counts the engines of a fleet: a replica's next one has a higher number
+    num_stages: int = (
+        1  # that a plan goes through (pipeline parallelism); as many plans are in flight while the next is made
+    )
 
     @property
     def system_fingerprint(self) -> str:

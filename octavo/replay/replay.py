@@ -134,6 +134,7 @@ class Replay:
             swap_min_tokens=report.page_size,
             policy=POLICIES[report.scheduling_policy],
             stall_limit=StallLimit.of(report.max_inter_token_ms),
+            num_stages=report.num_stages,
         )
         self._records = recording.records
         self.sources: dict[str, GenerateRequest] = {}  # the request of the Arrived that was yielded last

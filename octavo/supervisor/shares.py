@@ -36,13 +36,13 @@ def share_of(config: Config, replica: int, num_replicas: int, gpu_names: list[st
 
 def _gpu_share(config: Config, replica: int, num_replicas: int, names: list[str]) -> Share:
     """Whole GPUs for each replica where there are enough. Replicas of one rank may share one, and then its memory is divided."""
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     if size > len(names):
-        raise ConfigError(f"--tensor-parallel-size {size} needs {size} GPUs for each replica; there are {len(names)}")
+        raise ConfigError(f"a replica has {size} ranks and needs {size} GPUs; there are {len(names)}")
     num_slots = len(names) // size
     if size > 1 and num_slots < num_replicas:
         raise ConfigError(
-            f"--data-parallel-size {num_replicas} with --tensor-parallel-size {size} needs {num_replicas * size} GPUs; there are "
+            f"--data-parallel-size {num_replicas} with {size} ranks each needs {num_replicas * size} GPUs; there are "
             f"{len(names)}"
         )
     slot = replica % num_slots
@@ -61,7 +61,7 @@ def _core_share(config: Config, replica: int, num_replicas: int, cores: list[int
     num_usable = min(usable_cores(), len(cores)) or 1
     num_threads = max(1, num_usable // num_replicas)
     if config.parallel.cpu_threads == AUTO:
-        ranks = config.parallel.tensor_parallel_size
+        ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
         config = replace(config, cpu_threads=max(1, num_threads // ranks))
     if num_usable < len(cores):  # a quota, not the affinity, is the limit: the kernel moves threads as it likes
         return Share([], {}, config, f"{num_threads} of {num_usable} cores")

@@ -54,7 +54,7 @@ def test_gpus_are_divided_or_shared():
     assert [each.config.cache.gpu_memory_utilization for each in shared] == [0.46, 0.92, 0.46]
     with pytest.raises(ConfigError, match="needs 6 GPUs; there are 4"):
         share_of(two, 0, 3, names, [])
-    with pytest.raises(ConfigError, match="needs 2 GPUs for each replica; there are 1"):
+    with pytest.raises(ConfigError, match="has 2 ranks and needs 2 GPUs; there are 1"):
         share_of(two, 0, 1, ["0"], [])
     assert share_of(replace(Config(), device="cpu"), 0, 2, names, [0, 1]).environment == {}
 
