@@ -15,6 +15,7 @@ AUTO = "auto"
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
+MAX_REPLICAS = 64
 KEY_VARIABLES = (
     "OCTAVO_API_KEY",
     "VLLM_API_KEY",
@@ -254,6 +255,69 @@ class ParallelConfig:
     def result_rank(self) -> int:
         """The rank that returns results: the first of the last stage, whose ranks sample."""
         return self.num_ranks - self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Several replicas of one model behind one server. A replica is one engine with its ranks."""
+
+    data_parallel_size: int = knob(
+        1,
+        "replicas: engines that each hold the whole model and serve a part of the requests; the machine's cores or GPUs are divided "
+        "among them",
+        flag="data-parallel-size,dp",
+        least=1,
+        most=MAX_REPLICAS,
+    )
+    routing_policy: str = knob(
+        "prefix",
+        "which replica gets a request. prefix: the one that holds its prefix, until it is saturated, then the one with the least work; "
+        "least_work: the one with the least work; round_robin: each in turn",
+        choices=("prefix", "least_work", "round_robin"),
+    )
+    saturation_seconds: float = knob(
+        2.0,
+        "seconds of waiting work from which on a replica is saturated: prefix then prefers others",
+        above=0,
+        most=MAX_SECONDS,
+    )
+    replica_timeout: float = seconds(
+        3.0,
+        "without a sign of life from a replica's process after which its requests go on at others and it is replaced. However long a step "
+        "takes, it is not meant: see --step-timeout. 0: never; without other replicas, never",
+    )
+
+    min_replicas: int = knob(
+        0,
+        "fewest replicas, if their number follows the load: the seconds of work that wait, against --saturation-seconds. 0: "
+        "--data-parallel-size, or 1 with --max-replicas",
+        least=0,
+        most=MAX_REPLICAS,
+    )
+    max_replicas: int = knob(
+        0,
+        "most replicas, if their number follows the load; 0: it stays as it is, until octavo scale changes it",
+        least=0,
+        most=MAX_REPLICAS,
+    )
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether there are, or may be, several replicas: otherwise no router is in the path."""
+        return max(self.data_parallel_size, self.min_replicas, self.max_replicas) > 1
+
+    @property
+    def least_replicas(self) -> int:
+        return self.min_replicas or 1
+
+    @property
+    def most_replicas(self) -> int:
+        return self.max_replicas or MAX_REPLICAS
+
+    @property
+    def first_replicas(self) -> int:
+        """How many are started at first."""
+        return max(self.data_parallel_size, self.min_replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,6 +641,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     batches: BatchConfig = field(default_factory=BatchConfig)
@@ -591,6 +656,21 @@ class Config:
             read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
         read_tier(self.cache.kv_tier)
         self._check_access()
+        self._check_fleet()
+
+    def _check_fleet(self) -> None:
+        fleet = self.fleet
+        if fleet.max_replicas and fleet.max_replicas < max(fleet.data_parallel_size, fleet.min_replicas):
+            name, number = ("--min-replicas", fleet.min_replicas)
+            if fleet.data_parallel_size > fleet.min_replicas:
+                name, number = ("--data-parallel-size", fleet.data_parallel_size)
+            raise ConfigError(f"--max-replicas {fleet.max_replicas} is below {name} {number}: raise it or leave it out")
+        if fleet.min_replicas and not fleet.max_replicas:
+            raise ConfigError(
+                "--min-replicas needs --max-replicas: the number of replicas follows the load between the two"
+            )
+        if fleet.is_fleet and self.cache.kv_tier:
+            raise ConfigError("--kv-tier cannot be used by a fleet of replicas yet: leave it out, or serve one replica")
 
     def _check_access(self) -> None:
         """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""

@@ -51,7 +51,9 @@ def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> 
 _NO_CODE = "code from a checkpoint is never run here; the supported architectures need none"
 _LORA = "adapters (LoRA) are not supported: merge the adapter into the weights and serve the result"
 _SPECULATION = "speculative decoding is not supported"
-_REPLICAS = "one server runs one replica: start several servers behind a load balancer"
+_REPLICAS = (
+    "--data-parallel-size starts and balances all replicas of a server; there is nothing to place or connect by hand"
+)
 _NODES = "a server runs on one machine; --tensor-parallel-size uses its GPUs"
 _PIPELINE = "a context is not split over ranks; --tensor-parallel-size splits each layer, --pipeline-parallel-size the list of layers"
 _MEDIA = "only text goes in: images, audio and video are refused"
@@ -119,7 +121,7 @@ _REFUSED = {
     ),
     **dict.fromkeys(("speculative-config", "spec-method", "spec-model", "spec-tokens"), _SPECULATION),
     **dict.fromkeys(
-        ("data-parallel-size", "data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address",
+        ("data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address",
          "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-supervisor-port", "dp-supervisor-probe-interval-s",
          "dp-supervisor-probe-timeout-s", "dp-supervisor-probe-failure-threshold", "dp-sync-interval", "elastic-ep-max-dp-size",
          "fault-tolerance-config"), _REPLICAS,
@@ -288,7 +290,7 @@ _VALUES = {
     "device-memory-utilization": _renamed("vLLM", "--gpu-memory-utilization"),
 }  # fmt: skip
 _SHORT = {
-    "q": "quantization", "n": "nnodes", "r": "node-rank", "dp": "data-parallel-size",
+    "q": "quantization", "n": "nnodes", "r": "node-rank",
     "sc": "speculative-config", "cc": "compilation-config", "ac": "attention-config",
     "dc": "diffusion-config", "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size",
     "dpn": "data-parallel-rank", "dpr": "data-parallel-start-rank", "dpl": "data-parallel-size-local", "dpa": "data-parallel-address",

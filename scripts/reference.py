@@ -97,6 +97,7 @@ SECTION_TITLES = {
     "cache": "KV cache",
     "scheduler": "Scheduler",
     "parallel": "Parallelism and threads",
+    "fleet": "Replicas",
     "server": "Server",
     "budget": "Budgets: what one request may take",
     "batches": "Files and batches",
@@ -272,6 +273,8 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/live": "rows, queue and pages as a feed of events",
         "GET /v1/live/history": "what the server did in the last `seconds`, up to a day, also over restarts of the engine",
         "GET /v1/live/pages/{page}": "which requests hold one KV page",
+        "GET /v1/fleet": "the replicas: status, restarts, place",
+        "POST /v1/fleet": "change the number of `replicas` while serving, or `restart` all of them one after the other",
     },
     "Pages": {
         "GET /": "the cockpit",

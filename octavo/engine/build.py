@@ -25,12 +25,14 @@ from octavo.engine.tier_traffic import TierTraffic
 from octavo.errors import ConfigError
 from octavo.executor.base import Executor
 from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.launch import FleetMember
 from octavo.kv_tier.folder import folder_secret
 from octavo.messages import EngineReport
 from octavo.observe.history import History
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing
 from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.replica_feed import ReplicaFeed
 from octavo.observe.step_observer import Observers, StepObserver
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.stall_limit import StallLimit
@@ -52,8 +54,11 @@ def start_engine(
     heartbeat: Heartbeat | None = None,
     queue_limit: QueueLimit | None = None,
     history: History | None = None,
+    member: FleetMember | None = None,
+    epoch: int = 0,
 ) -> Engine:
-    """Load the model and be ready to step. Raises ConfigError for what a person must change."""
+    """Load the model and be ready to step. Raises ConfigError for what a person must change. `member`: its place in a fleet, of which it
+    is engine number `epoch`; None: it is alone."""
     executor = load_executor(config, source)
     try:
         policy = config.scheduler.scheduling_policy
@@ -69,6 +74,9 @@ def start_engine(
     except BaseException:
         executor.close()
         raise
+    if member is not None:
+        report = msgspec.structs.replace(report, replica=member.replica, epoch=epoch)
+        root = fleet_root(member.secret, report.system_fingerprint)
     cache = KVCache(
         report.num_pages,
         report.page_size,
@@ -103,6 +111,8 @@ def start_engine(
     )
     if tier is not None:
         _open_tier(tier, engine, executor)
+    if member is not None:
+        feed_routers(engine)
     return engine
 
 
@@ -129,6 +139,13 @@ def _open_tier(tier: DiskTier, engine: Engine, executor: Executor) -> None:
     engine.report.notes.append(
         f"prefixes are kept in {tier.folder} as well, which holds {known:,} tokens for this model"
     )
+
+
+def feed_routers(engine: Engine) -> None:
+    """Have the engine's driver send routers which pages it holds and how much work waits."""
+    feed = ReplicaFeed(engine.loop.scheduler, engine.report.replica, engine.report.epoch)
+    engine.loop.observers.add(feed)
+    engine.control.feed = feed
 
 
 def build_engine(

@@ -32,6 +32,7 @@ from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import JourneyRing, journeys_json
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.gauges import EngineState, TierState
+from octavo.observe.replica_feed import ReplicaFeed
 from octavo.schedule import Scheduler
 
 log = logging.getLogger("octavo.engine")
@@ -70,6 +71,7 @@ class EngineControl:
     ) -> None:
         self.metrics, self.journal, self.live_view = metrics, journal, live_view
         self.queue_limit, self.heartbeat, self.ring = queue_limit, heartbeat, ring
+        self.feed: ReplicaFeed | None = None  # for routers; None: none listens
         self.audits = PageAudits(loop.scheduler)
         self._loop, self._scheduler, self._clock = loop, loop.scheduler, clock
         self._num_trimmed = 0  # steps before memory was given back last

@@ -332,7 +332,9 @@ class Loader:
         has_8_bits = memory is not None and self.kv_dtype == dtype
         has_8_bits = has_8_bits and self.attention.supports(self.spec, place, dtype, torch.float8_e4m3fn) is None
         saving = 0 if memory is None else self.weights.offered_saving(dtype)
-        host_available = pick("cpu").memory_available() // self._num_local_ranks
+        fleet = self.config.fleet  # replicas of a machine share its memory
+        num_replicas = max(fleet.first_replicas, fleet.max_replicas)
+        host_available = pick("cpu").memory_available() // (self._num_local_ranks * num_replicas)
         return LoadReport(
             device=self.device.describe(limits.cpu_threads),
             dtype=limits.dtype,

@@ -31,6 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
 LLAMA_CPP = ("/completion", "/apply-template")
 UNTRIED = {
     "/completions",
+    "/v1/fleet",
     "/infill",
     "/v1/embeddings",
     "/v1/batches",
