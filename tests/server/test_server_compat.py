@@ -87,10 +87,17 @@ RICH: dict[str, list[dict[str, Any]]] = {
     "/v1/responses": [INPUT, {"input": "a", **WISH}],
     "/v1/responses/input_tokens": [COUNTED, {"input": "a", **WISH}],
     "/v1/responses/compact": [{"input": INPUT["input"]}, {"input": "a", **WISH}],
-    "/v1/messages": [{"max_tokens": 9, **TURNS}],
+    "/v1/messages": [
+        {"max_tokens": 9, **TURNS},
+        {
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": "a"}],
+            **WISH,
+        },
+    ],
     "/v1/messages/count_tokens": [TURNS],
-    "/api/chat": [{"messages": OLLAMA, "tools": CHAT["tools"], "options": {}, "stream": False}],
-    "/api/generate": [{"prompt": "a", "options": {}, "stream": False}],
+    "/api/chat": [{"messages": OLLAMA, "tools": CHAT["tools"], "options": {}, "stream": False, **WISH}],
+    "/api/generate": [{"prompt": "a", "options": {}, "stream": False, **WISH}],
     "/apply-template": [CHAT],
 }
 """Bodies that have every object in which fields within others are."""
