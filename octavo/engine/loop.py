@@ -48,7 +48,7 @@ class EngineLoop:
             executor.submit(planned.plan)
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
-        depth = 1 if executor.overlap and not observers.needs_drain() else 0
+        depth = 1 if executor.overlap and not observers.needs_drain() and not planned.wants_drain else 0
         if depth:
             observers.submitted()
         deltas: list[TokenDelta] = []

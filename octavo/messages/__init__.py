@@ -15,6 +15,7 @@ from octavo.messages.plans import (
     Allocate,
     Candidates,
     DeviceMemory,
+    Draft,
     Entering,
     ForcedToken,
     LoadReport,
@@ -25,6 +26,7 @@ from octavo.messages.plans import (
     RankStart,
     StepPlan,
     StepResult,
+    most_samples,
 )
 from octavo.messages.requests import (
     Abort,
@@ -70,6 +72,7 @@ __all__ = [
     "Candidates",
     "Control",
     "DeviceMemory",
+    "Draft",
     "Dying",
     "EngineGone",
     "EngineLost",
@@ -117,5 +120,6 @@ __all__ = [
     "ToEngine",
     "TokenDelta",
     "Travelled",
+    "most_samples",
     "numbers_of",
 ]

@@ -1,6 +1,6 @@
 """A step's result, seen from the requests that were in it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from octavo.messages import Candidates, Finish, FinishReason, StepPlan, StepResult
@@ -13,15 +13,26 @@ class Arrivals(NamedTuple):
     tokens: Iterator[int]
     vectors: Iterator[bytes]
     candidates: Iterator[Candidates]
+    runs: Iterator[int]  # numbers of tokens
 
     @classmethod
     def of(cls, result: StepResult) -> "Arrivals":
-        return cls(iter(result.tokens), iter(result.vectors), iter(result.candidates))
+        return cls(iter(result.tokens), iter(result.vectors), iter(result.candidates), iter(result.runs))
 
 
-def sampling_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
-    """The requests whose tokens a step's result holds, in that order."""
-    return [r for r, samples in zip(requests, plan.samples, strict=True) if samples and r.pooling is None]
+def runs_of(plan: StepPlan, result: StepResult) -> dict[int, int]:
+    """How many tokens each row with a draft got, by its index in the plan."""
+    return {draft.at: run for draft, run in zip(plan.drafts, result.runs, strict=True)}
+
+
+def sampling_of(plan: StepPlan, requests: Sequence[Request], result: StepResult) -> list[Request]:
+    """The request of each of a result's tokens, in that order."""
+    runs = runs_of(plan, result)
+    sampling: list[Request] = []
+    for at, (request, samples) in enumerate(zip(requests, plan.samples, strict=True)):
+        if samples and request.pooling is None:
+            sampling += [request] * runs.get(at, 1)
+    return sampling
 
 
 def finish_after(request: Request, token: int, is_loop: bool = False) -> Finish | None:

@@ -66,6 +66,7 @@ class Planned(msgspec.Struct):
     # within `limit_seconds`; 0: it is not known yet what steps cost.
     capped: Request | None = None
     limit_seconds: float = 0.0
+    wants_drain: bool = False  # commit it before the next plan is made, so that the next can have drafts
     pages: PageChanges = (
         NO_CHANGES  # of the prefix cache since the last result; empty if nothing listens (KVCache.watch_pages)
     )
@@ -81,4 +82,7 @@ class Committed(msgspec.Struct):
     ended: list[Request]
     let_in: list[Request]
     jobs: list[GrammarJob]
+    # For each of the plan's drafts: how many of its run's tokens were taken in. Fewer than came where one of them ended the request; none
+    # where the request had ended before, or its mask was late.
+    taken: list[int] = []
     pages: PageChanges = NO_CHANGES  # as in Planned

@@ -11,17 +11,21 @@ Its other sequences are younger than all primaries, and give way: a primary is a
 A request whose grammar is not ready stays out of the queue, and enters it at its own place once the grammar is.
 A request for a vector ends when its prompt is computed; some must be computed whole, in one step.
 A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step.
+A row may compute drafted tokens behind its last one, and gets as many tokens as the draft was right, and one (decision 048). While
+they are on their way its length is not known, and it sits out.
 A row whose mask was late has sampled nothing: it computes its last token again, in a later step, and samples after that."""
 
 import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import msgspec
 
 from octavo.cache import Growth, KVCache
 from octavo.messages import (
+    Draft,
     Entering,
     Finish,
     GenerateRequest,
@@ -31,12 +35,15 @@ from octavo.messages import (
     StepPlan,
     StepResult,
     TokenDelta,
+    most_samples,
 )
 from octavo.schedule.beams.group import BeamGroup
+from octavo.schedule.drafts.base import Speculation
 from octavo.schedule.extras import prefill_progress, prompt_scores, scored, take_scores
 from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
 from octavo.schedule.outcome import Arrivals, finish_after, sampling_of
 from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
+from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
 from octavo.schedule.rows import Rows, order_of
@@ -57,9 +64,10 @@ class Scheduler:
         swap_min_tokens: int = 0,
         policy: Policy = arrival,
         stall_limit: StallLimit | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped. `stall_limit`: None:
-        a step may take any time."""
+        a step may take any time. `speculation`: None: no request drafts."""
         assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
         self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
         self.swap_min_tokens = swap_min_tokens
@@ -77,6 +85,7 @@ class Scheduler:
         self._next_sequence = 0
         self.num_steps = 0  # plans that are to be carried out, so far
         self.stall_limit = stall_limit
+        self.speculation = speculation
         self.costs: StepCosts | None = None  # None: not known yet
         self._allowance: PromptAllowance | None = None  # of the plan that is being made; None: it has no prompts yet
 
@@ -97,6 +106,8 @@ class Scheduler:
         rank = self._policy(source)
         for choice in choices:
             choice.rank = rank
+            if self.speculation is not None:
+                self.speculation.attach(choice)
             if not params.use_beam_search:
                 self.siblings.join(choice)
         self._open[source.id] = choices[:]
@@ -161,6 +172,8 @@ class Scheduler:
         if (allowance := self._allowance) is not None and allowance.capped is not None:
             planned.capped = allowance.capped
             planned.limit_seconds = 0.0 if math.isinf(allowance.limit) else allowance.limit
+        if self.speculation is not None and draft.rows:
+            self._speculate(self.speculation, draft, planned)
         if planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork_all(draft, planned)
         planned.num_tokens = sum(draft.counts)
@@ -190,7 +203,7 @@ class Scheduler:
             self._limit(requests, committed)
         late: set[int] = set()
         if result.late:
-            sampling = sampling_of(plan, requests)
+            sampling = sampling_of(plan, requests, result)
             late = {sampling[at].sequence for at in result.late}
         if self._watched:
             deltas += prefill_progress(plan, requests, epochs, self._watched)
@@ -201,6 +214,9 @@ class Scheduler:
         for request, epoch, start, count, samples in zip(
             requests, epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
+            if request.drafted:
+                deltas += self._commit_run(request, epoch, arrived, scores, late, committed)
+                continue
             if request.special is not None:
                 deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores, late, committed)
                 continue
@@ -324,8 +340,8 @@ class Scheduler:
             length = len(request.tokens) + request.pending
             count = length - request.computed
             # row < 0: preempted a moment ago, for an older one. length ≥ max_len: its last token is on its way.
-            # count 0: a beam whose scores are on their way.
-            if request.row < 0 or length >= request.max_len or count == 0:
+            # count ≤ 0: a beam whose scores are on their way, or a request with a draft in flight.
+            if request.row < 0 or length >= request.max_len or count <= 0:
                 continue
             cost = count
             if count > 1:
@@ -533,6 +549,11 @@ class Scheduler:
         growths = self._extend(request, count, draft, planned)
         if growths is None:
             return False
+        self._note_growths(request, growths, draft)
+        return True
+
+    def _note_growths(self, request: Request, growths: list[Growth], draft: StepPlan) -> None:
+        """The request has got pages: the plan names them."""
         for growth in growths:
             if growth.copied is not None:
                 draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
@@ -543,7 +564,94 @@ class Scheduler:
         if len(growths) > 1:
             draft.page_groups.extend(group for group, growth in enumerate(growths) for _ in growth.entries)
         request.capacity = self.cache.capacity(request.sequence)
-        return True
+
+    # ── drafts ──
+
+    def _speculate(self, speculation: Speculation, draft: StepPlan, planned: Planned) -> None:
+        """Add drafts to a plan that is otherwise complete, from what is left of the step's tokens and of free pages. They continue the
+        last token, so all tokens must be known: nothing may be in flight. Plans with prompts have none: they have a limit of their
+        own."""
+        num_rows = len(draft.rows)
+        if sum(draft.counts) > num_rows or planned.forking:
+            return
+        shape = StepShape(num_rows, 0, sum(draft.starts), 0)
+        if not self._in_flight:
+            room = min(self.max_step_tokens, most_samples(self.max_rows)) - num_rows
+            rows = [
+                (at, request)
+                for at, (request, samples) in enumerate(zip(planned.requests, draft.samples, strict=True))
+                if request.drafter is not None and samples and request.late_at != len(request.tokens) - 1
+            ]
+            if rows and room > 0:
+                for each in speculation.choose(rows, shape, self.costs, room):
+                    self._add_draft(each, draft, planned.requests[each.at])
+        planned.wants_drain = bool(draft.drafts) or speculation.wants_drain(self.num_steps, shape, self.costs)
+
+    def _add_draft(self, wanted: Draft, draft: StepPlan, request: Request) -> None:
+        """Let a row verify a draft behind the token that it computes, as far as there are pages. None is preempted for it."""
+        start, tokens = request.computed, wanted.tokens
+        assert request.pending == 1 and start + len(tokens) < request.max_len
+        if start + len(tokens) > request.capacity:
+            # From the row's own token on: a window keeps what that token sees.
+            growths = self.cache.extend(request.sequence, start - 1, start + len(tokens))
+            if growths is None:
+                tokens = tokens[: request.capacity - start]
+            else:
+                self._note_growths(request, growths, draft)
+        if tokens:
+            draft.drafts.append(Draft(wanted.at, tokens))
+            draft.counts[wanted.at] += len(tokens)
+            request.drafted = len(tokens)
+            request.computed += len(tokens)
+
+    def _commit_run(
+        self,
+        request: Request,
+        epoch: int,
+        arrived: Arrivals,
+        scores: dict[int, tuple[Logprobs, ...]] | None,
+        late: set[int],
+        committed: Committed,
+    ) -> list[TokenDelta]:
+        """Commit a row with a draft: the tokens that count, up to one that ends the request. What was computed behind them is forgotten,
+        and its pages are given back."""
+        num_drafted, request.drafted = request.drafted, 0
+        run = list(islice(arrived.tokens, next(arrived.runs)))
+        assert 1 <= len(run) <= 1 + num_drafted
+        taken: list[int] = []
+        if request.is_finished:
+            committed.taken.append(0)
+            return []
+        is_current = epoch == request.epoch
+        if request.sequence in late:
+            self._commit_late(request, epoch)
+            if is_current:
+                self.cache.shrink(request.sequence, len(request.tokens))
+            committed.taken.append(0)
+            return []
+        request.pending -= 1
+        loops = request.special if isinstance(request.special, Loops) else None
+        finish: Finish | None = None
+        for token in run:
+            request.tokens.append(token)
+            taken.append(token)
+            finish = finish_after(request, token, loops is not None and loops.add(token))
+            if finish is not None:
+                break
+        if is_current:
+            request.computed = len(request.tokens) - 1  # the last one was sampled, not computed
+            if request.computed - request.num_published >= self.cache.page_size:
+                self._publish(request, request.computed)
+            if finish is None and len(run) <= num_drafted:
+                self.cache.shrink(request.sequence, len(request.tokens))
+                request.capacity = self.cache.capacity(request.sequence)
+        if finish is not None:
+            self._finish(request, committed)
+        committed.taken.append(len(taken))
+        delta = TokenDelta(request.id, request.index, taken, finish)
+        return [delta if scores is None else scored(delta, request, scores)]
+
+    # ── beams and choices ──
 
     def _plan_beams(
         self, group: BeamGroup, budget: int, draft: StepPlan, planned: Planned, is_new: bool = False
@@ -628,7 +736,7 @@ class Scheduler:
         end: int,
         samples: bool,
         arrived: Arrivals,
-        scores: dict[int, Logprobs] | None,
+        scores: dict[int, tuple[Logprobs, ...]] | None,
         late: set[int],
         committed: Committed,
     ) -> list[TokenDelta]:
@@ -694,7 +802,7 @@ class Scheduler:
 
     def _fail(self, requests: list[Request], committed: Committed) -> None:
         """End the requests whose token of this step does not count: they alone cannot go on."""
-        sampling = sampling_of(committed.plan, requests)
+        sampling = sampling_of(committed.plan, requests, committed.result)
         for at, message in committed.result.failures.items():
             if not (request := sampling[at]).is_finished:
                 self._finish(request, committed)
@@ -704,7 +812,7 @@ class Scheduler:
     def _limit(self, requests: list[Request], committed: Committed) -> None:
         """Requests that their grammar ended because of max_tokens. They finish with "length", as if max_tokens were what they have
         now."""
-        result, sampling = committed.result, sampling_of(committed.plan, requests)
+        result, sampling = committed.result, sampling_of(committed.plan, requests, committed.result)
         for at in result.last:
             if (request := sampling[at]).is_finished:
                 continue
@@ -733,6 +841,7 @@ class Scheduler:
             self._preempt_beams(request.special, planned)
             return
         request.num_preemptions += 1
+        request.computed -= request.drafted  # which of a draft in flight counts is not known
         num_computed, transfer = request.computed, None
         self.rows.requeue(request)
         is_worth_it = num_computed >= max(1, self.swap_min_tokens)

@@ -6,9 +6,10 @@ from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
-from octavo.messages import StepPlan
+from octavo.messages import StepPlan, most_samples
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
+from octavo.worker.drafts import Drafted
 from octavo.worker.graphs import Graphs, is_only_greedy
 from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
@@ -40,11 +41,12 @@ class Runner:
         self.graphs = graphs
         self.steps: CpuSteps | None = None
         self._native = native
-        self._host_tokens = [device.pinned((max_rows,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
+        self._host_tokens = [device.pinned((most_samples(max_rows),), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step. Sampled tokens stay in the token table, where the next step reads its inputs."""
         step = self._launch(plan)
+        step.drafted = Drafted.of(plan, self.rows.pooling)
         self.rows.sampling.grammars.started(step)
         return step
 
@@ -60,6 +62,7 @@ class Runner:
                 if self.graphs.can_run(len(columns.rows), changes):
                     return self._repeat(plan.step, self.graphs, columns, changes)
             self.rows.update(plan)
+            self.rows.write_drafts(plan)
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
             return self._send_home(plan.step, *self.compute(columns))
@@ -77,7 +80,7 @@ class Runner:
         else:
             hidden = self.model.forward(assembled.batch)
             prompt_scores = score_prompts(self.model, hidden, self.rows, columns, assembled.last)
-            counts = columns.counts[columns.samples]
+            counts = columns.per_sample(columns.counts)
             vectors, assembled = take_pooled(self.model, hidden, assembled, counts, self.rows.pooling)
             extras = Extras(vectors, None, prompt_scores)
             at = assembled.batch.sample_at
