@@ -190,6 +190,8 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     cause: Literal["fault", "overload", "deadline", "grammar"] = "fault"  # with reason "error": the kind of error
     retry_after: int = 0  # seconds, with cause "overload"
     cumulative_logprob: float | None = None  # sum over all tokens of a beam
+    num_drafted_tokens: int = 0  # tokens that were drafted for it (decision 048) …
+    num_accepted_tokens: int = 0  # … and those of them that are in its output
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -12,6 +12,7 @@ Method = Literal["ngram", "suffix"]
 FLAG = "--speculative-config"
 MAX_DRAFT = MIN_SAMPLES - 1
 MAX_NGRAM = 16
+MAX_PREDICTION = 16384  # tokens
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive")
 
 

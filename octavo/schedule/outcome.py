@@ -47,4 +47,11 @@ def finish_after(request: Request, token: int, is_loop: bool = False) -> Finish 
         reason = "repetition"
     else:
         return None
-    return Finish(reason, stop_token, request.num_cached, request.num_preemptions)
+    return Finish(
+        reason,
+        stop_token,
+        request.num_cached,
+        request.num_preemptions,
+        num_drafted_tokens=request.num_drafted,
+        num_accepted_tokens=request.num_accepted,
+    )

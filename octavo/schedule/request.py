@@ -35,7 +35,9 @@ class Request:
         "max_len",
         "min_len",
         "needs_one_step",
+        "num_accepted",
         "num_cached",
+        "num_drafted",
         "num_preemptions",
         "num_published",
         "num_scored",
@@ -77,6 +79,7 @@ class Request:
         self.pending = 0  # tokens sampled by a plan in flight: they exist on the device, not here
         self.drafted = 0  # of `computed`: the last so many are a draft in flight, of which some may count
         self.drafter: Drafter | None = None  # None: it does not speculate
+        self.num_drafted = self.num_accepted = 0  # tokens so far; no plan depends on them
         self.epoch = 0  # times it left its row; results of an older epoch own no pages
         self.row = -1  # −1: waiting
         self.capacity = 0  # positions below this can be written without asking the cache

@@ -630,9 +630,11 @@ class Scheduler:
             committed.taken.append(0)
             return []
         request.pending -= 1
+        request.num_drafted += num_drafted
         loops = request.special if isinstance(request.special, Loops) else None
         finish: Finish | None = None
         for token in run:
+            request.num_accepted += len(taken) < len(run) - 1
             request.tokens.append(token)
             taken.append(token)
             finish = finish_after(request, token, loops is not None and loops.add(token))
