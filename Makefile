@@ -23,8 +23,9 @@ serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS=
 
 # All tests of a file run in one process, because they share a server or a model. Files run in the order of the folders, whose last
 # files are short, so that both processes end at about the same time.
+# Compiled files are kept: some hundred processes are started, and each would compile octavo anew.
 test: $(TEST_READY)  ## set up and run the tests (PYTEST_ARGS="tests/schedule -x")
-	@exec $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= exec $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The server runs in its own environment; the conftest.py of the other tests is not loaded, because it imports torch.
 test-clients: $(READY) $(CLIENTS_READY)  ## install third-party API clients and run them against a real server

@@ -23,6 +23,8 @@ OBSERVING = (  # folders and files whose only purpose is to measure, record or s
 )  # fmt: skip
 BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "ignore_eos": True, "stream": True}
 
+MAX_TRIES = 20  # on a busy machine several tokens may come in one event, which is another way
+
 
 class Trace:
     def __init__(self) -> None:
@@ -41,10 +43,15 @@ async def traced() -> Trace:
     sys.setprofile(trace)
     served = running.Served(running.engine(seconds=0.05))
     try:
-        for trace.is_on in (False, True):
+        for trace.is_on in (False, *[True] * MAX_TRIES):
+            trace.calls.clear()
             response = await served.http.post("/v1/chat/completions", json=BODY)
-            assert response.status_code == 200 and response.text.count('"content":"a') == 4, response.text
+            assert response.status_code == 200, response.text
             await asyncio.sleep(0.1)  # what follows the last byte: journeys, counters
+            if trace.is_on and response.text.count('"content":"a"') == 4:
+                break
+        else:
+            raise SystemExit(f"tokens came together in all {MAX_TRIES} tries: the machine is too busy")
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]

@@ -95,8 +95,9 @@ def campaign(name: str, num_cases: int, seed: int, folder: Path) -> Report:
 
 
 def _watch(child: "subprocess.Popen[bytes]", slot: Path) -> bool:
-    """Wait for the child to end. True: it was at one case for too long, and was killed."""
-    at, since = -1, time.monotonic()
+    """Wait for the child to end. True: it was at one case for too long, by its own CPU time, and was killed. A child that sleeps, or that
+    a busy machine does not run, gets ten times as long."""
+    at, since, cpu_since = -1, time.monotonic(), 0.0
     while True:
         try:
             child.wait(1.0)
@@ -104,12 +105,20 @@ def _watch(child: "subprocess.Popen[bytes]", slot: Path) -> bool:
         except subprocess.TimeoutExpired:
             pass
         done, _ = _slot(slot)
+        limit = HANG_SECONDS + (60 if done == 0 else 0)
+        cpu = _cpu_seconds(child.pid)
         if done != at:
-            at, since = done, time.monotonic()
-        elif time.monotonic() - since > HANG_SECONDS + (60 if done == 0 else 0):
+            at, since, cpu_since = done, time.monotonic(), cpu
+        elif cpu - cpu_since > limit or time.monotonic() - since > 10 * limit:
             child.kill()
             child.wait()
             return True
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process that has not been waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _slot(slot: Path) -> tuple[int, bytes]:

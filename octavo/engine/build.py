@@ -115,7 +115,6 @@ def build_engine(
     observers: list[StepObserver] = [
         queue_limit,
         StepHeartbeat(heartbeat, scheduler, queue_limit),
-        metrics.pace,
         metrics,
         journal,
         live_view,

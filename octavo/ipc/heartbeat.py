@@ -7,9 +7,10 @@ changes."""
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterable
+
+from octavo.ipc.anonymous_memory import anonymous_memory
 
 _WORDS = 64
 _PID, _BEAT, _IS_STEPPING, _LAST_STEP, _NUM_STEPS, _NUM_RUNNING, _NUM_WAITING, _STALLED, _NUM_TOKENS, _SEEN = range(10)
@@ -50,15 +51,7 @@ _SIZE = _REFUSED + 8 * _MAX_SERVERS * len(REFUSALS)
 
 def shared_memory() -> int:
     """Return a descriptor of fresh memory that processes can inherit. The caller closes it."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("octavo-heartbeat")
-        os.truncate(fd, _SIZE)
-    else:
-        with tempfile.TemporaryFile(prefix="octavo-") as file:
-            file.write(bytes(_SIZE))  # allocates the blocks now, in case the disk is full later
-            file.flush()
-            fd = os.dup(file.fileno())
-    return fd
+    return anonymous_memory("octavo-heartbeat", _SIZE)
 
 
 class Heartbeat:

@@ -5,12 +5,11 @@ maxima (pages, queue) of its interval, never totals since a start: a new engine 
 interval in which nothing happened has no slot. A step that is not the first of a second costs one store and one comparison."""
 
 import mmap
-import os
-import tempfile
 from typing import NamedTuple
 
 import msgspec
 
+from octavo.ipc.anonymous_memory import anonymous_memory
 from octavo.observe.live_state import LiveHistory, LivePast, LiveTotals
 
 
@@ -38,14 +37,7 @@ _NOTHING = (0.0,) * _SUMS
 
 def history_memory() -> int:
     """Return a descriptor of fresh memory that engines can inherit. The caller closes it."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("octavo-history")
-        os.truncate(fd, _SIZE)
-        return fd
-    with tempfile.TemporaryFile(prefix="octavo-") as file:
-        file.write(bytes(_SIZE))
-        file.flush()
-        return os.dup(file.fileno())
+    return anonymous_memory("octavo-history", _SIZE)
 
 
 class History:

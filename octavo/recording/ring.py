@@ -5,8 +5,8 @@ The memory has no name in a file system. The engine's stepping thread writes at 
 it has written the bytes to a file. Positions count all bytes since the engine started."""
 
 import mmap
-import os
-import tempfile
+
+from octavo.ipc.anonymous_memory import anonymous_memory
 
 _WORDS = 2
 _HEAD, _TAIL = range(_WORDS)
@@ -18,14 +18,7 @@ _FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 def shared_ring() -> int:
     """Return a descriptor of fresh memory that processes can inherit. The caller closes it."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("octavo-recorder")
-        os.truncate(fd, _WHOLE)
-        return fd
-    with tempfile.TemporaryFile(prefix="octavo-") as file:
-        file.write(bytes(_WHOLE))
-        file.flush()
-        return os.dup(file.fileno())
+    return anonymous_memory("octavo-recorder", _WHOLE)
 
 
 class RecordingRing:

@@ -19,8 +19,8 @@ from octavo.messages import EngineReport, Entering, StepPlan, StepResult
 from octavo.recording.format import Header, Recording
 from octavo.replay.replay import Replay, ReplayedCommit, ReplayedPlan
 from octavo.schedule.grammar_cache import GrammarJob
-from octavo.schedule.outcome import runs_of
 from octavo.schedule.request import Request
+from octavo.schedule.results import runs_of
 from octavo.weights.sources.source import ModelSource, resolve
 
 

@@ -7,8 +7,8 @@ from itertools import islice
 import msgspec
 
 from octavo.messages import Logprobs, PrefillProgress, StepPlan, StepResult, TokenDelta
-from octavo.schedule.outcome import runs_of
 from octavo.schedule.request import Request
+from octavo.schedule.results import runs_of
 
 
 def take_scores(plan: StepPlan, requests: Sequence[Request], result: StepResult) -> dict[int, tuple[Logprobs, ...]]:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from octavo.messages import GenerateRequest, Logprobs, PoolingParams, SamplingParams
+from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
 from octavo.schedule.drafts.base import Drafter
 from octavo.schedule.repetition import Loops, loops_of
@@ -145,6 +145,27 @@ class Request:
     def may_reuse(self) -> bool:
         """Whether prompt tokens that the prefix cache has need not be computed."""
         return not (self.needs_one_step or self.lacks_scores)
+
+    def finish_after(self, token: int, is_loop: bool = False) -> Finish | None:
+        """Why `token`, the last of its tokens, ends it, if it does. `is_loop`: it completes a repetition."""
+        reason: FinishReason
+        stop_token = None
+        if token in self.stop_ids and len(self.tokens) >= self.min_len:
+            reason, stop_token = "stop", token
+        elif len(self.tokens) >= self.max_len:
+            reason = "length"
+        elif is_loop and len(self.tokens) >= self.min_len:
+            reason = "repetition"
+        else:
+            return None
+        return Finish(
+            reason,
+            stop_token,
+            self.num_cached,
+            self.num_preemptions,
+            num_drafted_tokens=self.num_drafted,
+            num_accepted_tokens=self.num_accepted,
+        )
 
     def take_scores(self, start: int, scores: list[Logprobs]) -> None:
         """Logprobs of prompt tokens from a step that began at position `start`. After a preemption some are known already."""

@@ -47,6 +47,11 @@ class GrammarsReady(msgspec.Struct):
     jobs: list[GrammarJob]
 
 
+def runs_of(plan: StepPlan, result: StepResult) -> dict[int, int]:
+    """How many tokens each row with a draft got, by its index in the plan."""
+    return {draft.at: run for draft, run in zip(plan.drafts, result.runs, strict=True)}
+
+
 class Planned(msgspec.Struct):
     """plan(): a step was decided."""
 
@@ -70,6 +75,15 @@ class Planned(msgspec.Struct):
     pages: PageChanges = (
         NO_CHANGES  # of the prefix cache since the last result; empty if nothing listens (KVCache.watch_pages)
     )
+
+    def sampling(self, result: StepResult) -> list[Request]:
+        """The request of each of the result's tokens, in that order."""
+        runs = runs_of(self.plan, result)
+        sampling: list[Request] = []
+        for at, (request, samples) in enumerate(zip(self.requests, self.plan.samples, strict=True)):
+            if samples and request.pooling is None:
+                sampling += [request] * runs.get(at, 1)
+        return sampling
 
 
 class Committed(msgspec.Struct):

@@ -20,11 +20,13 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
 from octavo.cache import Growth, KVCache
 from octavo.messages import (
+    Candidates,
     Draft,
     Entering,
     Finish,
@@ -41,7 +43,6 @@ from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.drafts.base import Speculation
 from octavo.schedule.extras import prefill_progress, prompt_scores, scored, take_scores
 from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
-from octavo.schedule.outcome import Arrivals, finish_after, sampling_of
 from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
@@ -53,6 +54,15 @@ from octavo.schedule.step_costs import NO_COSTS, UNBOUNDED, StepCosts, StepShape
 # Plans that a row with a late mask sits out: none after the first late step, then one, then twice as many each time, up to this. It
 # sits out none if there is nothing else to compute.
 MAX_SIT_OUT = 8
+
+
+class _Columns(NamedTuple):
+    """A result's columns. Each holds the values of those sampling rows that have one, in the plan's order."""
+
+    tokens: Iterator[int]
+    vectors: Iterator[bytes]
+    candidates: Iterator[Candidates]
+    runs: Iterator[int]  # numbers of tokens
 
 
 class Scheduler:
@@ -195,15 +205,15 @@ class Scheduler:
         requests, epochs = planned.requests, planned.epochs
         deltas: list[TokenDelta] = []
         committed = Committed(plan, result, planned.num_tokens, deltas, [], [], [])
-        arrived = Arrivals.of(result)
+        arrived = _Columns(iter(result.tokens), iter(result.vectors), iter(result.candidates), iter(result.runs))
         tokens = arrived.tokens
         if result.failures:
-            self._fail(requests, committed)
+            self._fail(planned.sampling(result), committed)
         if result.last:
-            self._limit(requests, committed)
+            self._limit(planned.sampling(result), committed)
         late: set[int] = set()
         if result.late:
-            sampling = sampling_of(plan, requests, result)
+            sampling = planned.sampling(result)
             late = {sampling[at].sequence for at in result.late}
         if self._watched:
             deltas += prefill_progress(plan, requests, epochs, self._watched)
@@ -233,7 +243,7 @@ class Scheduler:
                 self._publish(request, start + count)
             if samples:
                 if len(request.tokens) >= request.max_len or token in request.stop_ids:
-                    deltas.append(self._last(request, token, finish_after(request, token), committed))
+                    deltas.append(self._last(request, token, request.finish_after(token), committed))
                 else:
                     deltas.append(TokenDelta(request.id, request.index, [token]))
                 if scores is not None:
@@ -608,7 +618,7 @@ class Scheduler:
         self,
         request: Request,
         epoch: int,
-        arrived: Arrivals,
+        arrived: _Columns,
         scores: dict[int, tuple[Logprobs, ...]] | None,
         late: set[int],
         committed: Committed,
@@ -637,7 +647,7 @@ class Scheduler:
             request.num_accepted += len(taken) < len(run) - 1
             request.tokens.append(token)
             taken.append(token)
-            finish = finish_after(request, token, loops is not None and loops.add(token))
+            finish = request.finish_after(token, loops is not None and loops.add(token))
             if finish is not None:
                 break
         if is_current:
@@ -737,7 +747,7 @@ class Scheduler:
         epoch: int,
         end: int,
         samples: bool,
-        arrived: Arrivals,
+        arrived: _Columns,
         scores: dict[int, tuple[Logprobs, ...]] | None,
         late: set[int],
         committed: Committed,
@@ -769,7 +779,7 @@ class Scheduler:
             self._finish(request, committed)
             return [TokenDelta(request.id, request.index, [], finish, vector)]
         assert special is not None
-        delta = self._last(request, token, finish_after(request, token, special.add(token)), committed)
+        delta = self._last(request, token, request.finish_after(token, special.add(token)), committed)
         return [delta if scores is None else scored(delta, request, scores)]
 
     def _commit_late(self, request: Request, epoch: int) -> None:
@@ -802,19 +812,18 @@ class Scheduler:
             self._finish(request, committed)
         return group.deltas(group.leader.params.n)
 
-    def _fail(self, requests: list[Request], committed: Committed) -> None:
+    def _fail(self, sampling: list[Request], committed: Committed) -> None:
         """End the requests whose token of this step does not count: they alone cannot go on."""
-        sampling = sampling_of(committed.plan, requests, committed.result)
         for at, message in committed.result.failures.items():
             if not (request := sampling[at]).is_finished:
                 self._finish(request, committed)
                 finish = Finish("error", None, request.num_cached, request.num_preemptions, message, "grammar")
                 committed.deltas.append(TokenDelta(request.id, request.index, [], finish))
 
-    def _limit(self, requests: list[Request], committed: Committed) -> None:
+    def _limit(self, sampling: list[Request], committed: Committed) -> None:
         """Requests that their grammar ended because of max_tokens. They finish with "length", as if max_tokens were what they have
         now."""
-        result, sampling = committed.result, sampling_of(committed.plan, requests, committed.result)
+        result = committed.result
         for at in result.last:
             if (request := sampling[at]).is_finished:
                 continue

@@ -20,7 +20,7 @@ from tests.processes import is_alive
 
 pytestmark = pytest.mark.model
 
-NUM_STREAMS = 64
+NUM_STREAMS = 40  # eight of each kind of story
 
 
 @pytest.fixture(scope="module")

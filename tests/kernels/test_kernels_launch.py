@@ -364,6 +364,7 @@ def test_in_a_process_of_its_own():
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.skipif(IN_PROCESS, reason="is done in processes of its own")
 def test_can_be_turned_off():
     code = ["-c", "from octavo.kernels.triton.runtime import launch; print(launch.IS_DIRECT)"]
     assert run_apart(code, OCTAVO_PLAIN_LAUNCH="1").stdout.strip() == "False"

@@ -25,7 +25,6 @@ from octavo.messages import (
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.exposition import Histogram, Scrape
 from octavo.observe.metrics.gauges import EngineState
-from octavo.observe.metrics.pace import Pace
 from octavo.observe.step_observer import Observers, StepObserver, StepTimes
 from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Planned
@@ -256,7 +255,7 @@ def test_host_time_and_busy_time_of_overlapping_steps() -> None:
     """A step's stages by hand, each at its time; the executor computes beside the host."""
     metrics = EngineMetrics("m", REPORT)
     now = [0.0]
-    observers = Observers([metrics.pace], lambda: now[0])
+    observers = Observers([metrics], lambda: now[0])
     plan = StepPlan(0, [], [], [], [0], [0], [1], [True], [], [], [])
     planned, committed = (
         Planned(plan, [], [], [], [], [], []),
@@ -286,7 +285,6 @@ def test_host_time_and_busy_time_of_overlapping_steps() -> None:
     assert found["octavo:device_busy_seconds_total", ""] == 2.0
     assert found["octavo:host_step_seconds_sum", ""] == pytest.approx(0.0024)
     assert found["octavo:host_step_seconds_bucket", "0.0005"] == 1 and found["octavo:host_step_seconds_count", ""] == 2
-    assert Pace().host.count == 0
 
 
 def test_an_event_reaches_those_that_override_it_and_costs_the_others_nothing() -> None:

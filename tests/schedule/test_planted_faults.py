@@ -13,18 +13,18 @@ import octavo.cache.kv_cache
 import octavo.cache.pool
 import octavo.cache.span
 import octavo.schedule.beams.group
-import octavo.schedule.outcome
 import octavo.schedule.policy
+import octavo.schedule.request
 import octavo.schedule.rows
 import octavo.schedule.scheduler
 import octavo.schedule.stall_limit
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
-SPAN, OUTCOME, ROWS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
+SPAN, REQUEST, ROWS = octavo.cache.span, octavo.schedule.request, octavo.schedule.rows
 BEAMS, POLICY, STALLS = octavo.schedule.beams.group, octavo.schedule.policy, octavo.schedule.stall_limit
 # A module comes after those it imports.
-MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, POLICY, ROWS, STALLS, SCHEDULER)
+MODULES = (POOL, SPAN, CACHE, REQUEST, BEAMS, POLICY, ROWS, STALLS, SCHEDULER)
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -158,9 +158,9 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "+ sum(map(len, behind))",
     ),
     "min_tokens is ignored": (
-        OUTCOME,
-        "if token in request.stop_ids and len(request.tokens) >= request.min_len:",
-        "if token in request.stop_ids:",
+        REQUEST,
+        "if token in self.stop_ids and len(self.tokens) >= self.min_len:",
+        "if token in self.stop_ids:",
     ),
     "a beam goes on with the token before": (BEAMS, "request.tokens[-1]))", "request.tokens[-2]))"),
     "a beam without continuations keeps its pages": (BEAMS, "cache.release(request.sequence)", "pass"),

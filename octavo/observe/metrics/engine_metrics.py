@@ -11,8 +11,7 @@ from octavo.observe.live_state import LiveTotals
 from octavo.observe.metrics.exposition import Histogram, Scrape
 from octavo.observe.metrics.gauges import EngineState, rejections, write_gauges
 from octavo.observe.metrics.http_metrics import HttpMetrics
-from octavo.observe.metrics.pace import Pace
-from octavo.observe.step_observer import StepObserver, StepTimes
+from octavo.observe.step_observer import StepEnd, StepObserver, StepTimes
 from octavo.schedule.results import Committed, Planned, Removed
 from octavo.schedule.step_costs import StepCosts
 
@@ -26,6 +25,9 @@ TOKEN_BOUNDS = (
 REQUEST_BOUNDS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+HOST_BOUNDS = (
+    0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.5,
 )  # fmt: skip
 ITERATION_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES_BOUNDS = (1, 2, 5, 10, 20)
@@ -84,10 +86,10 @@ class EngineMetrics(StepObserver):
     def __init__(self, model_name: str, report: EngineReport) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self.report = report
-        self.pace = Pace()
         self._http = HttpMetrics()
         self._open: dict[str, _Open] = {}
         self._num_steps = 0
+        self._busy_seconds = 0.0  # of the device
         self._num_capped_steps = 0
         self.limit_seconds = 0.0  # of the last step whose prompts were limited
         self._costs: StepCosts | None = None
@@ -111,6 +113,7 @@ class EngineMetrics(StepObserver):
         self._prompt_lens = Histogram(lengths)
         self._generation_lens = Histogram(lengths)
         self._iteration = Histogram(ITERATION_BOUNDS)
+        self._host = Histogram(HOST_BOUNDS)
         self._params_n = Histogram(CHOICES_BOUNDS)
         self._params_max_tokens = Histogram(lengths)
         self._most_generated = Histogram(lengths)
@@ -134,6 +137,7 @@ class EngineMetrics(StepObserver):
         self._costs = costs
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
+        self._busy_seconds += times.compute_seconds
         self.step(times.now, committed.num_tokens, committed.deltas)
         if committed.plan.drafts:
             self._count_drafts(committed)
@@ -150,6 +154,9 @@ class EngineMetrics(StepObserver):
             accepted += [0] * (len(draft.tokens) - len(accepted))
             for position in range(run - 1):
                 accepted[position] += 1
+
+    def stepped(self, end: StepEnd) -> None:
+        self._host.observe(end.host_seconds)
 
     def removed(self, abort: Abort, removed: Removed, now: float) -> None:
         self.aborted(abort.request_id, abort.index, abort.reason, now)
@@ -246,7 +253,7 @@ class EngineMetrics(StepObserver):
             generation_tokens=self._generation_tokens,
             finished=sum(self._finished.values()),
             preemptions=self._num_preemptions,
-            busy_seconds=self.pace.busy_seconds,
+            busy_seconds=self._busy_seconds,
             first_tokens=self._first_token.count,
             first_token_seconds=self._first_token.total,
             token_gaps=self._inter_token.count,
@@ -318,7 +325,7 @@ class EngineMetrics(StepObserver):
                 "Steps that computed less of prompts than they have room for, because of --max-inter-token-ms.",
                 self._num_capped_steps,
             ),
-            ("octavo:device_busy_seconds", "Time in which a step was being computed.", self.pace.busy_seconds),
+            ("octavo:device_busy_seconds", "Time in which a step was being computed.", self._busy_seconds),
         ):
             scrape.counter(name, help, [({}, value)])
         scrape.gauge(
@@ -396,7 +403,7 @@ class EngineMetrics(StepObserver):
             ),
         ):
             scrape.histogram(f"vllm:{name}", help, histogram)
-        scrape.histogram("octavo:host_step_seconds", "Host time of a step.", self.pace.host)
+        scrape.histogram("octavo:host_step_seconds", "Host time of a step.", self._host)
 
 
 _FINISHED = _Choice()

@@ -2,10 +2,10 @@
 
 import mmap
 import os
-import tempfile
 
 import numpy as np
 
+from octavo.ipc.anonymous_memory import anonymous_memory
 from octavo.sampling.grammar.bitmask import WORD, Words
 
 
@@ -16,7 +16,7 @@ class MaskSlots:
         """`fd`: of the memory of another MaskSlots; −1: new memory."""
         self._width = -(-vocab_size // WORD) + 1  # words: one that says that a process is at work, then the mask
         size = 4 * self._width * num_slots
-        self.fd = _memory(size) if fd < 0 else fd
+        self.fd = anonymous_memory("octavo-masks", size) if fd < 0 else fd
         self._memory = mmap.mmap(self.fd, size)
         self._words: Words = np.frombuffer(self._memory, dtype=np.int32).reshape(num_slots, self._width)
         self._at = self._words.ctypes.data
@@ -41,13 +41,3 @@ class MaskSlots:
     def close(self) -> None:
         del self._words
         os.close(self.fd)
-
-
-def _memory(size: int) -> int:
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("octavo-masks")
-        os.truncate(fd, size)
-        return fd
-    with tempfile.TemporaryFile(prefix="octavo-") as file:
-        file.truncate(size)
-        return os.dup(file.fileno())

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request, Response
 from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.generate.embeddings import EmbeddingRequest, parse, vectors
 from octavo.server.generate.offload import offload, one_of
-from octavo.server.http.sse import until_gone
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape
+from octavo.server.state.disconnect import while_connected
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
@@ -59,7 +59,7 @@ def router(service: Service) -> APIRouter:
         service.check_model(fields.model)
         requests = await parse(service, fields, arrived)
         service.submit(requests)
-        body = await until_gone(service, request.receive, collect(service, requests, fields))
+        body = await while_connected(collect(service, requests, fields), service.track)
         return json_response(body, fields.ignored)
 
     return router

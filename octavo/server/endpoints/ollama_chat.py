@@ -19,7 +19,7 @@ from octavo.server.dialects.ollama.request import (
     parse_generate,
     parse_raw,
 )
-from octavo.server.dialects.ollama.writer import OllamaWriter, chat_chunk, generate_chunk
+from octavo.server.dialects.ollama.writer import Make, OllamaWriter, chat_chunk, generate_chunk
 from octavo.server.generate.chat_task import ChatTask
 from octavo.server.generate.requests import new_id
 from octavo.server.generate.text_task import TextTask
@@ -45,6 +45,28 @@ ERROR_SHAPES["/api"] = error_body  # of all of Ollama's routes
 def router(service: Service) -> APIRouter:
     router = APIRouter()
 
+    async def respond(
+        request: Request,
+        fields: OllamaChatRequest | OllamaGenerateRequest,
+        task: ChatTask | TextTask,
+        ignored: list[str],
+        model: str,
+        make: Make,
+        arrived: float,
+    ) -> Response:
+        return await submit_and_respond(
+            service,
+            request,
+            fields,
+            task.response_id,
+            task,
+            OllamaWriter(task, model, make, arrived),
+            ignored=ignored,
+            error_event=error_line,
+            keep_alive=line(make(model)),
+            stream_class=LineStream,
+        )
+
     @router.post("/api/chat")
     async def chat(request: Request) -> Response:
         arrived = time.monotonic()
@@ -64,18 +86,7 @@ def router(service: Service) -> APIRouter:
                 max_tokens=fields.chosen.max_tokens,
                 arrived=arrived,
             )
-        return await submit_and_respond(
-            service,
-            request,
-            fields,
-            task.response_id,
-            task,
-            OllamaWriter(task, model, chat_chunk, arrived),
-            ignored=CHAT_NAMES.ignored(fields, asked),
-            error_event=error_line,
-            keep_alive=line(chat_chunk(model)),
-            stream_class=LineStream,
-        )
+        return await respond(request, fields, task, CHAT_NAMES.ignored(fields, asked), model, chat_chunk, arrived)
 
     @router.post("/api/generate")
     async def generate(request: Request) -> Response:
@@ -87,18 +98,7 @@ def router(service: Service) -> APIRouter:
             fields.check_load(service)
             return json_response(generate_chunk(model, done=True, done_reason="load"), fields.ignored)
         task, ignored = await _generate_task(service, fields, arrived)
-        return await submit_and_respond(
-            service,
-            request,
-            fields,
-            task.response_id,
-            task,
-            OllamaWriter(task, model, generate_chunk, arrived),
-            ignored=ignored,
-            error_event=error_line,
-            keep_alive=line(generate_chunk(model)),
-            stream_class=LineStream,
-        )
+        return await respond(request, fields, task, ignored, model, generate_chunk, arrived)
 
     return router
 

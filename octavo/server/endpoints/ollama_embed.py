@@ -20,9 +20,9 @@ from octavo.server.dialects.ollama.request import (
 )
 from octavo.server.generate.embeddings import parse, vectors
 from octavo.server.generate.offload import offload, one_of
-from octavo.server.http.sse import until_gone
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape
+from octavo.server.state.disconnect import while_connected
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
@@ -39,9 +39,9 @@ SHAPES = {
 def router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    async def answer(request: Request, requests: list[GenerateRequest]) -> list[list[float]]:
+    async def answer(requests: list[GenerateRequest]) -> list[list[float]]:
         service.submit(requests)
-        found = await until_gone(service, request.receive, vectors(service, requests))
+        found = await while_connected(vectors(service, requests), service.track)
         size = sum(map(len, found)) // 4
         return await offload(size, lambda: [one_of(size, numbers_of(vector)) for vector in found])
 
@@ -53,7 +53,7 @@ def router(service: Service) -> APIRouter:
         model = check_model(service, fields.model)
         with EMBED_NAMES.in_errors():
             requests = await parse(service, embedding_fields(service, fields), arrived)
-        numbers = await answer(request, requests)
+        numbers = await answer(requests)
         num_tokens = sum(len(one.prompt_ids) for one in requests)
         took = round((time.monotonic() - arrived) * 1e9)
         return json_response(Embeddings(model, numbers, took, 0, num_tokens), fields.ignored)
@@ -66,7 +66,7 @@ def router(service: Service) -> APIRouter:
         check_model(service, fields.model)
         with PROMPT_NAMES.in_errors():
             requests = await parse(service, old_embedding_fields(service, fields), arrived)
-        (numbers,) = await answer(request, requests)
+        (numbers,) = await answer(requests)
         return json_response(OneEmbedding(numbers), fields.ignored)
 
     return router

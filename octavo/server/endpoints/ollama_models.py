@@ -11,9 +11,10 @@ from octavo.server.dialects.ollama.names import is_served
 from octavo.server.dialects.ollama.pull import Done, PullStatus, PullWriter, parse_name
 from octavo.server.dialects.ollama.request import PullRequest, ShowRequest
 from octavo.server.http.ndjson import LineStream
-from octavo.server.http.sse import until_gone, viewer_of
+from octavo.server.http.sse import viewer_of
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import LINES, Shape
+from octavo.server.state.disconnect import while_connected
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.pools import FILES
 from octavo.server.state.service import Service, version
@@ -67,7 +68,7 @@ def router(service: Service) -> APIRouter:
             raise Unsupported("models cannot be pulled over HTTP (--max-model-store-bytes 0)")
         writer = PullWriter(parse_name(fields.wanted), most)
         if not fields.stream:
-            return json_response(await until_gone(service, request.receive, writer.collect()), fields.ignored)
+            return json_response(await while_connected(writer.collect(), service.track), fields.ignored)
         return LineStream(service, writer.stream(), fields.ignored, error_event=error_line, keep_alive=b"")
 
     @router.delete("/api/delete")

@@ -75,6 +75,17 @@ def router(service: Service) -> APIRouter:
 
     kept = KeptResponses(own, service.peers, cancel_here, service.logs.end)
 
+    async def prepare(conversation: Conversation, max_tokens: int | None, arrived: float) -> ChatTask:
+        with NAMES.in_errors():
+            return await ChatTask.prepare(
+                service,
+                conversation.fields,
+                conversation.prompt,
+                response_id=item_id("resp"),
+                max_tokens=max_tokens,
+                arrived=arrived,
+            )
+
     @router.post("/v1/responses")
     async def create(request: Request) -> HttpResponse:
         arrived = time.monotonic()
@@ -83,17 +94,9 @@ def router(service: Service) -> APIRouter:
         service.check_model(fields.model)
         owner = owner_of(request)
         conversation = await Conversation.read(service, kept, fields, owner)
-        response_id = item_id("resp")
-        with NAMES.in_errors():
-            task = await ChatTask.prepare(
-                service,
-                conversation.fields,
-                conversation.prompt,
-                response_id=response_id,
-                max_tokens=fields.max_output_tokens,
-                arrived=arrived,
-            )
-        writer = ResponseWriter(service, own, fields, conversation, task, response_id, owner, is_inside(request.scope))
+        task = await prepare(conversation, fields.max_output_tokens, arrived)
+        response_id, is_local = task.response_id, is_inside(request.scope)
+        writer = ResponseWriter(service, own, fields, conversation, task, response_id, owner, is_local)
         being_made[response_id] = writer
         return await submit_and_respond(
             service,
@@ -121,20 +124,26 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields: CompactRequest = await read_fields(request, ROUTE_SCHEMAS[2], service.config)
         service.check_model(fields.model)
-        asked, response_id = fields.as_input(), item_id("resp")
+        asked = fields.as_input()
         conversation = await Conversation.read(service, kept, asked, owner_of(request), INSTRUCTION)
-        with NAMES.in_errors():
-            task = await ChatTask.prepare(
-                service,
-                conversation.fields,
-                conversation.prompt,
-                response_id=response_id,
-                max_tokens=asked.max_output_tokens,
-                arrived=arrived,
-            )
-        writer = CompactWriter(task, conversation.items, response_id)
-        ignored = NAMES.ignored(fields, conversation.fields)
-        return await submit_and_respond(service, request, StreamFields(), response_id, task, writer, ignored=ignored)
+        task = await prepare(conversation, asked.max_output_tokens, arrived)
+        writer = CompactWriter(task, conversation.items, task.response_id)
+        return await submit_and_respond(
+            service,
+            request,
+            StreamFields(),
+            task.response_id,
+            task,
+            writer,
+            ignored=NAMES.ignored(fields, conversation.fields),
+        )
+
+    _add_stored(router, service, kept)
+    return router
+
+
+def _add_stored(router: APIRouter, service: Service, kept: KeptResponses) -> None:
+    """Add the routes of responses that are stored, or whose stream is resumable."""
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> HttpResponse:
@@ -168,11 +177,6 @@ def router(service: Service) -> APIRouter:
     async def input_items(response_id: str, request: Request) -> HttpResponse:
         _check_query(request, {"include", "include[]", "limit", "order", "after"})
         return json_response(_page((await _found(kept, response_id, request)).read_input(), request))
-
-    return router
-
-
-# ── stored responses ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _found(kept: KeptResponses, response_id: str, request: Request) -> StoredResponse:

@@ -21,11 +21,11 @@ from octavo.observe.journeys.journey import current
 from octavo.server.http.browsers import HostRule, OriginRule, machine_names
 from octavo.server.http.errors import error_response
 from octavo.server.http.inflate import Inflater, inflater_for
-from octavo.server.state.disconnect import ClientGone, receiving
+from octavo.server.state.disconnect import DRAIN_RETRY_AFTER, ClientGone, receiving
 from octavo.server.state.journeys import JourneySender
 from octavo.server.state.loopback import INSIDE, OWNER
 from octavo.server.state.owners import NO_OWNER
-from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
+from octavo.server.state.service import Service
 
 log = logging.getLogger("octavo.server")
 

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from octavo.errors import OctavoError
 from octavo.observe.journeys.journey import current
 from octavo.server.http import errors
-from octavo.server.http.sse import KEEP_ALIVE, ErrorEvent, EventStream, owner_of, until_gone
+from octavo.server.http.sse import KEEP_ALIVE, ErrorEvent, EventStream, owner_of
 from octavo.server.schema.fields import PlainStreamFields
+from octavo.server.state.disconnect import while_connected
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.resume import StreamLog
 from octavo.server.state.service import Service
@@ -65,7 +66,7 @@ async def submit_and_respond(
             service.logs.end(kept.id, kept.owner)
         raise
     if not fields.stream:
-        response = json_response(await until_gone(service, request.receive, writer.collect()), ignored)
+        response = json_response(await while_connected(writer.collect(), service.track), ignored)
         response.headers.update(headers or {})
         return response
     events = writer.stream()

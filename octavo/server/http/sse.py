@@ -2,39 +2,37 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
+import os
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import EngineError, EngineUnavailable, OctavoError
+from octavo.errors import EngineError, OctavoError
 from octavo.messages import ReadPlace
 from octavo.server.http.errors import error_event, note
-from octavo.server.state.disconnect import ClientGone, disconnected
-from octavo.server.state.encoded_json import around_text
+from octavo.server.state.disconnect import cut_off, while_connected
 from octavo.server.state.ignored_fields import EVENT_END, name_back
 from octavo.server.state.loopback import OWNER
 from octavo.server.state.owners import NO_OWNER, Viewer
-from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
+from octavo.server.state.service import Service
 
 log = logging.getLogger("octavo.server")
 
 DONE = b"data: [DONE]\n\n"
 QUEUE_SECONDS = 0.5  # between two comments with the place in the queue
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients ignore it, proxies see that the stream is alive
-T = TypeVar("T")
 
 ErrorEvent = Callable[[Exception, str], bytes]
 """(the error that ended a stream after its first byte, request id) → the stream's last event."""
 
 _encode = msgspec.json.Encoder().encode
+_MARK = os.urandom(16).hex()  # a text that no other member of an event holds
 
 
 def event(body: msgspec.Struct) -> bytes:
@@ -58,27 +56,9 @@ class Frames:
     def event(self, index: int, text: str) -> bytes:
         frame = self._frames.get(index)
         if frame is None:
-            before, after = around_text(functools.partial(self._build, index))
+            before, after = _encode(self._build(index, _MARK)).split(_encode(_MARK))
             frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
         return frame[0] + _encode(text) + frame[1]
-
-
-async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result. If the client disconnects first, cancel it and raise ClientGone."""
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(disconnected(receive))
-    service.track(task)
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        if task.cancelled():
-            raise _cut_off()
-        return task.result()
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 def owner_of(request: Request) -> bytes:
@@ -129,9 +109,8 @@ class EventStream(Response):
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(
-            self._service, receive, self._deliver(send, scope["octavo.send_body"], scope["octavo.request_id"])
-        )
+        delivery = self._deliver(send, scope["octavo.send_body"], scope["octavo.request_id"])
+        await while_connected(delivery, self._service.track)
 
     async def _deliver(self, send: Send, send_body: Send, request_id: str) -> None:
         has_comments = self._keep_alive_seconds or self._queued
@@ -152,7 +131,7 @@ class EventStream(Response):
             except asyncio.CancelledError:
                 if not self._service.stopping or not self._is_head_out:
                     raise
-                last = self._last_words(_cut_off(), request_id)
+                last = self._last_words(cut_off(), request_id)
             except Exception as error:
                 if not self._is_head_out:
                     raise
@@ -198,7 +177,3 @@ async def place_comment(service: Service, queued: Sequence[str]) -> bytes:
                 position, seconds = place.split()
                 return f": queue position={position} estimate_s={seconds}\n\n".encode()
     return b""
-
-
-def _cut_off() -> EngineUnavailable:
-    return EngineUnavailable("the server shut down before this response was complete", DRAIN_RETRY_AFTER)

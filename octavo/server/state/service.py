@@ -19,6 +19,7 @@ from octavo.observe.journeys.journey import Journey, OpenJourney
 from octavo.observe.logs import request_fields, request_line
 from octavo.observe.metrics.http_metrics import UNCOUNTED
 from octavo.server.state.compiler import Compiler
+from octavo.server.state.disconnect import DRAIN_RETRY_AFTER
 from octavo.server.state.journeys import Journeys
 from octavo.server.state.live_feed import LiveFeed
 from octavo.server.state.loopback import LoopbackResponse
@@ -31,8 +32,6 @@ from octavo.text import Text
 log = logging.getLogger("octavo.server")
 
 ANSWER_SECONDS = 10.0  # Prometheus' default scrape timeout
-DRAIN_RETRY_AFTER = 5
-"""Seconds after which a client of a draining server should find its successor."""
 
 Ask = Callable[[str, bytes, bytes], Awaitable[LoopbackResponse]]
 """A loopback request: route, body, owner (loopback.py)."""

@@ -1,4 +1,4 @@
-"""What /v1/chat/completions returns: OpenAI's completion and its chunks, and an answer's events as deltas."""
+"""What /v1/chat/completions returns: OpenAI's completion and its chunks."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -6,10 +6,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from octavo.server.generate.answer_events import WholeAnswer
 from octavo.server.generate.generation import PromptProgress, Usage
 from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob
-from octavo.text.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -97,33 +95,3 @@ class ChatChunk(msgspec.Struct, frozen=True, gc=False):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-
-
-def message(answer: WholeAnswer) -> Message:
-    calls = [ToolCall(call.id, Function(call.name, call.arguments)) for call in answer.calls]
-    is_elsewhere = bool(calls or answer.reasoning)
-    return Message(
-        "assistant",
-        None if is_elsewhere and not answer.content else answer.content,
-        tool_calls=calls or UNSET,
-        reasoning_content=answer.reasoning or UNSET,
-        reasoning=answer.reasoning or UNSET,
-    )
-
-
-def deltas(events: Sequence[Event]) -> list[Delta]:
-    """Events as deltas. The first delta of a call has its id and name, the following ones its arguments."""
-    made: list[Delta] = []
-    for event in events:
-        match event:
-            case Content(text):
-                made.append(Delta(content=text))
-            case Reasoning(text):
-                made.append(Delta(reasoning_content=text, reasoning=text))
-            case CallBegin(index, call_id, name):
-                made.append(Delta(tool_calls=[CallDelta(index, call_id, "function", FunctionDelta(name, ""))]))
-            case CallArguments(index, text):
-                made.append(Delta(tool_calls=[CallDelta(index, function=FunctionDelta(arguments=text))]))
-            case CallEnd():
-                pass
-    return made

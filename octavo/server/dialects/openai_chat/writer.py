@@ -9,13 +9,16 @@ from msgspec.structs import replace
 
 from octavo.messages import Logprobs
 from octavo.server.dialects.openai_chat.output import (
+    CallDelta,
     ChatChunk,
     ChatCompletion,
     Choice,
     ChunkChoice,
     Delta,
-    deltas,
-    message,
+    Function,
+    FunctionDelta,
+    Message,
+    ToolCall,
 )
 from octavo.server.generate.answer_events import AnswerPiece, WholeAnswer
 from octavo.server.generate.chat_request import ChatFields
@@ -25,7 +28,7 @@ from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob, chat_lo
 from octavo.server.generate.offload import offload
 from octavo.server.http.sse import DONE, Frames, event
 from octavo.server.state.service import Service
-from octavo.text.parsers import Content
+from octavo.text.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 
 
 class ChatWriter:
@@ -76,7 +79,7 @@ class ChatWriter:
     def _choice(self, answer: WholeAnswer) -> Choice:
         return Choice(
             answer.index,
-            message(answer),
+            _message(answer),
             answer.finish_reason,
             answer.stop_reason,
             self._logprobs(answer.logprobs),
@@ -104,7 +107,7 @@ class ChatWriter:
     def _chunk_choices(self, piece: AnswerPiece) -> list[ChunkChoice]:
         """One per event; the piece's tokens go with the first, its finish reason with the last. A piece without events gives an
         empty one: clients look into the first choice of every chunk."""
-        made = deltas(piece.events)
+        made = _deltas(piece.events)
         is_last = piece.finish_reason is not None
         # Clients expect calls and the finish reason in different chunks.
         if not made or (is_last and made[-1].tool_calls):
@@ -131,3 +134,33 @@ class ChatWriter:
 
     def _prompt_ids(self) -> list[int] | UnsetType:
         return self._task.prompt.ids if self._fields.return_token_ids else UNSET
+
+
+def _message(answer: WholeAnswer) -> Message:
+    calls = [ToolCall(call.id, Function(call.name, call.arguments)) for call in answer.calls]
+    is_elsewhere = bool(calls or answer.reasoning)
+    return Message(
+        "assistant",
+        None if is_elsewhere and not answer.content else answer.content,
+        tool_calls=calls or UNSET,
+        reasoning_content=answer.reasoning or UNSET,
+        reasoning=answer.reasoning or UNSET,
+    )
+
+
+def _deltas(events: Sequence[Event]) -> list[Delta]:
+    """Events as deltas. The first delta of a call has its id and name, the following ones its arguments."""
+    made: list[Delta] = []
+    for one in events:
+        match one:
+            case Content(text):
+                made.append(Delta(content=text))
+            case Reasoning(text):
+                made.append(Delta(reasoning_content=text, reasoning=text))
+            case CallBegin(index, call_id, name):
+                made.append(Delta(tool_calls=[CallDelta(index, call_id, "function", FunctionDelta(name, ""))]))
+            case CallArguments(index, text):
+                made.append(Delta(tool_calls=[CallDelta(index, function=FunctionDelta(arguments=text))]))
+            case CallEnd():
+                pass
+    return made
