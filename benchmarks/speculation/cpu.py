@@ -83,7 +83,7 @@ class Work(NamedTuple):
 WORKS = {
     "copy": Work(COPY, SamplingParams(temperature=0.0, max_tokens=256)),
     "chat": Work(CHAT, SamplingParams(temperature=0.7, seed=1, max_tokens=192)),
-    "json": Work(JSON, SamplingParams(temperature=0.0, max_tokens=384, structured_outputs={"json": PEOPLE})),
+    "json": Work(JSON, SamplingParams(temperature=0.0, max_tokens=1024, structured_outputs={"json": PEOPLE})),
 }
 
 

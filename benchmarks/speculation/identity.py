@@ -30,6 +30,7 @@ DRAFTERS = {
     "auto": "",
 }
 OFF = '{"method": "none"}'
+FORM_SHARE = 0.25  # of requests that have a grammar
 NUM_AT_ONCE = 40  # requests that one engine is given; it ends with the last of them
 SCHEMA = {
     "type": "object",
@@ -79,7 +80,9 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
         start = r.randrange(30)
         prompt = stem[start : r.randrange(start + 1, 41)] * r.choice([1, 1, 2, 3])
         max_tokens = r.randrange(1, min(60, max_len - len(prompt)))
-        is_form = r.random() < 0.2
+        is_form = r.random() < FORM_SHARE
+        if is_form:  # near the limit, masks are not computed ahead
+            max_tokens = min(300, max_len - len(prompt) - 1)
         params = SamplingParams(
             n=r.choice([1, 1, 1, 2, 3]),
             seed=r.randrange(2**40),
@@ -123,7 +126,7 @@ class Campaign:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
         }
-        self.options |= {"max_model_len": 256, "swap_space": 0.001, **options}
+        self.options |= {"max_model_len": 512, "swap_space": 0.001, **options}
         self.text = load_text(source.path, tokenizer="")
         self.vocab_size = self.text.vocabulary.size
         self.seen = Seen()

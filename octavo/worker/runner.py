@@ -63,6 +63,7 @@ class Runner:
                     return self._repeat(plan.step, self.graphs, columns, changes)
             self.rows.update(plan)
             self.rows.write_drafts(plan)
+            self.rows.sampling.grammars.drafts = {plan.rows[draft.at]: draft.tokens for draft in plan.drafts}
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
             return self._send_home(plan.step, *self.compute(columns))

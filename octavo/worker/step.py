@@ -1,6 +1,6 @@
 """LaunchedStep: a step that was launched, whose tokens and vectors arrive on the host later."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -52,6 +52,14 @@ class LaunchedStep:
         if self._done is not None:
             self._done.wait()
         return [] if self._tokens is None else self._tokens.tolist()
+
+    def counted(self) -> Container[int] | None:
+        """Wait until the step is done. → the indices of sampled tokens that count; None: all of them."""
+        if self.drafted is None:
+            return None
+        tokens, extras = self.tokens(), self._extras or Extras()
+        runs = self.drafted.runs(tokens, {*extras.failures, *extras.last, *extras.late})
+        return set(self.drafted.kept(runs, len(tokens)))
 
     def result(self) -> StepResult:
         """Wait until the step is done. → its result."""

@@ -30,7 +30,7 @@ class CostSpeculation:
 
     def attach(self, request: Request) -> None:
         params = request.params
-        if request.pooling is None and not params.use_beam_search and params.use_speculation and not params.grammar:
+        if request.pooling is None and not params.use_beam_search and params.use_speculation:
             request.drafter = self._drafter(request.prompt_len, params.prediction_ids)
 
     def _drafter(self, prompt_len: int, prediction: Sequence[int]) -> Drafter:
