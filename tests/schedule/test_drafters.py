@@ -79,6 +79,14 @@ def test_a_prediction_comes_first_and_is_found_again(make):
     assert drafter.drafts(9).tokens == [15, 16]
 
 
+@pytest.mark.parametrize("make", DRAFTERS)
+def test_a_request_that_waits_holds_nothing(make):
+    drafter = make(3, list(range(1000)))
+    assert not drafter._text
+    drafter.learn([1, 2, 3])
+    assert len(drafter._text) == 1004
+
+
 @pytest.mark.parametrize(("make", "module"), [(NGramDrafter, ngram), (SuffixDrafter, suffix)])
 def test_memory_is_bounded(make, module, monkeypatch):
     monkeypatch.setattr(module, "MAX_TEXT", 50)

@@ -6,7 +6,7 @@ from itertools import count
 from octavo.schedule.drafts.base import Offer
 from octavo.schedule.drafts.luck import Luck
 
-MAX_TEXT = 16384  # tokens that are looked through, at least; twice as many at most
+MAX_TEXT = 16384  # tokens that are looked through, at least; twice as many at most, which take about 12 MB
 END_OF_PREDICTION = -1  # between the prediction and the prompt; no token
 _MAX_MATCH = 32  # longer matches count as this long
 
@@ -20,7 +20,8 @@ class NGramDrafter:
         assert 1 <= least <= most
         self._sizes = (most, least) if most > least else (least,)
         self._prompt_len = prompt_len
-        self._text = [*prediction[:MAX_TEXT], END_OF_PREDICTION] if prediction else []
+        self._prediction = prediction
+        self._text: list[int] = []  # empty until it is asked: a request that waits holds nothing
         self._next = 0 if prediction else -1  # where the next token is expected to stand; −1: nowhere
         self._match = 0  # tokens before that place that are the same as the last ones
         self._indices: list[dict[tuple[int, ...], int]] = [
@@ -28,16 +29,17 @@ class NGramDrafter:
         ]  # n-gram → place behind its last one
         self._num_learned = 0
         self._luck = Luck()
-        self._index(0)
 
     def learn(self, tokens: Sequence[int]) -> None:
         if not self._num_learned:
-            start = len(self._text)
+            if self._prediction:
+                self._text = [*self._prediction[:MAX_TEXT], END_OF_PREDICTION]
             self._text += tokens[max(0, self._prompt_len - MAX_TEXT) : self._prompt_len]
             self._num_learned = self._prompt_len
-            self._index(start)
+            self._index()
             if self._next < 0:
                 self._look()
+            self._note_end()
         for token in tokens[self._num_learned :]:
             self._add(token)
         self._num_learned = len(tokens)
@@ -89,13 +91,11 @@ class NGramDrafter:
         for size, index in zip(self._sizes, self._indices, strict=True):
             index[tuple(text[-size:])] = end
 
-    def _index(self, start: int) -> None:
-        """Note all n-grams that end from `start` on, but the last: its place would hide the one before it."""
-        text = self._text
+    def _index(self) -> None:
+        """Note all n-grams but the last: its place would hide the one before it."""
+        part = self._text[:-1]
         for size, index in zip(self._sizes, self._indices, strict=True):
-            first = max(0, start - size + 1)
-            part = text[first:-1]
-            index.update(zip(zip(*(part[i:] for i in range(size)), strict=False), count(first + size)))
+            index.update(zip(zip(*(part[i:] for i in range(size)), strict=False), count(size)))
 
     def _forget(self) -> None:
         """Keep the younger half of the text."""
@@ -103,4 +103,4 @@ class NGramDrafter:
         self._next, self._match = -1, 0
         for index in self._indices:
             index.clear()
-        self._index(0)
+        self._index()

@@ -96,13 +96,13 @@ class SuffixDrafter:
         self._text: list[int] = []
         self._automaton = Automaton()
         self._num_learned = 0
-        self._match, self._next = 0, _NONE
-        if prediction:
-            self._read([*prediction[:MAX_TEXT], _SEPARATOR])
-            self._next = 0
+        self._prediction = prediction  # read when it is asked: a request that waits holds nothing
+        self._match, self._next = 0, 0 if prediction else _NONE
 
     def learn(self, tokens: Sequence[int]) -> None:
         if not self._num_learned:
+            if self._prediction:
+                self._read([*self._prediction[:MAX_TEXT], _SEPARATOR])
             self._read(tokens[max(0, self._prompt_len - MAX_TEXT) : self._prompt_len])
             self._num_learned = self._prompt_len
             if self._next < 0:
