@@ -221,11 +221,34 @@ class ParallelConfig:
     tensor_parallel_size: int = knob(
         1, "ranks (GPUs or processes) that split every layer", flag="tensor-parallel-size,tp", least=1
     )
+    pipeline_parallel_size: int = knob(
+        1,
+        "stages that the layers are divided into, each with its own ranks (GPUs or processes)",
+        flag="pipeline-parallel-size,pp",
+        least=1,
+    )
+    pipeline_layer_split: str = knob(
+        AUTO, "layers of each pipeline stage, such as 14,16; auto: so that the stages take equally long"
+    )
+    enable_expert_parallel: bool = knob(
+        False,
+        "divide the experts of a mixture over the ranks of --tensor-parallel-size, instead of splitting each expert",
+    )
     cpu_threads: int | str = knob(
         AUTO, "compute threads per rank on a CPU; auto: all cores, divided by the ranks", kind="tokens", least=1
     )
     # Off by default: measured, it gains nothing when the server's own processes share the cores (benchmarks/cpu.md).
     cpu_pinning: bool = knob(False, "pin every compute thread, except the first of each rank, to one core")
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one engine. Rank r is number r % tensor_parallel_size of stage r // tensor_parallel_size."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def result_rank(self) -> int:
+        """The rank that returns results: the first of the last stage, whose ranks sample."""
+        return self.num_ranks - self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

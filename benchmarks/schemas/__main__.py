@@ -24,6 +24,8 @@ from benchmarks.schemas.collection import DIGEST, SEED, collection, digest
 from octavo.errors import Field, RequestError
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
+from octavo.sampling.grammar.guarded_matcher import TokenKinds, guarded
+from octavo.sampling.grammar.matching import shortest_answer
 from octavo.text.grammar.build import BuiltGrammar, build_schema
 from octavo.text.grammar.keywords import FORMATS
 from octavo.text.grammar.limits import STACK_BYTES, on_stack, parser_limits
@@ -49,14 +51,16 @@ class Answers:
     def __init__(self, max_tokens: int) -> None:
         self._tokenizer = VOCABULARY.tokenizer(EOS + 1)
         self._ends = Ends(VOCABULARY, EOS + 1)
+        self._kinds = TokenKinds(VOCABULARY, EOS + 1)
         self._max_tokens = max_tokens
 
     def one(self, built: BuiltGrammar, seed: str) -> str | None:
         """None: the shortest answer does not fit."""
         rng = random.Random(seed)
-        matcher = LLMatcher(self._tokenizer, built.grammar, log_level=0, limits=parser_limits())
+        compiled = LLMatcher(self._tokenizer, built.grammar, log_level=0, limits=parser_limits())
+        matcher = guarded(compiled, built.grammar, self._kinds)
         proposals = self._ends.proposals(built.grammar)
-        shortest = self._ends.shortest(matcher, proposals)
+        shortest, _ = shortest_answer(self._ends, self._kinds, matcher, built.grammar, proposals)
         ending, text = BudgetedEnd.of(shortest, proposals, growth_of_grammar(built.grammar)), b""
         bits = np.zeros(-(-(EOS + 1) // 32), dtype=np.int32)
         # A request that has no room for the shortest answer is refused.

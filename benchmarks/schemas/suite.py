@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher
 
 from octavo.errors import Field, RequestError
+from octavo.sampling.grammar.guarded_matcher import TokenKinds, guarded
 from octavo.text.grammar.build import build_schema
 from octavo.text.grammar.keywords import draft_of
 from octavo.text.grammar.limits import STACK_BYTES, on_stack, parser_limits
@@ -36,6 +37,9 @@ DRAFTS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
 VOCABULARY = Vocabulary(257, lambda token: bytes([token]) if token < 256 else b"<end>", frozenset({256}), (256,))
+KINDS = TokenKinds(
+    Vocabulary(VOCABULARY.size, lambda token: bytes([VOCABULARY.byte_ids.index(token)]), frozenset({256}), (256,)), 256
+)
 _MAX_SAFE = 2**53
 _MAX_ORDERS = 120
 
@@ -77,7 +81,8 @@ def _checked(schema: Any, tests: list[dict[str, Any]], refusal: str) -> Verdict:
 
 
 def accepts(grammar: str, text: str) -> bool:
-    matcher = LLMatcher(VOCABULARY.stand_in, grammar, log_level=0, limits=parser_limits())
+    compiled = LLMatcher(VOCABULARY.stand_in, grammar, log_level=0, limits=parser_limits())
+    matcher = guarded(compiled, grammar, KINDS)
     ids = [VOCABULARY.byte_ids[byte] for byte in text.encode()]
     return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
 

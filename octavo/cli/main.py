@@ -4,6 +4,7 @@ errors into one line and an exit code. torch, HTTP frameworks and the engine are
 `octavo --help` must be instant."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _accept_terminal()
     try:
         if wants_json_lines(sys.argv[1:] if argv is None else argv, os.environ):
             # Before anything can be written: notes and errors about the flags are lines of the log, too.
@@ -53,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has closed the pipe. Redirect stdout, so that the interpreter's last flush does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
+
+
+def _accept_terminal() -> None:
+    """Write a question mark for a character that the terminal's encoding does not have, and read what is not in it as U+FFFD. Both
+    would end the command otherwise."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("_", "-") not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="replace")
 
 
 def _complain(error: OctavoError, code: int) -> int:

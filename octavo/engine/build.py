@@ -56,7 +56,9 @@ def start_engine(
             executor.start(), scheduling_policy=policy, max_inter_token_ms=config.scheduler.max_inter_token_ms
         )
         settings = speculation_of(config.scheduler.speculative_config, is_gpu=report.memory is not None)
-        report = msgspec.structs.replace(report, speculation=settings if report.can_generate else None)
+        report = msgspec.structs.replace(
+            report, speculation=settings if report.can_generate and report.num_stages == 1 else None
+        )
     except BaseException:
         executor.close()
         raise
@@ -79,6 +81,7 @@ def start_engine(
         policy=POLICIES[policy],
         stall_limit=StallLimit.of(report.max_inter_token_ms),
         speculation=speculation(report.speculation),
+        num_stages=report.num_stages,
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
@@ -131,7 +134,7 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
     # A bounded spin keeps a quiet machine fast and a crowded one alive; benchmarks/cpu.md has what each bound costs.
     # Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    name = "local" if config.parallel.tensor_parallel_size == 1 else "processes"
+    name = "local" if config.parallel.num_ranks == 1 else "processes"
     module, _, attribute = EXECUTORS[name].partition(":")
     executor: Executor = getattr(importlib.import_module(module), attribute)(config, source)
     return executor

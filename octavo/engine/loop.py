@@ -48,11 +48,15 @@ class EngineLoop:
             executor.submit(planned.plan)
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
-        depth = 1 if executor.overlap and not observers.needs_drain() and not planned.wants_drain else 0
+        depth = (
+            scheduler.num_stages if executor.overlap and not observers.needs_drain() and not planned.wants_drain else 0
+        )
         if depth:
             observers.submitted()
         deltas: list[TokenDelta] = []
-        while len(in_flight) > depth or (in_flight and planned.is_empty):
+        # An empty plan waits for the result of one step: with several in flight, that gives the next plan something to do.
+        num_due = max(len(in_flight) - depth, int(planned.is_empty and bool(in_flight)))
+        for _ in range(num_due):
             result = executor.collect()
             observers.collected()
             committed = scheduler.commit(in_flight.popleft(), result)

@@ -14,7 +14,7 @@ class Executor(Protocol):
         """Load the weights, then size and allocate the KV store. Raises ConfigError for what the user must change."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Start one step. At most two steps may be uncollected."""
+        """Start one step. At most one more than there are stages (EngineReport.num_stages) may be uncollected."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest uncollected step and return its result. Raises EngineDead if a worker has ended."""

@@ -12,6 +12,7 @@ from octavo.messages.params import (
     StructuredOutputsParams,
 )
 from octavo.messages.plans import (
+    NO_INPUT,
     Allocate,
     Candidates,
     DeviceMemory,
@@ -23,6 +24,7 @@ from octavo.messages.plans import (
     PageMove,
     PrepareGrammar,
     RankFailed,
+    RankHello,
     RankStart,
     StepPlan,
     StepResult,
@@ -65,6 +67,7 @@ from octavo.messages.requests import (
 
 __all__ = [
     "MAX_LOGPROBS",
+    "NO_INPUT",
     "PAGE_ID_BYTES",
     "Abort",
     "Allocate",
@@ -98,6 +101,7 @@ __all__ = [
     "PrefillProgress",
     "PrepareGrammar",
     "RankFailed",
+    "RankHello",
     "RankStart",
     "ReadHistory",
     "ReadJourneys",

@@ -277,6 +277,9 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     verify_seconds: float = 0.0  # as one_row_seconds, of a row that verifies VERIFY_TOKENS − 1 drafted tokens
     one_row_seconds: float = 0.0  # what a step of one row and one token took before the first request; 0: not measured
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits
+    num_stages: int = (
+        1  # that a plan goes through (pipeline parallelism); as many plans are in flight while the next is made
+    )
 
     @property
     def system_fingerprint(self) -> str:

@@ -168,6 +168,7 @@ class Replay:
             policy=POLICIES[report.scheduling_policy],
             stall_limit=StallLimit.of(report.max_inter_token_ms),
             speculation=self._recorded or speculation(report.speculation),
+            num_stages=report.num_stages,
         )
         self._records = recording.records
         self.sources: dict[str, GenerateRequest] = {}  # the request of the Arrived that was yielded last

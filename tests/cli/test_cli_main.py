@@ -4,6 +4,7 @@ The server here is a few lines of standard library that speak OpenAI's API."""
 import http.server
 import importlib.metadata
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -166,6 +167,20 @@ def test_a_closed_pipe_ends_it_quietly(server: tuple[str, type[Echo]]) -> None:
     done = subprocess.run(["bash", "-c", command], input=text, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout == "wordwordwo141\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "read", "written"), [("ascii", "caf\ufffd\ufffd", b"caf??"), ("latin-1", "café", b"caf\xe9")]
+)
+def test_a_terminal_without_utf8_ends_nothing(
+    server: tuple[str, type[Echo]], encoding: str, read: str, written: bytes
+) -> None:
+    command = [sys.executable, "-m", "octavo.cli.main", "complete", "-", "--url", server[0]]
+    given = "café".encode("utf-8" if encoding == "ascii" else encoding)
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, input=given, capture_output=True, timeout=60, env=environment)
+    assert done.returncode == 0 and done.stderr == b""
+    assert server[1].bodies[-1]["prompt"] == read and done.stdout.strip() == written
 
 
 # ── chat and complete against a URL ─────────────────────────────────────────────────────────────────

@@ -441,11 +441,32 @@ def test_an_object_with_many_optional_properties(llm):
     validator(schema).validate(json.loads(llm.text.decode(tokens)))
 
 
-def test_a_limit_without_room_for_the_shortest_answer_is_refused_with_what_it_takes(llm):
-    schema = {"type": "object", "properties": {"name": {"type": "string"}, "size": {"type": "integer"}}, "additionalProperties": False,
-              "required": ["name", "size"]}  # fmt: skip
+PLAIN = {"type": "object", "properties": {"name": {"type": "string"}, "size": {"type": "integer"}}, "additionalProperties": False,
+         "required": ["name", "size"]}  # fmt: skip
+CHOICES = {
+    "anyOf": [
+        PLAIN,
+        {"type": "object", "properties": {"state": {"enum": ["unavailable", "gone"]}, "at": {"type": ["array", "null"]}},
+         "required": ["state", "at"], "additionalProperties": False},
+    ]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", [PLAIN, CHOICES])
+def test_a_limit_without_room_for_the_shortest_answer_is_refused_with_what_it_takes(llm, schema):
     with pytest.raises(InvalidRequest, match=r"the shortest one that the grammar allows takes [0-9]+ tokens") as error:
         one(llm, asks(max_tokens=2, json=schema))
     needed = int(re.search("takes ([0-9]+) tokens", str(error.value))[1])
     for seed in range(4):
         validator(schema).validate(json.loads(one(llm, asks(seed, needed, json=schema)).text))
+
+
+@pytest.mark.parametrize(
+    "items", [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": 9}, {"type": "number"}, {}]
+)
+def test_items_differ_in_every_choice_and_at_every_limit(llm, items):
+    schema = {"type": "array", "items": items, "uniqueItems": True, "minItems": 3}
+    params = [asks(seed, max_tokens, json=schema, n=2) for seed, max_tokens in ((1, 30), (2, 60))]
+    for request in llm.generate(["a", "b"], params):
+        for choice in request.outputs:
+            validator(schema).validate(json.loads(choice.text))

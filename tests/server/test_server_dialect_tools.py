@@ -314,7 +314,7 @@ class TestNamesInErrors:
     ODD: ClassVar[dict[str, Any]] = {
         "type": "object",
         "properties": {
-            name: {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+            name: {"type": "array", "items": {"type": "string"}, "contains": {"const": "a"}}
             for name in ("reasoning_effort", "messages", "max_tokens", "response_format", "x.function")
         },
     }
@@ -323,7 +323,7 @@ class TestNamesInErrors:
     async def test_properties_of_a_tools_schema_are_the_clients_own(self, serve: Serve, name: str) -> None:
         client = serve()
         schema = {"type": "object", "properties": {name: self.ODD["properties"][name]}}
-        place = f"tools: 'uniqueItems' (at #/$defs/tool_0/properties/{name})"
+        place = f"tools: 'contains' (at #/$defs/tool_0/properties/{name})"
         tool = {"name": "f", "input_schema": schema}
         body = {**messages.HI, "tools": [tool], "tool_choice": {"type": "any"}}
         assert messages.error_of(await client.post(MESSAGES, json=body), 400).startswith(place)
@@ -336,7 +336,7 @@ class TestNamesInErrors:
     async def test_so_are_those_of_an_answers_schema(self, serve: Serve, name: str) -> None:
         client = serve()
         schema = {"type": "object", "properties": {name: self.ODD["properties"][name]}}
-        place = f": 'uniqueItems' (at #/properties/{name})"
+        place = f": 'contains' (at #/properties/{name})"
         body = {**messages.HI, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
         words = messages.error_of(await client.post(MESSAGES, json=body), 400)
         assert words.startswith(f"output_config.format.schema{place}")

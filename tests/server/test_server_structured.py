@@ -71,16 +71,16 @@ async def test_what_asks_for_nothing_costs_nothing(serve: Serve, fields: dict[st
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"schema": {"type": "array", "uniqueItems": True}},
+                    "json_schema": {"schema": {"type": "array", "contains": {"const": 1}}},
                 }
             },
             "response_format.json_schema.schema",
-            "'uniqueItems' (at #)",
+            "'contains' (at #)",
         ),
         (
-            {"response_format": {"type": "json_object", "schema": {"uniqueItems": True}}},
+            {"response_format": {"type": "json_object", "schema": {"contains": {"const": 1}}}},
             "response_format.schema",
-            "'uniqueItems' (at #)",
+            "'contains' (at #)",
         ),
         ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema", "'json_object'"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
@@ -170,6 +170,7 @@ async def test_an_alias_that_cannot_be_honoured_is_refused(serve: Serve, fields:
 
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "title": "numbers"}
+HAS_TWO = {**UNIQUE, "contains": {"const": 2}}  # which cannot be enforced
 
 
 def saying(text: str) -> ScriptedEngine:
@@ -195,7 +196,7 @@ async def test_a_checked_answer_says_whether_it_satisfies_the_schema(
 
 async def test_a_check_goes_with_any_field_that_has_a_schema(serve: Serve):
     wish = {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIQUE}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": HAS_TWO}},
         "structured_outputs": {"unenforced": "check"},
     }
     client = serve(saying("[1, 2]"))
@@ -203,7 +204,7 @@ async def test_a_check_goes_with_any_field_that_has_a_schema(serve: Serve):
     assert body["choices"][0]["schema_valid"] is True
     assert body["ignored_fields"] == ["response_format.json_schema.schema.title"]
     error = error_of(await client.post(CHAT, json={**BODIES[CHAT], "response_format": wish["response_format"]}), 400)
-    assert "'uniqueItems' (at #) cannot be enforced" in error["message"] and "'check'" in error["message"]
+    assert "'contains' (at #) cannot be enforced" in error["message"] and "'check'" in error["message"]
     plain = (await client.post(CHAT, json={**BODIES[CHAT], "response_format": NAMED})).json()
     assert "schema_valid" not in plain["choices"][0]
 
@@ -217,3 +218,39 @@ async def test_calls_are_checked_by_the_schemas_of_their_tools(serve: Serve):
         body = (await client.post(CHAT, json={**BODIES[CHAT], **wish})).json()
         assert body["choices"][0]["schema_valid"] is is_valid, body
         assert "ignored_fields" not in body  # the prompt describes the tools, annotations and all
+
+
+@pytest.mark.parametrize(("text", "is_valid"), [("[1, 2]", True), ("[2, 2]", False)])
+async def test_a_response_and_a_message_say_it_in_their_dialects(serve: Serve, text: str, is_valid: bool):
+    mode = {"structured_outputs": {"unenforced": "check"}, "stream": False}
+    client = serve(saying(text))
+    body = {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": HAS_TWO}}}
+    assert "contains" in error_of(await client.post("/v1/responses", json=body), 400)["message"]
+    response = (await client.post("/v1/responses", json={**body, **mode})).json()
+    assert response["schema_valid"] is is_valid
+    stored = (await client.get(f"/v1/responses/{response['id']}")).json()
+    assert stored["schema_valid"] is is_valid
+    streamed = await client.post("/v1/responses", json={**body, **mode, "stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    verdicts = [event["response"].get("schema_valid") for event in events if "response" in event]
+    assert verdicts == [None, None, is_valid] and "schema_valid" not in events[0]["response"]
+
+    body = {"max_tokens": 50, "messages": [{"role": "user", "content": "a"}]}
+    body |= {"output_config": {"format": {"type": "json_schema", "schema": HAS_TWO}}}
+    refused = await client.post("/v1/messages", json=body)
+    assert refused.status_code == 400 and "contains" in refused.json()["error"]["message"]
+    assert (await client.post("/v1/messages", json={**body, **mode})).json()["schema_valid"] is is_valid
+    streamed = await client.post("/v1/messages", json={**body, **mode, "stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert [event["delta"]["schema_valid"] for event in events if event["type"] == "message_delta"] == [is_valid]
+
+    for path, own in (
+        ("/api/chat", {"messages": body["messages"]}),
+        ("/api/generate", {"prompt": "a"}),
+        ("/api/generate", {"prompt": "a", "raw": True}),
+    ):
+        given = {"model": "byte-model", "format": HAS_TWO, **own}
+        answer = await client.post(path, json={**given, **mode})
+        assert answer.status_code == 200 and answer.json()["schema_valid"] is is_valid, answer.text
+        lines = (await client.post(path, json={**given, **mode, "stream": True})).text.splitlines()
+        assert [json.loads(one).get("schema_valid") for one in lines] == [None] * (len(lines) - 1) + [is_valid]

@@ -32,7 +32,7 @@ BROKEN = {
     "type": "function",
     "function": {
         "name": "x",
-        "parameters": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+        "parameters": {"type": "object", "properties": {"a": {"type": "array", "contains": {"const": 1}}}},
     },
 }
 TURNS = (
@@ -372,7 +372,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "twice"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'required'"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
-    ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "uniqueItems"),
+    ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "contains"),
     ({"tools": [CLOCK], "tool_choice": "required", "guided_regex": "a+"}, "tool_choice", "both"),
     ({"functions": [{"name": "x"}]}, "functions", "tools"),
     ({"function_call": {"name": "x"}}, "function_call", "tool_choice"),

@@ -29,12 +29,12 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words, is_set, keep_only, tokens_of
 from octavo.sampling.grammar.closing_rank import SIGNS, opens, rank_of, text_rank
+from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.pattern_ends import ends_of_grammar
+from octavo.sampling.grammar.schema_places import marked_schema
 from octavo.sampling.grammar.shortest_completion import CONTEXT, LONGEST, ShortestCompletion
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from octavo.text.tokenize.vocabulary import Vocabulary
 
 _Groups = list[tuple[list[int], list[int]]]  # the single-byte token of a first byte, and the tokens that begin with it
@@ -66,6 +66,7 @@ _ONWARD = b"01,: " + bytes(sorted({*range(33, 127)} - {*b'01,:"]}'}, key=lambda 
 _REPEATS = 3  # consecutive tokens that neither close nor are forced: then a way out of a repetition is searched
 _TURNS = 12  # of those characters: the number that is followed for a second step
 _ONWARD_FROM = 32  # tokens left: such a search takes tenths of a millisecond, and earlier there is still time
+_NUMBERS = 64  # that are tried for items that must differ
 _MAX_ONWARD = 4  # such searches on one path to an end
 
 
@@ -159,11 +160,18 @@ class Ends:
         return [([first], tokens) for first, tokens in groups.items()]
 
     def proposals(self, grammar: str) -> "list[list[int]]":
-        """Ends of strings that the patterns of a grammar may require before a string can be closed, as tokens, with the quote."""
-        proposed = (f'{json.dumps(end, ensure_ascii=False)[1:-1]}"'.encode() for end in ends_of_grammar(grammar))
+        """Ways to complete an item, as tokens: ends of strings that the patterns of a grammar may require before a string can be closed,
+        with the quote; for items that must differ also numbers, and the last property of an object."""
+        proposed = [f'{json.dumps(end, ensure_ascii=False)[1:-1]}"'.encode() for end in ends_of_grammar(grammar)]
+        if marked_schema(grammar) is not None:  # the shortest ones may be taken by earlier items
+            numbers = [b"%d%c" % (number, sign) for number in range(_NUMBERS) for sign in b"]},"]
+            members = [
+                b'"%c":%b}' % (name, value) for name in b"abcdef" for value in (b"0", b'""', b"[]", b"{}", b"true")
+            ]
+            proposed = [*numbers, *members, *proposed]
         return [[self._single[byte] for byte in end] for end in proposed if all(byte in self._single for byte in end)]
 
-    def shortest(self, matcher: "LLMatcher", proposals: "Sequence[list[int]]" = ()) -> ShortestCompletion | None:
+    def shortest(self, matcher: Matcher, proposals: "Sequence[list[int]]" = ()) -> ShortestCompletion | None:
         """Find the shortest answer of the grammar, with `matcher` at its beginning. None: it is too long or too hard to find. May
         run in another thread than restrict()."""
         own = copy.copy(self)
@@ -173,7 +181,7 @@ class Ends:
         found = own._find(BudgetedEnd(proposals=proposals), matcher, LONGEST)
         return ShortestCompletion(found) if found else None
 
-    def restrict(self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
+    def restrict(self, ending: BudgetedEnd, matcher: Matcher, bits: Words, num_left: int) -> bool:
         """Keep in `bits`, the mask of `matcher`, only tokens that lead to an end in time. `num_left`: tokens left, this one
         included. True: this token is the last, because of the limit."""
         if ending.end:
@@ -216,7 +224,7 @@ class Ends:
         self._narrow(ending, bits, self._fitting(ending, matcher, bits, end, num_left))
         return False
 
-    def recall(self, ending: BudgetedEnd, matcher: "LLMatcher", tokens: Sequence[int], num_left: int) -> bool:
+    def recall(self, ending: BudgetedEnd, matcher: Matcher, tokens: Sequence[int], num_left: int) -> bool:
         """Repeat the restrict() calls before each of `tokens`, which were generated earlier; `num_left`: tokens left before the
         first. The matcher consumes the tokens. False: it rejects one."""
         quiet = max(0, num_left - ending.looks_at)  # tokens before the first search
@@ -230,7 +238,7 @@ class Ends:
                 return False
         return True
 
-    def _make_do(self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> None:
+    def _make_do(self, ending: BudgetedEnd, matcher: Matcher, bits: Words, num_left: int) -> None:
         """Handle a failed search near the limit: if there is a choice, another path may lead to an end."""
         if not ending.is_far:  # it is if there is a clear path to an end that is longer than that
             way = self._try(ending, matcher.deep_copy(), 2, _GROWTH * num_left, _LONGEST_TEXT)
@@ -249,7 +257,7 @@ class Ends:
         keep_only(bits, [ending.end.pop(0)])
         return not ending.end
 
-    def _may_end(self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
+    def _may_end(self, ending: BudgetedEnd, matcher: Matcher, bits: Words, num_left: int) -> bool:
         """Handle an answer that may end here and soon must: it may continue with tokens that leave an end in reach."""
         others = tokens_of(bits, self._vocab_size, self._eos_ids)
         if not len(others):  # the grammar ends here; it counts as cut if the limit has steered the answer here
@@ -266,9 +274,7 @@ class Ends:
         ending.is_cut |= len(tokens_of(bits, self._vocab_size)) > len(tokens)
         keep_only(bits, tokens)
 
-    def _fitting(
-        self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, end: list[int], num_left: int
-    ) -> list[int]:
+    def _fitting(self, ending: BudgetedEnd, matcher: Matcher, bits: Words, end: list[int], num_left: int) -> list[int]:
         """Tokens after which an end is still in reach, among the first _FEW that `bits` allows: common tokens have low ids.
         `end`: a known end, whose first token is one of them."""
         fitting = end[:1]
@@ -286,12 +292,12 @@ class Ends:
             fitting.append(token)
         return fitting
 
-    def _end_of(self, ending: BudgetedEnd, matcher: "LLMatcher", num_left: int) -> list[int] | None:
-        """The end found last, if it still is one: while a string goes on, the tokens that close it stay the same. For a grammar
-        with a long shortest answer, its first token may just have been generated. Else search."""
+    def _end_of(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> list[int] | None:
+        """The end found last, if it still is one: while a string goes on, the tokens that close it stay the same. Or its first token
+        may just have been generated. Else search."""
         if matcher.is_accepting():
             return []
-        for known in (ending.known, ending.known[1:] if ending.shortest else []):
+        for known in (ending.known, ending.known[1:]):
             if 0 < len(known) <= num_left and matcher.validate_tokens(known) == len(known):
                 after = matcher.deep_copy()
                 if after.consume_tokens(known) and after.is_accepting():
@@ -304,7 +310,7 @@ class Ends:
         ending.known = found or []
         return found
 
-    def _find(self, ending: BudgetedEnd, matcher: "LLMatcher", longest: int) -> list[int] | None:
+    def _find(self, ending: BudgetedEnd, matcher: Matcher, longest: int) -> list[int] | None:
         """Search for at most `longest` tokens after which the answer may end. None: not found."""
         # The shortest answer may be a detour from here: with few tokens left, search without it too.
         for shortest in [ending.shortest] + [None] * (ending.shortest is not None and longest <= _LOOKS_FROM):
@@ -319,7 +325,7 @@ class Ends:
     def _try(
         self,
         ending: BudgetedEnd,
-        matcher: "LLMatcher",
+        matcher: Matcher,
         text_order: int,
         longest: int,
         longest_text: int,
@@ -368,7 +374,7 @@ class Ends:
             found.append(token)
         return found
 
-    def _is_text(self, matcher: "LLMatcher") -> bool:
+    def _is_text(self, matcher: Matcher) -> bool:
         return all(matcher.validate_tokens([sign]) for sign in self._text_signs)
 
     def _forced(self, tokens: Ints) -> int:
@@ -378,11 +384,11 @@ class Ends:
         longest = max(tokens.tolist(), key=lambda token: len(self._spell(token)))
         return longest if all(self._spell(longest).startswith(self._spell(token)) for token in tokens.tolist()) else -1
 
-    def _mask(self, matcher: "LLMatcher") -> Words:
+    def _mask(self, matcher: Matcher) -> Words:
         matcher.unsafe_compute_mask_ptr(self._bits_at, self._bits.nbytes)
         return self._bits
 
-    def _onward(self, matcher: "LLMatcher", seen: set[object], is_text: bool) -> int:
+    def _onward(self, matcher: Matcher, seen: set[object], is_text: bool) -> int:
         """A way out of a repetition: a character after which something closes, or else one after which other characters may
         follow than at any place seen so far. −1: there is none."""
         may = [sign for sign in self._onward_ids if matcher.validate_tokens(sign)]
@@ -399,7 +405,7 @@ class Ends:
                     return sign[0]
         return -1
 
-    def _nearest(self, ending: BudgetedEnd, matcher: "LLMatcher", order: int, after: tuple[int, ...]) -> int:
+    def _nearest(self, ending: BudgetedEnd, matcher: Matcher, order: int, after: tuple[int, ...]) -> int:
         """Of the tokens that may follow and do not close, the one nearest to an end by this order of ranks. −1: there is none.
         A forced token is noted, because lists repeat it. (The library could return all forced bytes at once, but its lexer is
         shared by the whole grammar and may run into its limits on long ones.)"""
@@ -423,7 +429,7 @@ class Ends:
         return int(allowed[ranks.argmin()]) if len(ranks) and ranks.min() < _NEVER else -1
 
 
-def _first_of(groups: _Groups, matcher: "LLMatcher") -> int:
+def _first_of(groups: _Groups, matcher: Matcher) -> int:
     for first, tokens in groups:
         if matcher.validate_tokens(first):
             for token in tokens:
@@ -432,7 +438,7 @@ def _first_of(groups: _Groups, matcher: "LLMatcher") -> int:
     return -1
 
 
-def _proposed(proposals: Sequence[list[int]], matcher: "LLMatcher", longest: int) -> list[int]:
+def _proposed(proposals: Sequence[list[int]], matcher: Matcher, longest: int) -> list[int]:
     """The shortest proposal that the grammar takes. Empty: none."""
     for end in proposals:
         if len(end) > longest:

@@ -4,7 +4,7 @@ call here needs to be short: the process is ended if one takes too long."""
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,18 +13,22 @@ import numpy as np
 from octavo.sampling.grammar.bitmask import Ints, Words, any_set, clear_bits, is_set, set_bits
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
+from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, compiled_part, guarded
 from octavo.sampling.grammar.mask_slots import MaskSlots
+from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.protocol import Begin, Compiled, Enter, Fill, Filled, FilledRow, RowToFill
-from octavo.sampling.grammar.shortest_completion import ShortestCompletion
+from octavo.sampling.grammar.shortest_completion import LONGEST, ShortestCompletion
+from octavo.sampling.grammar.shortest_text import shortest_text
 from octavo.text.grammar.limits import parser_limits
 from octavo.text.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLExecutor
 
 _MAX_USED = 32  # used matchers that are kept for later rows
 _MAX_THREADS = 8
 _MAX_AHEAD = 0.005  # seconds for the masks behind a row's drafts
+_LONGEST_TEXT = 4096  # bytes of a shortest answer
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
@@ -43,6 +47,7 @@ class SharedVocabulary:
         vocabulary = Vocabulary(len(tokens), spell, frozenset(begin.special_ids), tuple(begin.eos_ids))
         self.tokenizer = vocabulary.tokenizer(begin.vocab_size)
         self.ends = Ends(vocabulary, begin.vocab_size)
+        self.kinds = TokenKinds(vocabulary, begin.vocab_size)
         self.eos_ids = np.array([i for i in begin.eos_ids if i < begin.vocab_size], dtype=np.int64)
         self.special_ids = np.array(sorted(begin.special_ids), dtype=np.int64)
 
@@ -57,7 +62,7 @@ class _Row:
     ignores_eos: bool  # it ends only if its grammar allows nothing else
     ends_by_eos: bool
     credit: float  # seconds of processor time that it may use
-    matcher: "LLMatcher | None" = None
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)  # of the output, as far as the matcher has consumed it
     ending: BudgetedEnd = field(default_factory=BudgetedEnd)
     may_be_used: bool = True  # its matcher may have served other rows before
@@ -73,12 +78,12 @@ class Matching:
         self._num_threads = min(shared.begin.num_threads, _MAX_THREADS)
         self._ends = shared.ends
         self._rows: dict[int, _Row] = {}
-        self._used: list[LLMatcher] = []
-        self._compiled: LLMatcher | None = None
+        self._used: list[Matcher] = []
+        self._compiled: Matcher | None = None
         self._shortest: ShortestCompletion | None = None  # of its answers
         self._proposals: list[list[int]] = []  # ends of strings by its patterns
         self._growth = 0  # tokens that a part of it may take
-        # Its shortest answer is certain: it is a schema without alternatives, among which the search might miss the shortest.
+        # Its shortest answer is certain: it is a schema without alternatives, or all of them were compared.
         self._is_plain = False
 
     def compile(self, grammar: str) -> Compiled:
@@ -90,7 +95,11 @@ class Matching:
             return Compiled(error_of(compiled), 0)
         self._is_plain = "start: %json" in grammar and not any(word in grammar for word in _ALTERNATIVES)
         self._proposals, self._growth = self._ends.proposals(grammar), growth_of_grammar(grammar)
-        self._compiled, self._shortest = compiled, self._ends.shortest(compiled, self._proposals)
+        self._compiled = guarded(compiled, grammar, self._shared.kinds)
+        self._shortest, is_compared = shortest_answer(
+            self._ends, self._shared.kinds, self._compiled, grammar, self._proposals
+        )
+        self._is_plain |= is_compared
         self._limit(0)
         return Compiled("", BudgetedEnd.of(self._shortest, growth=self._growth).looks_at)
 
@@ -156,11 +165,13 @@ class Matching:
             self._slots.mark(row.slot, True)
         # The slots are not next to each other.
         bits = np.empty((len(rows), self._slots.mask_bytes // 4), dtype=np.int32)
-        matchers = [(row.matcher, at) for at, row in enumerate(rows) if row.matcher is not None]
+        matchers = [(compiled_part(row.matcher), at) for at, row in enumerate(rows) if row.matcher is not None]
         started = time.process_time()
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, self._slots.mask_bytes, len(bits))
         seconds = (time.process_time() - started) / len(rows)
         for at, row in enumerate(rows):
+            if isinstance(row.matcher, GuardedMatcher):
+                row.matcher.narrow(bits[at])
             self._slots.mask(row.slot)[:] = bits[at]
             row.credit -= seconds
 
@@ -186,8 +197,11 @@ class Matching:
         """Compute masks behind drafted tokens, as if they had been sampled, and go back. → how many. It stops where a token would not be
         allowed, where the answer might end, and where its limit comes into sight: those positions are for a step of their own. The
         time is not the row's: without drafts it would not have been spent."""
+        from llguidance import LLMatcher
+
         matcher, bits, num_consumed, num_ahead = row.matcher, self._slots.mask(row.slot), 0, 0
-        assert matcher is not None
+        if not isinstance(matcher, LLMatcher):  # a GuardedMatcher cannot go back
+            return 0
         started = time.thread_time()
         for place, (token, slot) in enumerate(zip(asked.drafts, asked.slots, strict=True)):
             length = asked.length + place + 1
@@ -248,7 +262,7 @@ class Matching:
         row.tokens = list(past)
         return True
 
-    def _consume(self, row: _Row, matcher: "LLMatcher", tokens: list[int]) -> bool:
+    def _consume(self, row: _Row, matcher: Matcher, tokens: list[int]) -> bool:
         row.tokens += tokens
         if tokens and not matcher.consume_tokens(tokens):
             row.failure = error_of(matcher)
@@ -268,7 +282,7 @@ class Matching:
         self._settle_ends(row, row.matcher, bits, row_len)
         return not row.failure and self._ends.restrict(row.ending, row.matcher, bits, row.max_len - row_len)
 
-    def _settle_ends(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
+    def _settle_ends(self, row: _Row, matcher: Matcher, bits: Words, row_len: int) -> None:
         """Apply min_tokens, ignore_eos and stop tokens to the mask."""
         if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
             row.failure = error_of(matcher)
@@ -294,6 +308,20 @@ class Matching:
         return LLExecutor(self._num_threads)
 
 
-def error_of(matcher: "LLMatcher") -> str:
+def shortest_answer(
+    ends: Ends, kinds: TokenKinds, matcher: Matcher, grammar: str, proposals: Sequence[list[int]]
+) -> tuple[ShortestCompletion | None, bool]:
+    """The shortest answer of a grammar, as far as one was found, and whether all alternatives of its schema were compared."""
+    found = ends.shortest(matcher, proposals)
+    text = shortest_text(grammar, kinds.num_tokens)
+    if text is None or len(text) > _LONGEST_TEXT:
+        return found, False
+    tokens, at = kinds.fewest_tokens(text.encode()), matcher.deep_copy()
+    if not tokens or len(tokens) > LONGEST or not at.consume_tokens(tokens) or not at.is_accepting():
+        return found, False
+    return found if found is not None and len(found.tokens) <= len(tokens) else ShortestCompletion(tokens), True
+
+
+def error_of(matcher: Matcher) -> str:
     words = " ".join(matcher.get_error().partition("<")[0].split())[:300]
     return f"the grammar cannot go on: {_WORDS.get(words, words) or 'for an unknown reason'}"

@@ -63,15 +63,29 @@ def _patterns(schema: object) -> Iterator[str]:
 
 def ends_of(pattern: str) -> list[str]:
     """The shortest ends of strings that match a pattern anywhere, one for each state. Empty: the pattern cannot be read here."""
+    automaton = _read(pattern)
+    return [] if automaton is None else [*dict.fromkeys(end for end in automaton.ends().values() if end)]
+
+
+def shortest_match(pattern: str) -> str | None:
+    """The shortest string that matches a pattern. None: the pattern cannot be read here."""
+    automaton = _read(pattern)
+    return None if automaton is None else automaton.ends().get(automaton.start)
+
+
+def pattern_of_format(name: str) -> str | None:
+    return f"^({_FORMATS[name]})$" if name in _FORMATS else None
+
+
+def _read(pattern: str) -> "_Automaton | None":
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             written = re.sub(r"\\x\{([0-9a-f]+)\}", lambda code: re.escape(chr(int(code[1], 16))), pattern)
             parsed = importlib.import_module("re._parser").parse(written)  # the standard library's, which is not public
-        automaton = _Automaton(parsed)
+        return _Automaton(parsed)
     except (re.error, RecursionError, OverflowError, _TooLarge, ValueError):
-        return []
-    return automaton.ends()
+        return None
 
 
 class _TooLarge(Exception):
@@ -96,10 +110,14 @@ class _Automaton:
         self._sequence(items, start, self._last)
         self._first = first
 
-    def ends(self) -> list[str]:
-        start = self._closed({self._first})
+    @property
+    def start(self) -> frozenset[int]:
+        return self._closed({self._first})
+
+    def ends(self) -> dict[frozenset[int], str]:
+        """The shortest end from each set of states."""
         found: dict[frozenset[int], dict[str, frozenset[int]]] = {}
-        waiting = [start]
+        waiting = [self.start]
         while waiting and len(found) < _MAX_STATES:
             states = waiting.pop()
             if states in found:
@@ -119,7 +137,7 @@ class _Automaton:
                     if earlier not in best and len(best[states]) < _MAX_LENGTH:
                         best[earlier] = character + best[states]
                         level.append(earlier)
-        return [*dict.fromkeys(end for end in best.values() if end)]
+        return best
 
     def _following(self, states: frozenset[int]) -> dict[str, frozenset[int]]:
         """One character for each set of states that may follow."""

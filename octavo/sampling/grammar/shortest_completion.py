@@ -1,10 +1,7 @@
 """The shortest complete answer of a grammar, as far as one was found, used as a map to an end from any place near it. Rows
 with the same grammar share it; it is never changed."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+from octavo.sampling.grammar.matcher import Matcher
 
 LONGEST = 1024  # tokens of the longest completion to search for
 CONTEXT = 4  # preceding tokens that identify a place in it
@@ -23,7 +20,7 @@ class ShortestCompletion:
             if len(places) < _MAX_PLACES:
                 places.append(place)
 
-    def rest(self, matcher: "LLMatcher", after: tuple[int, ...], longest: int) -> list[int]:
+    def rest(self, matcher: Matcher, after: tuple[int, ...], longest: int) -> list[int]:
         """The tokens that follow `after` here, as far as `matcher` accepts them. The last such place is tried first, so that
         a list ends rather than continues."""
         best, most = 0, 0

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from octavo.admission.searches import likeliest
 from octavo.messages import Logprobs, SamplingParams
@@ -74,7 +75,8 @@ class ChatTask:
         self.response_id, self.prompt = response_id, prompt
         self.params: SamplingParams = request.params
         self.finish_reason: str | None = None  # ┐ of the one choice, set when `parts` has ended
-        self.stop_reason: str | int | None = None  # ┘
+        self.stop_reason: str | int | None = None  # │
+        self.schema_valid: bool | UnsetType | None = UNSET  # ┘ None: not decided; unset: it was not to be checked
         self._service, self._max_tokens = service, max_tokens
         self._wants_logprobs = bool(fields.logprobs)
         self._num_kept = fields.num_kept
@@ -185,6 +187,7 @@ class ChatTask:
                     unclaimed += piece.logprobs
                     if piece.finish_reason is not None:
                         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+                        self.schema_valid = piece.schema_valid
                 if events:
                     yield self._claim(events, unclaimed)
                     unclaimed = []

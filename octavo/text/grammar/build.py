@@ -207,10 +207,11 @@ def _schema_rule(
     notes: _Notes,
     budget: Budget | None = None,
 ) -> str:
-    """Rule for a schema. `budget`: shared by all schemas of the grammar; None: there is no other."""
+    """Rule for a schema. `budget`: shared by all schemas of the grammar; None: there is no other, and an answer has nothing else than
+    frames of fixed texts around it, so that its value can be followed."""
     if schema is True:
         schema = {}
-    lowered = prepare(schema, field, budget, may_leave_out=notes.may_leave_out)
+    lowered = prepare(schema, field, budget, may_leave_out=notes.may_leave_out, is_followed=budget is None)
     prepared = lowered.schema
     if not isinstance(prepared, dict):
         raise InvalidRequest(field + " is false: no output satisfies it")

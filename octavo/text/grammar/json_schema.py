@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 from urllib.parse import quote
 
 from octavo.errors import Field, InvalidRequest, Unsupported
-from octavo.text.grammar.keywords import BY_NAME, FORMATS, LISTS, SINGLES
+from octavo.text.grammar.keywords import BY_NAME, FORMATS, LISTS, SINGLES, UNIQUE
 from octavo.text.grammar.limits import MAX_OPTIONAL, MAX_REFERENCES, longest_chain
 from octavo.text.grammar.lower import DEFS, MAX_DEPTH, MAX_NODES, Lowered, lower
 from octavo.text.grammar.multiples import MAX_MULTIPLE, Budget, scaled
@@ -81,14 +81,23 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "pattern": (lambda value: isinstance(value, str), "a string"),
     "format": (lambda value: value in FORMATS, f"one of {', '.join(FORMATS)}"),
     "$ref": (lambda value: isinstance(value, str), "a string"),
+    "uniqueItems": (lambda value: value is True, "true or false"),
 }
 """Keywords that do not hold schemas: the check of their value, and a description of valid values."""
 
 
-def prepare(schema: object, field: Field, budget: Budget | None = None, *, may_leave_out: bool = False) -> Lowered:
+def prepare(
+    schema: object,
+    field: Field,
+    budget: Budget | None = None,
+    *,
+    may_leave_out: bool = False,
+    is_followed: bool = False,
+) -> Lowered:
     """Check a schema and return it in the form that the compiler accepts, with the annotations and constraints that were left out.
-    `field`: the request's field that it came in. `may_leave_out`: leave out what cannot be enforced, instead of refusing it."""
-    lowered = lower(schema, field, may_leave_out=may_leave_out)
+    `field`: the request's field that it came in. `may_leave_out`: leave out what cannot be enforced, instead of refusing it.
+    `is_followed`: where the schema's value is in an answer is known, so that its arrays can be kept to uniqueItems."""
+    lowered = lower(schema, field, may_leave_out=may_leave_out, is_followed=is_followed)
     lowered.schema = _Checker(lowered.schema, field, budget or Budget()).run()
     return lowered
 
@@ -176,6 +185,8 @@ class _Checker:
         self._at[place] = node
         for key, value in _with_moments(schema).items():
             node[key] = self._keyword(key, value, place, depth)
+        if node.pop("uniqueItems", False):
+            node["$comment"] = UNIQUE
         self._budget.can_join |= "allOf" in node or ("$ref" in node and len(node) > 1)
         self._count_properties(node, place)
         if node.get("type") == "integer" and "enum" not in node and "const" not in node:

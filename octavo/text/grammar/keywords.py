@@ -43,6 +43,10 @@ APPLIES_TO = {
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Formats that are enforced. Any other is an annotation."""
 
+UNIQUE = "uniqueItems"
+"""The value of $comment in an array's schema whose items must differ. The compiler ignores it; sampling/grammar/guarded_matcher.py
+enforces it. Clients' own comments are annotations, and left out."""
+
 _DRAFTS: dict[str, Draft] = {
     "json-schema.org/draft-04/schema": 4,
     "json-schema.org/draft-06/schema": 6,

@@ -61,15 +61,15 @@ class Lowered:
     unenforced: list[str] = field(default_factory=list)  # constraints that were left out: 'keyword' (at place)
 
 
-def lower(schema: object, where: Field, *, may_leave_out: bool = False) -> Lowered:
-    """`may_leave_out`: note constraints that cannot be enforced instead of refusing them."""
-    return _Lowering(schema, where, may_leave_out).run()
+def lower(schema: object, where: Field, *, may_leave_out: bool = False, is_followed: bool = False) -> Lowered:
+    """`may_leave_out`: note constraints that cannot be enforced instead of refusing them. `is_followed`: keep uniqueItems."""
+    return _Lowering(schema, where, may_leave_out, is_followed).run()
 
 
 class _Lowering:
-    def __init__(self, root: object, where: Field, may_leave_out: bool) -> None:
+    def __init__(self, root: object, where: Field, may_leave_out: bool, is_followed: bool) -> None:
         self._root, self._field = root, where
-        self._may_leave_out = may_leave_out
+        self._may_leave_out, self._is_followed = may_leave_out, is_followed
         self._references = References(root, MAX_DEPTH)
         self._found = Lowered(None)
         self._num_nodes = 0
@@ -419,11 +419,14 @@ class _Lowering:
         if isinstance(most, int) and most <= 1:
             return
         values = self._values(core.get("items"))
-        if values is None or "prefixItems" in core or len(values) > _MAX_UNIQUE or types_of(core) != ["array"]:
-            raise Unenforced(at.place, "uniqueItems")
         least = core.get("minItems", 0)
         if not isinstance(least, int) or not (most is None or isinstance(most, int)):
             return  # json_schema.py refuses it
+        if values is None or "prefixItems" in core or len(values) > _MAX_UNIQUE or types_of(core) != ["array"]:
+            if not self._is_followed:
+                raise Unenforced(at.place, "uniqueItems")
+            core["uniqueItems"] = True
+            return
         lists = _sequences(values, least, len(values) if most is None else most)
         if not lists:
             raise InvalidRequest(

@@ -20,6 +20,7 @@ _WARM_BYTES = 192 * MiB  # what idle pages may keep resident, on a CPU with an a
 _AUTO_CPU_SHARE = 0.4
 
 
+_MOST_RANKS = 16  # that a note names
 _LEAST_CONTEXT = 2048  # tokens that a suggestion must make room for if --max-model-len is not given
 
 
@@ -54,6 +55,8 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
             )
         notes.append(f"the context is cut from {max_model_len} to {fits} tokens, which is what the KV store holds")
         max_model_len = fits
+    if len(reports) > 1:
+        notes.append(_by_rank(reports, num_pages))
     num_warm_pages = _warm_pages(config, reports)
     if num_warm_pages is not None:
         notes.append(
@@ -90,9 +93,35 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         notes=first.notes,
         memory=_together([report.memory for report in reports if report.memory is not None]),
         hidden_size=first.hidden_size,
-        fingerprint=first.fingerprint,
+        fingerprint=_fingerprint(reports),
         can_generate=first.can_generate,
+        num_stages=1 + max(report.stage for report in reports),
     )
+
+
+def _by_rank(reports: list[LoadReport], num_pages: int) -> str:
+    """What each rank holds, and all of them together."""
+    stages = max(report.stage for report in reports)
+    parts = [
+        f"rank {number}{f' (stage {report.stage})' if stages else ''} {in_words(report.weights_bytes)} of weights and "
+        f"{in_words(num_pages * report.page_bytes)} of KV pages"
+        for number, report in enumerate(reports)
+    ]
+    total = sum(report.weights_bytes + num_pages * report.page_bytes for report in reports)
+    shown = parts if len(parts) <= _MOST_RANKS else [*parts[:_MOST_RANKS], f"{len(parts) - _MOST_RANKS} more"]
+    return f"memory by rank: {', '.join(shown)}; {in_words(total)} in all"
+
+
+def _fingerprint(reports: list[LoadReport]) -> dict[str, str]:
+    """That of the whole model: stages differ only in the forms in which they hold their weights."""
+    parts = [report.fingerprint for report in reports if report.fingerprint]
+    if len(parts) < 2:
+        return reports[0].fingerprint
+    names = dict.fromkeys(name for each in parts for name in each["weights"].split("+"))
+    if parts[0]["kernels"].startswith("native"):
+        return parts[0] | {"weights": "+".join(sorted(names))}
+    dtype = parts[0]["weights"].split("+")[-1]  # comes last (worker/fingerprint.py)
+    return parts[0] | {"weights": "+".join([*(name for name in names if name != dtype), dtype])}
 
 
 def _pages_of(num_tokens: int, config: CacheConfig, report: LoadReport) -> int:

@@ -5,6 +5,7 @@ A whole message is a streamed one whose events are not sent."""
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from octavo.text.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 
@@ -55,6 +56,9 @@ class Message(msgspec.Struct, frozen=True, tag="message"):
     stop_sequence: str | None
     usage: MessageUsage
     role: Literal["assistant"] = "assistant"
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # ours: structured_outputs.unenforced is "check"; null: not decided in time
+    )
 
 
 class TokenCount(msgspec.Struct, frozen=True):
@@ -83,6 +87,7 @@ class JsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta", gc=False):
 class End(msgspec.Struct, frozen=True, gc=False):
     stop_reason: StopReason
     stop_sequence: str | None
+    schema_valid: bool | UnsetType | None = UNSET  # as in Message
 
 
 class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):

@@ -16,6 +16,7 @@ from octavo.server.schema.lists import AtMost
 from octavo.server.schema.shapes import (
     CacheControl,
     OutputFormat,
+    StructuredOutputs,
     System,
     TurnMetadata,
     Turns,
@@ -83,6 +84,7 @@ class MessagesRequest(CountRequest, StreamFields):
     top_k: int | None = None
     stop_sequences: Annotated[list[str] | None, AtMost(MAX_STOPS)] = None
     metadata: TurnMetadata = None
+    structured_outputs: StructuredOutputs = None  # vLLM's, and what is to become of constraints that cannot be enforced
 
 
 async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.ChatFields, chat_request.ChatPrompt]:
@@ -121,6 +123,7 @@ def _chat_fields(service: Service, fields: CountRequest) -> chat_request.ChatFie
         same = ("temperature", "top_p", "top_k", "stream")
         values |= {name: getattr(fields, name) for name in same} | fields.limits
         values["stop"] = fields.stop_sequences
+        values["structured_outputs"] = fields.structured_outputs
     with NAMES.in_errors():
         return make_fields(chat_request.ChatFields, values, fields.num_bytes)
 

@@ -3,6 +3,8 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
+
 from octavo.server.dialects.anthropic import output
 from octavo.server.generate.chat_task import ChatTask
 from octavo.server.http.sse import typed_event
@@ -21,8 +23,8 @@ class MessageWriter:
                 for part in parts:
                     self._blocks.feed(part.event)
         self._blocks.finish()
-        end = self._end()
-        return self._message(self._blocks.blocks, end.stop_reason, end.stop_sequence)
+        message = self._message(self._blocks.blocks, *self._stop())
+        return msgspec.structs.replace(message, schema_valid=self._task.schema_valid)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         before = typed_event(output.MessageStart(self._message([], None, None))) + typed_event(output.Ping())
@@ -45,14 +47,18 @@ class MessageWriter:
         return output.Message(self._id, self._model, blocks, stop_reason, stop_sequence, self._usage())
 
     def _end(self) -> output.End:
+        return output.End(*self._stop(), self._task.schema_valid)
+
+    def _stop(self) -> tuple[output.StopReason, str | None]:
+        """The reason, and the stop sequence."""
         task = self._task
         if task.is_cut and not task.has_looped:
-            return output.End("model_context_window_exceeded" if task.filled_context else "max_tokens", None)
+            return "model_context_window_exceeded" if task.filled_context else "max_tokens", None
         if task.finish_reason == "tool_calls":
-            return output.End("tool_use", None)
+            return "tool_use", None
         if isinstance(task.stop_reason, str):
-            return output.End("stop_sequence", task.stop_reason)
-        return output.End("end_turn", None)
+            return "stop_sequence", task.stop_reason
+        return "end_turn", None
 
     def _usage(self) -> output.MessageUsage:
         used, cached = self._task.usage, self._task.num_cached_tokens

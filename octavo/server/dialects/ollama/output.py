@@ -42,6 +42,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET  # from the request's arrival to the first piece of the answer
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET  # from the first piece to the end
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # ours: structured_outputs.unenforced is "check"; null: not decided in time
+    )
 
 
 class ChatChunk(Chunk, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from octavo.server.schema.fields import (
     make_fields,
 )
 from octavo.server.schema.lists import AtMost
-from octavo.server.schema.shapes import OllamaFormat, OllamaMessages, OllamaThink, Texts, Tools
+from octavo.server.schema.shapes import OllamaFormat, OllamaMessages, OllamaThink, StructuredOutputs, Texts, Tools
 from octavo.server.state.service import Service
 
 EFFORTS = ("low", "medium", "high")
@@ -171,6 +171,7 @@ class AnswerFields(ModelFields, PlainStreamFields):
     truncate: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    structured_outputs: StructuredOutputs = None  # vLLM's, and what is to become of constraints that cannot be enforced
 
     @field_validator("stream", mode="after")
     @classmethod
@@ -192,6 +193,7 @@ class AnswerFields(ModelFields, PlainStreamFields):
         values = {**self.chosen.sampling(), **self.limits, "stream": self.stream}
         values |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         values["response_format"] = _response_format(self.format)
+        values["structured_outputs"] = self.structured_outputs
         return values | _thinking(service, self)
 
 

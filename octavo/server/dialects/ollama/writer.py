@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from octavo.server.dialects.ollama.output import (
     ChatChunk,
@@ -31,6 +31,7 @@ class Task(Protocol):
     """A ChatTask or a TextTask."""
 
     finish_reason: str | None
+    schema_valid: bool | UnsetType | None
 
     @property
     def usage(self) -> Usage: ...
@@ -112,6 +113,7 @@ class OllamaWriter:
             "prompt_eval_duration": _nanoseconds(first - self._arrived),
             "eval_count": usage.completion_tokens,
             "eval_duration": _nanoseconds(now - first),
+            "schema_valid": self._task.schema_valid,
         }
 
 

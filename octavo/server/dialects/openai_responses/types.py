@@ -167,6 +167,9 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     usage: ResponseUsage
     metadata: dict[str, str]
     user: str | UnsetType = UNSET
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # ours: structured_outputs.unenforced is "check"; null: not decided in time
+    )
 
 
 class Deleted(msgspec.Struct, frozen=True):

@@ -128,6 +128,7 @@ class ResponseWriter:
             incomplete_details=self._incomplete_details() if is_cut else None,
             output=self._output.items,
             usage=self._usage(),
+            schema_valid=self._task.schema_valid,
         )
         return self._kept(response)
 

@@ -1,0 +1,184 @@
+"""A short answer to a schema, by its alternatives: of each choice the one that takes the fewest tokens.
+
+The search of budgeted_end.py takes the first way that closes, which need not be the shortest where there are alternatives. This one
+compares them. It is a proposal: the grammar decides whether it is an answer."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from octavo.sampling.grammar.pattern_ends import pattern_of_format, shortest_match
+
+Schema = dict[str, Any]
+Count = Callable[[bytes], int]
+"""The fewest tokens of a text."""
+
+_ROUNDS = 8  # of definitions that refer to each other
+_COMPARED = 8  # texts of one choice whose tokens are counted: those with the fewest characters
+_MAX_COUNTED = 8000  # characters of all that are compared
+_TYPES = {"null": "null", "boolean": "true", "string": '""', "array": "[]", "object": "{}"}
+
+
+class _Unknown(Exception):
+    """A part whose shortest value is not known here."""
+
+
+class _Pending(_Unknown):
+    """A definition whose text is not known yet."""
+
+
+def shortest_text(grammar: str, count: Count) -> str | None:
+    """None: it is not known here. Only for a grammar that is one schema."""
+    at = grammar.find("\nstart: %json ")
+    if at < 0:
+        return None
+    try:
+        schema, _ = json.JSONDecoder().raw_decode(grammar, at + len("\nstart: %json "))
+        return _Texts(schema, count).root()
+    except (_Unknown, RecursionError, ValueError):
+        return None
+
+
+class _Texts:
+    def __init__(self, root: Schema, count: Count) -> None:
+        self._root, self._count = root, count
+        self._defs: dict[str, Any] = root.get("$defs", {})
+        self._num_left = _MAX_COUNTED
+        self._known: dict[str, str] = {}  # definitions whose text is known
+        self._unknown: set[str] = set()  # … and those of which it cannot be
+
+    def root(self) -> str:
+        for _ in range(_ROUNDS):
+            before = dict(self._known)
+            for name, part in self._defs.items():
+                try:
+                    self._known[name] = self._best([self._of(part), *([before[name]] if name in before else [])])
+                except _Pending:
+                    continue
+                except _Unknown:
+                    self._unknown.add(name)
+            if before == self._known:
+                break
+        return self._of(self._root)
+
+    def _best(self, texts: list[str]) -> str:
+        if not texts:
+            raise _Unknown
+        if len(few := sorted({*texts}, key=lambda text: (len(text), text))[:_COMPARED]) == 1:
+            return few[0]
+        self._num_left -= sum(map(len, few))
+        if self._num_left < 0:
+            raise _Unknown
+        return min(few, key=lambda text: (self._count(text.encode()), len(text)))
+
+    def _of(self, schema: Any) -> str:
+        if schema is False:
+            raise _Unknown
+        if schema is True or not schema:
+            return "0"
+        own = {key: value for key, value in schema.items() if key not in ("$defs", "x-guidance", "$comment")}
+        match own:
+            case {"$ref": str(reference), **rest} if not rest:
+                return self._referred(reference)
+            case {"const": value, **rest} if not rest.keys() - {"type"}:
+                return _written(value)
+            case {"enum": list(values), **rest} if not rest.keys() - {"type"}:
+                return self._best([_written(value) for value in values])
+            case {"anyOf": list(parts), **rest} if not rest.keys() - {"type"}:
+                return self._best(self._some(parts))
+            case {"allOf": list(parts), **rest}:
+                return self._of(_joined([rest, *parts]))
+            case {"type": list(types), **rest}:
+                return self._best(self._some([{"type": name, **rest} for name in types]))
+            case {"type": str(name), **rest}:
+                return self._typed(name, rest)
+        raise _Unknown
+
+    def _some(self, parts: list[Any]) -> list[str]:
+        """Texts of the parts. One that cannot be known might be the shortest; one that is not known yet is compared in the next round."""
+        found: list[str] = []
+        for part in parts:
+            with contextlib.suppress(_Pending):
+                found += [self._of(part)] if part is not False else []
+        if not found:
+            raise _Pending
+        return found
+
+    def _referred(self, reference: str) -> str:
+        name = unquote(reference.removeprefix("#/$defs/")).replace("~1", "/").replace("~0", "~")
+        if name not in self._known or name in self._unknown:
+            raise _Unknown if name in self._unknown or name not in self._defs else _Pending
+        return self._known[name]
+
+    def _typed(self, name: str, rest: Schema) -> str:
+        match name:
+            case "string":
+                return _string(rest)
+            case "integer" | "number":
+                return _number(rest)
+            case "array":
+                return self._array(rest)
+            case "object":
+                return self._object(rest)
+        return _TYPES[name]
+
+    def _array(self, rest: Schema) -> str:
+        least, first = int(rest.get("minItems", 0)), rest.get("prefixItems", [])
+        if rest.keys() - {"items", "prefixItems", "minItems", "maxItems"} or least > 64:
+            raise _Unknown
+        return (
+            f"[{','.join(self._of(first[at] if at < len(first) else rest.get('items', True)) for at in range(least))}]"
+        )
+
+    def _object(self, rest: Schema) -> str:
+        known = {"properties", "required", "additionalProperties", "maxProperties"}
+        if rest.keys() - known:
+            raise _Unknown
+        listed, required = rest.get("properties", {}), [*dict.fromkeys(rest.get("required", ()))]
+        others = [name for name in required if name not in listed]
+        parts = [
+            f"{_written(name)}:{self._of(listed.get(name, rest.get('additionalProperties', True)))}"
+            for name in [*(name for name in listed if name in required), *others]
+        ]
+        return f"{{{','.join(parts)}}}"
+
+
+def _joined(parts: list[Any]) -> Schema:
+    """One schema of several that apply to the same value, where they say different things."""
+    joined: Schema = {}
+    for part in parts:
+        if part is True:
+            continue
+        if not isinstance(part, dict) or any(joined.get(key, value) != value for key, value in part.items()):
+            raise _Unknown
+        joined |= part
+    return joined
+
+
+def _string(rest: Schema) -> str:
+    if rest.keys() - {"minLength", "maxLength", "pattern", "format"}:
+        raise _Unknown
+    pattern = rest.get("pattern") or pattern_of_format(rest.get("format", ""))
+    if pattern is None and "format" in rest:
+        raise _Unknown
+    text = "" if pattern is None else shortest_match(pattern)
+    if text is None or (pattern is not None and len(text) < rest.get("minLength", 0)):
+        raise _Unknown
+    return _written(text or "a" * int(rest.get("minLength", 0)))
+
+
+def _number(rest: Schema) -> str:
+    if rest.keys() - {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
+        raise _Unknown
+    for number in (0, *range(1, 10), *(rest[key] for key in ("minimum", "maximum") if key in rest)):
+        is_above = number >= rest.get("minimum", number) and number > rest.get("exclusiveMinimum", number - 1)
+        is_below = number <= rest.get("maximum", number) and number < rest.get("exclusiveMaximum", number + 1)
+        if is_above and is_below:
+            return _written(number)
+    raise _Unknown
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
