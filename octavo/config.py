@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
 
@@ -169,6 +169,19 @@ class CacheConfig:
         most=MAX_GIB,
     )
     enable_prefix_caching: bool = knob(True, "reuse the KV pages of prompt prefixes that were computed before")
+    kv_tier: str = knob(
+        "",
+        "where prefixes outlive the KV store, and the server: disk:50GiB:/path keeps KV pages in a folder of this user alone, within "
+        "so many bytes. Pages of a prompt that was computed before are read from there if that is faster than computing them. Needs a CPU, "
+        "one rank, and a model without sliding windows",
+    )
+    idle_prefix_bytes: int | str = knob(
+        AUTO,
+        "most memory that prefixes keep which no request uses, on a CPU, where a page takes memory when it is first used (192M: frugal); "
+        "auto: the whole KV store, and less while memory is scarce",
+        kind="bytes",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +322,11 @@ class ServerConfig:
     strict_fields: bool = knob(
         False,
         "reject requests with fields that are unknown or have no effect; off: the response lists such fields in ignored_fields",
+    )
+    drop_client_nonces: bool = knob(
+        True,
+        "leave out the line x-anthropic-billing-header that Claude Code puts before its system prompt and changes in every request, so that "
+        "requests share their prefix; the response names it in ignored_fields. Not with --strict-fields",
     )
     stream_interval: int = knob(
         1,
@@ -580,6 +598,7 @@ class Config:
         for name in ("hf_overrides", "override_generation_config"):
             read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
         read_json_object(self.scheduler.speculative_config, "--speculative-config")
+        read_tier(self.cache.kv_tier)
         self._check_access()
 
     def _check_access(self) -> None:
@@ -704,6 +723,29 @@ def read_count(text: str) -> int | None:
 def read_size(text: str) -> int | None:
     """A number of bytes: 1048576, 512M, 1.5G, 2GiB. None: it is none; 2GB is ambiguous (10^9 or 2^30)."""
     return _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?")
+
+
+class DiskTier(NamedTuple):
+    max_bytes: int
+    folder: str
+
+
+def read_tier(text: str) -> DiskTier | None:
+    """The value of --kv-tier. None: there is no tier. Raises ConfigError."""
+    if not text:
+        return None
+    kind, _, rest = text.partition(":")
+    size_text, _, folder = rest.partition(":")
+    if kind == "ram":
+        raise ConfigError(
+            "--kv-tier ram: on a CPU pages are in memory already (--kv-cache-memory-bytes), and GPUs have no tier yet: use disk:SIZE:FOLDER"
+        )
+    num_bytes = read_size(size_text)
+    if kind != "disk" or not folder or not num_bytes:
+        raise ConfigError(
+            f"--kv-tier: {text!r} is no tier: give disk:SIZE:FOLDER, for example disk:50GiB:/var/cache/octavo-kv"
+        )
+    return DiskTier(num_bytes, folder)
 
 
 def read_json_object(text: str, what: str) -> dict[str, Any]:

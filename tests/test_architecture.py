@@ -19,7 +19,7 @@ PACKAGE = ROOT / "octavo"
 TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("0", ("errors", "config", "foreign_flags", "limits", "spec", "stage", "gguf", "messages")),
     ("1a", ("ipc", "schedule", "cache", "text", "executor.base")),
-    ("1b", ("observe", "sandbox", "routing")),
+    ("1b", ("observe", "sandbox", "routing", "kv_tier")),
     ("2", ("device", "parallel", "batch", "kernels", "quants")),
     ("3a", ("attention", "sampling", "weights.methods")),
     ("3b", ("layers",)),

@@ -31,7 +31,7 @@ from octavo.messages import (
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import JourneyRing, journeys_json
 from octavo.observe.metrics.engine_metrics import EngineMetrics
-from octavo.observe.metrics.gauges import EngineState
+from octavo.observe.metrics.gauges import EngineState, TierState
 from octavo.schedule import Scheduler
 
 log = logging.getLogger("octavo.engine")
@@ -125,6 +125,8 @@ class EngineControl:
     def rest(self) -> None:
         """No message has come for a while. If anything was computed since the last time, audit the pages and give memory back."""
         self._audit()
+        self._loop.limit_idle()
+        self._loop.take_tier_events()
         if not self._loop.has_work and self._num_trimmed != self._scheduler.num_steps:
             self._num_trimmed = self._scheduler.num_steps
             trim_heap()
@@ -154,6 +156,7 @@ class EngineControl:
             refusals=self.heartbeat.refusals(),
             rejections=self.queue_limit.rejections,
             blocked_seconds=self.journal.waits(self._clock()),
+            tier=TierState() if self._loop.tier is None else self._loop.tier.state(),
         )
 
     def _audit(self) -> None:

@@ -70,6 +70,8 @@ class Driver:
         self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
         self._loop.on_grammar_ready = lambda: inbox.put(Wake())
+        if self._loop.tier is not None:
+            self._loop.tier.on_event(lambda: inbox.put(Wake()))
         self._control.journal.on_end = self._travelled
 
     def run(self) -> None:
@@ -109,7 +111,7 @@ class Driver:
     def _handle(self, message: ToEngine | Wake) -> None:
         match message:
             case Wake():
-                pass
+                self._loop.take_tier_events()
             case GenerateRequest():
                 if self._recovery is None:
                     self._add(message)
@@ -218,7 +220,7 @@ class Driver:
         self._outbox.send(journey.origin, Travelled(self._encode(journey)))
 
     def _forget_if_done(self, request_id: str) -> None:
-        if not self._loop.scheduler.has(request_id):
+        if not self._loop.has(request_id):
             self._origins.pop(request_id, None)
             if self._recovery is not None:
                 self._recovery.forget(request_id)

@@ -20,6 +20,7 @@ import msgspec
 import octavo
 from octavo.config import Config
 from octavo.errors import ConfigError, EngineDead
+from octavo.executor.base import TierMover
 from octavo.executor.preparations import Preparations
 from octavo.executor.remote import Gathering, RankLauncher, RemoteRank
 from octavo.messages import Allocate, EngineReport, LoadReport, RankFailed, RankStart, StepPlan, StepResult
@@ -72,6 +73,12 @@ class ProcessExecutor:
             sampling = self._ranks[self._config.parallel.result_rank :]  # the last stage's
             self._preparations = Preparations([rank.side for rank in sampling])
         self._preparations.prepare(grammar, forgets, done)
+
+    def give_back(self, pages: list[int]) -> None:
+        """Ranks keep the memory of their pages: idle prefixes stop growing, and that is all."""
+
+    def open_tier(self, folder: str, max_bytes: int, layout: str) -> TierMover:
+        raise ConfigError("--kv-tier needs one rank (--tensor-parallel-size 1): pages of several ranks are not stored")
 
     def close(self) -> None:
         if self._is_closed:

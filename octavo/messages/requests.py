@@ -266,7 +266,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     hidden_size: int = 0  # numbers in an embedding
     can_generate: bool = True  # False: an encoder, which gives embeddings and keeps no pages
     num_warm_pages: int | None = (
-        None  # cached pages alone take no memory beyond these; None: all memory is taken already
+        None  # cached pages alone take no memory beyond these; None: all memory is taken already, and is never given back
     )
     windows: tuple[int, ...] = (
         0,
