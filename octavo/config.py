@@ -201,6 +201,14 @@ class SchedulerConfig:
         least=0,
         most=MAX_SECONDS,
     )
+    speculative_config: str = knob(
+        "",
+        "JSON object: draft tokens ahead and verify them in one step, which changes no token. method: auto, ngram (the last place with the "
+        "same tokens), suffix (the place with the longest match) or none; num_speculative_tokens: most drafted tokens of a row in a step "
+        "(8); prompt_lookup_min, prompt_lookup_max: tokens that ngram looks for (2, 4); adaptive: false drafts whatever it costs. "
+        "auto: ngram on a CPU, where drafts are as long as their measured cost is worth; none on a GPU",
+        kind="json",
+    )
     max_waiting_requests: int = knob(
         4096, "most requests in the queue; further requests get status 429; 0: no limit", least=0
     )
@@ -655,6 +663,7 @@ class Config:
                 _check_value(option, getattr(getattr(self, section), option.name))
         for name in ("hf_overrides", "override_generation_config"):
             read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
+        read_json_object(self.scheduler.speculative_config, "--speculative-config")
         read_tier(self.cache.kv_tier)
         self._check_access()
         self._check_fleet()

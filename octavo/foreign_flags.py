@@ -50,7 +50,7 @@ def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> 
 
 _NO_CODE = "code from a checkpoint is never run here; the supported architectures need none"
 _LORA = "adapters (LoRA) are not supported: merge the adapter into the weights and serve the result"
-_SPECULATION = "speculative decoding is not supported"
+_SPECULATION = "give it in --speculative-config"
 _REPLICAS = (
     "--data-parallel-size starts and balances all replicas of a server; there is nothing to place or connect by hand"
 )
@@ -77,7 +77,7 @@ _SWITCHES_REFUSED = {
     "enable-tower-connector-lora": _LORA,
     "fully-sharded-loras": _LORA,
     "specialize-active-lora": _LORA,
-    "per-request-spec-decode-metrics": _SPECULATION,
+    "per-request-spec-decode-metrics": "the journey of a request has its drafted and accepted tokens",
     "data-parallel-external-lb": _REPLICAS,
     "data-parallel-hybrid-lb": _REPLICAS,
     "data-parallel-multi-port-external-lb": _REPLICAS,
@@ -119,7 +119,7 @@ _REFUSED = {
         ("lora-modules", "max-loras", "max-lora-rank", "lora-dtype", "max-cpu-loras", "lora-target-modules",
          "default-mm-loras", "max-lora-cls-labels"), _LORA,
     ),
-    **dict.fromkeys(("speculative-config", "spec-method", "spec-model", "spec-tokens"), _SPECULATION),
+    **dict.fromkeys(("spec-method", "spec-model", "spec-tokens"), _SPECULATION),
     **dict.fromkeys(
         ("data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address",
          "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-supervisor-port", "dp-supervisor-probe-interval-s",

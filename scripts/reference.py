@@ -749,6 +749,7 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
         "server.generate.requests.MAX_REPEATED_BYTES": ("bytes of sampling parameters, times the prompts", "400"),
         "text.tokenize.windows.MAX_WORD": ("characters of a long text without a boundary between words", "400"),
         "server.schema.fields.MAX_TEMPLATE_VARIABLES": ("entries of `chat_template_kwargs`", "400"),
+        "messages.speculation.MAX_PREDICTION": ("tokens of `prediction` that are looked at", "the rest has no effect"),
         "text.chat.template.MAX_REQUEST_SOURCE": ("characters of a request's own `chat_template`", "400"),
         "text.chat.template_limits.MAX_SECONDS": ("seconds of CPU time to render a template", "400"),
         "text.chat.template_limits.MAX_MADE": ("characters and list entries that a rendering makes", "400"),
@@ -783,6 +784,8 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
 }
 # Constants of the same rooms that limit no size of a request.
 NOT_SIZES = {
+    "messages.speculation.MAX_DRAFT",
+    "messages.speculation.MAX_NGRAM",
     "server.dialects.openai_responses.request.MAX_TEMPERATURE",
     "server.dialects.openai_responses.request.MAX_NUMBER",
     "server.dialects.openai_responses.store.MAX_ID_LEN",

@@ -149,6 +149,16 @@ class KVCache:
                 del table.pages[: len(pages)]
         return [self._grow(table, first, needed, copies) for table, copies in zip(tables, shared, strict=True)]
 
+    def shrink(self, sequence: int, num_tokens: int) -> None:
+        """Give back pages beyond the first `num_tokens`: drafts were written to them and not accepted. None of these was ever
+        published."""
+        needed = self._pages_for(num_tokens)
+        for table in self.tables[sequence]:
+            if table.end > needed:
+                at = max(needed - table.first, 0)
+                self.pool.give(table.pages[at:])
+                del table.pages[at:]
+
     def fork(self, parent: int, child: int, num_tokens: int) -> list[list[int]]:
         """Let the child share the parent's pages of the first `num_tokens`; extend() copies a shared page before a write.
         Returns the child's page tables."""

@@ -28,6 +28,7 @@ from octavo.ipc.heartbeat import Heartbeat
 from octavo.ipc.launch import FleetMember
 from octavo.kv_tier.folder import folder_secret
 from octavo.messages import EngineReport
+from octavo.messages.speculation import speculation_of
 from octavo.observe.history import History
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing
@@ -35,6 +36,7 @@ from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.replica_feed import ReplicaFeed
 from octavo.observe.step_observer import Observers, StepObserver
 from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule.drafts.lengths import speculation
 from octavo.schedule.stall_limit import StallLimit
 from octavo.weights.sources.source import ModelSource
 
@@ -64,6 +66,10 @@ def start_engine(
         policy = config.scheduler.scheduling_policy
         report = msgspec.structs.replace(
             executor.start(), scheduling_policy=policy, max_inter_token_ms=config.scheduler.max_inter_token_ms
+        )
+        settings = speculation_of(config.scheduler.speculative_config, is_gpu=report.memory is not None)
+        report = msgspec.structs.replace(
+            report, speculation=settings if report.can_generate and report.num_stages == 1 else None
         )
     except BaseException:
         executor.close()
@@ -95,6 +101,7 @@ def start_engine(
         swap_min_tokens=report.page_size,
         policy=POLICIES[policy],
         stall_limit=StallLimit.of(report.max_inter_token_ms),
+        speculation=speculation(report.speculation),
         num_stages=report.num_stages,
     )
     metrics = EngineMetrics(model_name, report)
@@ -167,7 +174,7 @@ def build_engine(
     history = History() if history is None else history
     history.start(clock())
     journal, live_view = EngineJournal(), LiveView(scheduler, metrics, history)
-    cost_meter = CostMeter(metrics.report.one_row_seconds)
+    cost_meter = CostMeter(metrics.report.one_row_seconds, metrics.report.verify_seconds)
     # Everything that hears of every step, in this order. A recorder comes last (EngineLoop.record).
     observers: list[StepObserver] = [
         queue_limit,

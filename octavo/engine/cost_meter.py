@@ -3,18 +3,20 @@ and observers hear of it: what steers a plan is an input on record (decisions 02
 
 from octavo.observe.step_observer import StepObserver, StepTimes
 from octavo.schedule.results import Committed
-from octavo.schedule.step_costs import ONE_ROW, StepCosts, StepSamples, shape_of
+from octavo.schedule.step_costs import ONE_ROW, VERIFIED_ROW, StepCosts, StepSamples, shape_of
 
 _DECODE_EVERY = 4  # of the steps without prompts, which are many and alike, one in so many is measured
 _FIT_EVERY, _FIT_NEW_EVERY = 64, 4  # samples between two fits; the second after a step of a new kind
 
 
 class CostMeter(StepObserver):
-    def __init__(self, one_row_seconds: float = 0.0) -> None:
-        """`one_row_seconds`: what a step of one row took before the first request; 0: not measured."""
+    def __init__(self, one_row_seconds: float = 0.0, verify_seconds: float = 0.0) -> None:
+        """`one_row_seconds`: what a step of one row took before the first request; `verify_seconds`: what one of a VERIFIED_ROW took; 0:
+        not measured."""
         self.new_costs: StepCosts | None = None  # not handed on yet
         self._samples = StepSamples()
         self._samples.add_trial(ONE_ROW, one_row_seconds)
+        self._samples.add_trial(VERIFIED_ROW, verify_seconds)
         self._num_decodes = 0
         self._has_costs = self._has_new_kind = False
         self._num_since_fit = 0

@@ -73,7 +73,9 @@ class EngineLoop:
             executor.submit(planned.plan)
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
-        depth = scheduler.num_stages if executor.overlap and not observers.needs_drain() else 0
+        depth = (
+            scheduler.num_stages if executor.overlap and not observers.needs_drain() and not planned.wants_drain else 0
+        )
         if depth:
             observers.submitted()
         deltas: list[TokenDelta] = []

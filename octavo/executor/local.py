@@ -34,7 +34,8 @@ class LocalExecutor:
     def start(self) -> EngineReport:
         report = settle(self._config.cache, [self._loader.load()])
         self._runner, notes = self._loader.allocate(report.num_pages, report.num_host_pages)
-        report = msgspec.structs.replace(report, one_row_seconds=self._loader.time_one_row())
+        one_row_seconds, verify_seconds = self._loader.time_steps()
+        report = msgspec.structs.replace(report, one_row_seconds=one_row_seconds, verify_seconds=verify_seconds)
         del self._loader  # what it holds is the runner's from now on
         report.notes.extend(notes)
         return report

@@ -24,6 +24,7 @@ from octavo.messages.plans import (
     Allocate,
     Candidates,
     DeviceMemory,
+    Draft,
     Entering,
     ForcedToken,
     LoadReport,
@@ -35,6 +36,7 @@ from octavo.messages.plans import (
     RankStart,
     StepPlan,
     StepResult,
+    most_samples,
 )
 from octavo.messages.requests import (
     Abort,
@@ -88,6 +90,7 @@ __all__ = [
     "Candidates",
     "Control",
     "DeviceMemory",
+    "Draft",
     "Dying",
     "EngineGone",
     "EngineLost",
@@ -146,5 +149,6 @@ __all__ = [
     "TokenDelta",
     "Travelled",
     "WantSnapshot",
+    "most_samples",
     "numbers_of",
 ]

@@ -99,6 +99,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # have finished as there are beams; "never": when no beam can beat them.
     early_stopping: bool | Literal["never"] = False
     repetition_detection: RepetitionDetectionParams | None = None
+    use_speculation: bool = True  # draft tokens ahead where the server does; no token depends on it
+    prediction_ids: tuple[int, ...] = ()  # what the output is expected to be; set where there is a tokenizer
 
     def __post_init__(self) -> None:
         self._check_types()

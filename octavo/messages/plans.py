@@ -139,6 +139,22 @@ class ForcedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: int
 
 
+class Draft(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens that a row may continue with, to be verified (decision 048). They are the last positions that the row computes in this
+    step, and it samples after each of them, too."""
+
+    at: int  # index of the row in the plan's columns
+    tokens: list[int]  # at least one
+
+
+MIN_SAMPLES = 16
+
+
+def most_samples(max_rows: int) -> int:
+    """The most tokens that a step samples: one for each row, and one for each drafted token."""
+    return max(max_rows, MIN_SAMPLES)
+
+
 NO_INPUT = -1
 
 
@@ -161,6 +177,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     # With several stages: the token at starts[i], which an earlier stage cannot know because the last one sampled it; NO_INPUT: it came
     # when the row was entered, or is forced. Empty: there is one stage.
     inputs: list[int] = []
+    drafts: list[Draft] = []  # ascending by row; empty with several stages
 
     @property
     def is_empty(self) -> bool:
@@ -189,7 +206,8 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """The results of a step, in the order of the True entries of the plan's `samples`: a vector for each pooled row, a token for
-    each other row, logprobs of the tokens whose row asks for them, and candidates for each row that is a beam."""
+    each other row (several for a row with a draft), logprobs of the tokens whose row asks for them, and candidates for each row that
+    is a beam."""
 
     step: int
     tokens: list[int]
@@ -205,3 +223,6 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     # Indices of `tokens` that do not count: the mask of their row was not there in time. The row samples the same position again in
     # a later step. A step that was planned before this was known is late for that row, too.
     late: list[int] = []
+    # For each of the plan's drafts: how many tokens the row got, 1 to 1 + drafted. All but the last of them equal the draft. An index
+    # of `failures`, `last` or `late` is never that of a run of several.
+    runs: list[int] = []

@@ -10,6 +10,7 @@ import msgspec
 from octavo.messages.fleet import FleetState, PageEvents, PageSnapshot
 from octavo.messages.params import PoolingParams, SamplingParams
 from octavo.messages.plans import DeviceMemory, Logprobs
+from octavo.messages.speculation import SpeculationSettings
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -196,6 +197,8 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     cause: Literal["fault", "overload", "deadline", "grammar"] = "fault"  # with reason "error": the kind of error
     retry_after: int = 0  # seconds, with cause "overload"
     cumulative_logprob: float | None = None  # sum over all tokens of a beam
+    num_drafted_tokens: int = 0  # tokens that were drafted for it (decision 048) …
+    num_accepted_tokens: int = 0  # … and those of them that are in its output
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -277,6 +280,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     )  # window of each group of layers with its own page table; 0: the group keeps all pages
     scheduling_policy: str = "fcfs"
     max_inter_token_ms: float | str = 0  # as the flag; 0: no limit
+    speculation: SpeculationSettings | None = None  # None: no request drafts
+    verify_seconds: float = 0.0  # as one_row_seconds, of a row that verifies VERIFY_TOKENS − 1 drafted tokens
     one_row_seconds: float = 0.0  # what a step of one row and one token took before the first request; 0: not measured
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits
     replica: int = 0  # its number in a fleet

@@ -132,6 +132,8 @@ class Outcome(msgspec.Struct, array_like=True, gc=False):
     failures: list[int]
     candidates: list[Candidates]
     late: list[int] = []  # of the sampled tokens: those that do not count, because a mask was late
+    runs: list[int] = []  # for each draft of the step: how many tokens its row got, …
+    taken: list[int] = []  # … and how many of them were taken in (Committed.taken)
 
 
 class Stepped(msgspec.Struct, array_like=True, tag=4, gc=False):
@@ -141,6 +143,7 @@ class Stepped(msgspec.Struct, array_like=True, tag=4, gc=False):
     digest: int  # of the plan
     outcomes: list[Outcome]
     keys: bytes  # page keys in the order in which they were made; empty if tokens are recorded
+    drafts: list[tuple[int, int]] = []  # of the plan: (index of the row, how many tokens it drafts)
 
 
 class Ticked(msgspec.Struct, array_like=True, tag=7, gc=False):
@@ -202,19 +205,28 @@ def digest(plan: StepPlan, num_rows_before: int) -> int:
     if not num_rows and plan.is_empty:
         return 0
     is_steady = num_rows == num_rows_before and plan.step % _WHOLE_EVERY
-    if is_steady and not (plan.enters or plan.leaves or plan.moves or plan.forced):
+    if is_steady and not (plan.enters or plan.leaves or plan.moves or plan.forced or plan.drafts):
         return (num_rows + 8191 * sum(plan.page_ids)) & 0xFFFFFFFF
     enters = [(enter.row, len(enter.token_ids), enter.prompt_len, enter.pages) for enter in plan.enters]
     forced = [(token.row, token.position) for token in plan.forced]
     pages = (plan.page_rows, plan.page_entries, plan.page_ids, plan.page_groups)
-    columns = (plan.rows, plan.starts, plan.counts, plan.samples)
+    columns: tuple[list[Any], ...] = (plan.rows, plan.starts, plan.counts, plan.samples)
+    if plan.drafts:
+        columns = (*columns, drafts_of(plan))
     return zlib.crc32(_encode((plan.step, plan.leaves, enters, plan.moves, columns, pages, forced)))
+
+
+def drafts_of(plan: StepPlan) -> list[tuple[int, int]]:
+    """As in Stepped."""
+    return [(draft.at, len(draft.tokens)) for draft in plan.drafts]
 
 
 # ── what is left out ────────────────────────────────────────────────────────────────────────────────
 
 _NAMES, _DEFAULTS = SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__
-_TEXT = {"stop", "stop_token_ids", "bad_words", "bad_word_ids", "structured_outputs", "logit_bias", "allowed_token_ids"}
+_TEXT = {
+    "stop", "stop_token_ids", "bad_words", "bad_word_ids", "structured_outputs", "logit_bias", "allowed_token_ids", "prediction_ids",
+}  # fmt: skip
 
 
 MAX_NAMED = 32 * 2**20  # characters of the grammars whose names are cached

@@ -36,6 +36,7 @@ from octavo.recording.format import (
     Stepped,
     Ticked,
     digest,
+    drafts_of,
     framed,
     gap_chunk,
     grammar_names,
@@ -152,10 +153,11 @@ class Recorder(StepObserver):
         done, self._done = self._done, []
         checksum = digest(plan, self._num_rows)
         self._num_rows = len(plan.rows)
-        if len(done) == 1 and not (self._with_tokens or plan.enters or plan.leaves):
+        if len(done) == 1 and not (self._with_tokens or plan.enters or plan.leaves or plan.drafts):
             committed, times = done[0]
             result = committed.result
-            if not (committed.ended or result.last or result.failures or result.candidates or result.late):
+            is_plain = not (result.last or result.failures or result.candidates or result.late or result.runs)
+            if is_plain and not committed.ended:
                 self._ticks.append((now, checksum, times.compute_seconds, committed.num_tokens))
                 if len(self._ticks) == TICKS_PER_RECORD:
                     self._write_ticks()
@@ -164,7 +166,7 @@ class Recorder(StepObserver):
                 return
         outcomes = [self._outcome(committed, times.compute_seconds) for committed, times in done]
         self._write_ticks()
-        self._put(Stepped(int(now * 1e6), checksum, outcomes, self._keys()))
+        self._put(Stepped(int(now * 1e6), checksum, outcomes, self._keys(), drafts_of(plan)))
         # While the engine is idle, taking the state delays no request.
         is_time = self._scheduler.is_idle and self._segments.is_half_full and not self._is_rolling
         if is_drained and (self.is_due or is_time):
@@ -210,6 +212,8 @@ class Recorder(StepObserver):
             list(result.failures),
             candidates,
             result.late,
+            result.runs,
+            committed.taken,
         )
 
     def take(self, scheduler: Scheduler) -> None:

@@ -6,6 +6,7 @@ the cache by then is computed when a request finds it, from the request's own to
 import dataclasses
 import threading
 from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -19,6 +20,7 @@ from octavo.recording.format import Header, Recording
 from octavo.replay.replay import Replay, ReplayedCommit, ReplayedPlan
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
+from octavo.schedule.results import runs_of
 from octavo.weights.sources.source import ModelSource, resolve
 
 
@@ -165,12 +167,15 @@ class Recomputation:
 
     def _in_time(self, plan: StepPlan, requests: list[Request], result: StepResult) -> StepResult:
         """Compute the last token of rows whose mask is late again, until it is there: which masks were late is up to the recording."""
+        drafted = {draft.at: len(draft.tokens) for draft in plan.drafts}
+        runs = runs_of(plan, result)
         rows = [
-            (row, start + count - 1)
-            for request, row, start, count, samples in zip(
-                requests, plan.rows, plan.starts, plan.counts, plan.samples, strict=True
+            (row, start + count - 1 - drafted.get(at, 0) + place)
+            for at, (request, row, start, count, samples) in enumerate(
+                zip(requests, plan.rows, plan.starts, plan.counts, plan.samples, strict=True)
             )
             if samples and request.pooling is None
+            for place in range(runs.get(at, 1))
         ]
         late, tokens = result.late, list(result.tokens)
         while late:
@@ -189,13 +194,17 @@ class Recomputation:
     def _compare(self, happening: ReplayedCommit, result: StepResult) -> None:
         findings, outcome = self.findings, happening.outcome
         findings.num_steps += 1
-        sampling = [
-            request
-            for request, samples in zip(happening.requests, happening.plan.samples, strict=True)
-            if samples and request.pooling is None
-        ]
-        sampled = zip(sampling, outcome.tokens, result.tokens, strict=True)
-        for at, (request, recorded, computed) in enumerate(sampled):
+        recorded_runs = runs_of(happening.plan, msgspec.structs.replace(result, runs=outcome.runs))
+        runs = runs_of(happening.plan, result)
+        theirs, ours = iter(enumerate(outcome.tokens)), iter(result.tokens)
+        sampled: list[tuple[int, Request, int, int]] = []
+        for place, (request, samples) in enumerate(zip(happening.requests, happening.plan.samples, strict=True)):
+            if samples and request.pooling is None:
+                # A run may be longer than the recorded one, which a late mask has cut.
+                their_run = list(islice(theirs, recorded_runs.get(place, 1)))
+                pairs = zip(their_run, list(islice(ours, runs.get(place, 1))), strict=False)
+                sampled += [(at, request, recorded, computed) for (at, recorded), computed in pairs]
+        for at, request, recorded, computed in sampled:
             if request.params.use_beam_search or at in outcome.late:
                 continue  # the search chooses the token, or none was sampled
             findings.num_tokens += 1

@@ -5,13 +5,13 @@ What these cannot reproduce is recorded: the keys of pages in the order in which
 requests."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from octavo import __version__
 from octavo.cache import KVCache
 from octavo.errors import ConfigError
-from octavo.messages import Candidates, GenerateRequest, Logprobs, StepPlan, StepResult, TokenDelta
+from octavo.messages import Candidates, Draft, GenerateRequest, Logprobs, StepPlan, StepResult, TokenDelta
 from octavo.recording.format import (
     KEY_BYTES,
     Aborted,
@@ -32,12 +32,15 @@ from octavo.recording.format import (
 )
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.beams.group import BeamGroup
+from octavo.schedule.drafts.base import Offer
+from octavo.schedule.drafts.lengths import speculation
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
 from octavo.schedule.results import Planned, Returned
 from octavo.schedule.snapshot import RecordedLoops, RequestState, restore
 from octavo.schedule.stall_limit import StallLimit
+from octavo.schedule.step_costs import StepCosts, StepShape
 
 _NO_SCORES = Logprobs(0, [], [])
 
@@ -86,6 +89,35 @@ def prompt_token(first_sequence: int) -> int:
 
 def output_token(sequence: int) -> int:
     return -2 * sequence - 3
+
+
+class _UnknownText:
+    """A drafter's place: what it proposes is not on record, only how much."""
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def drafts(self, most: int) -> Offer:
+        return Offer([], [])
+
+
+class RecordedSpeculation:
+    """Drafts as many tokens as the recorded plan did, made-up ones."""
+
+    def __init__(self) -> None:
+        self.next: list[tuple[int, int]] = []  # as in Stepped, of the plan that is made next
+
+    def attach(self, request: Request) -> None:
+        request.drafter = _UnknownText()
+
+    def choose(
+        self, rows: Sequence[tuple[int, Request]], shape: StepShape, costs: StepCosts | None, room: int
+    ) -> list[Draft]:
+        requests = dict(rows)
+        return [Draft(at, [output_token(requests[at].sequence)] * count) for at, count in self.next if at in requests]
+
+    def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
+        return False
 
 
 class RecordedKeysCache(KVCache):
@@ -142,6 +174,7 @@ class Replay:
         self.header = header = recording.header
         self.cache = RecordedKeysCache(header)
         report = header.report
+        self._recorded = None if report.speculation is None or header.with_tokens else RecordedSpeculation()
         self.scheduler = Scheduler(
             self.cache,
             report.max_num_seqs,
@@ -149,6 +182,7 @@ class Replay:
             swap_min_tokens=report.page_size,
             policy=POLICIES[report.scheduling_policy],
             stall_limit=StallLimit.of(report.max_inter_token_ms),
+            speculation=self._recorded or speculation(report.speculation),
             num_stages=report.num_stages,
         )
         self._records = recording.records
@@ -226,6 +260,8 @@ class Replay:
     def _step(self, record: Stepped) -> Iterator[Happening]:
         keys = record.keys
         self.cache.recorded_keys.extend(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        if self._recorded is not None:
+            self._recorded.next = record.drafts
         planned = self.scheduler.plan()
         plan = planned.plan
         is_same = digest(plan, self._num_rows) == record.digest
@@ -303,8 +339,11 @@ class Replay:
         tokens, vectors, logprobs, prompt_logprobs = outcome.tokens, [], [], []
         ends = {(name, index): reason for name, index, reason in outcome.ended}
         made_up = []
-        for request, start, count, samples in zip(
-            planned.requests, plan.starts, plan.counts, plan.samples, strict=True
+        runs = {
+            draft.at: (run, taken) for draft, run, taken in zip(plan.drafts, outcome.runs, outcome.taken, strict=True)
+        }
+        for at, (request, start, count, samples) in enumerate(
+            zip(planned.requests, plan.starts, plan.counts, plan.samples, strict=True)
         ):
             last = request.prompt_len - 1
             if request.params.prompt_logprobs is not None and start < last:
@@ -312,9 +351,13 @@ class Replay:
             if samples and request.pooling is not None:
                 vectors.append(b"")
             elif samples:
-                made_up.append(self._token(request, ends.get((request.id, request.index))))
+                run, taken = runs.get(at, (1, 1))
+                tokens_of_run = [output_token(request.sequence)] * run
+                if taken:
+                    tokens_of_run[taken - 1] = self._token(request, ends.get((request.id, request.index)))
+                made_up += tokens_of_run
                 if request.params.logprobs is not None and not request.params.use_beam_search:
-                    logprobs.append(_NO_SCORES)
+                    logprobs += [_NO_SCORES] * run
         if not self.header.with_tokens:
             tokens = made_up
         failures = dict.fromkeys(outcome.failures, "")
@@ -329,6 +372,7 @@ class Replay:
             outcome.last,
             outcome.candidates,
             outcome.late,
+            outcome.runs,
         )
 
     def _token(self, request: Request, end: str | None) -> int:

@@ -21,6 +21,7 @@ class Raw(NamedTuple):
     logits: torch.Tensor  # [P, V]
     wanted: list[int]  # [P] number of top logprobs
     asked: dict[int, Sequence[int]]  # index in P → the tokens whose logprobs it wants instead of the likeliest
+    places: list[int]  # `at` on the host
 
 
 def keep_raw(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Raw | None:
@@ -30,13 +31,14 @@ def keep_raw(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Raw | No
     found = [(at, state.num_logprobs[row]) for at, row in enumerate(rows.tolist()) if row in state.num_logprobs]
     if not found:
         return None
-    at = torch.tensor([place for place, _ in found])
+    places = [place for place, _ in found]
+    at = torch.tensor(places)
     at = at.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else at
     asked = {}
     if state.logprob_token_ids:
         of_row = [state.logprob_token_ids.get(int(rows[at])) for at, _ in found]
         asked = {place: ids for place, ids in enumerate(of_row) if ids}
-    return Raw(at, logits.index_select(0, at), [wanted for _, wanted in found], asked)
+    return Raw(at, logits.index_select(0, at), [wanted for _, wanted in found], asked, places)
 
 
 @dataclass(slots=True)

@@ -2,33 +2,34 @@
 step without such a request."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
 from octavo.messages import Logprobs, PrefillProgress, StepPlan, StepResult, TokenDelta
 from octavo.schedule.request import Request
+from octavo.schedule.results import runs_of
 
 
-def take_scores(plan: StepPlan, requests: Sequence[Request], result: StepResult) -> dict[int, Logprobs]:
+def take_scores(plan: StepPlan, requests: Sequence[Request], result: StepResult) -> dict[int, tuple[Logprobs, ...]]:
     """Hand every request the logprobs of its prompt. Returns those of the sampled tokens, by the request's sequence."""
     tokens, prompts = iter(result.logprobs), iter(result.prompt_logprobs)
-    found = {}
-    for request, start, samples in zip(requests, plan.starts, plan.samples, strict=True):
+    found: dict[int, tuple[Logprobs, ...]] = {}
+    runs = runs_of(plan, result)
+    for at, (request, start, samples) in enumerate(zip(requests, plan.starts, plan.samples, strict=True)):
         params = request.params
         if params.prompt_logprobs is not None and start < request.prompt_len - 1:
             request.take_scores(start, next(prompts))
         if samples and params.logprobs is not None and not params.use_beam_search:
-            found[request.sequence] = next(tokens)
+            found[request.sequence] = tuple(islice(tokens, runs.get(at, 1)))
     return found
 
 
-def scored(delta: TokenDelta, request: Request, scores: dict[int, Logprobs]) -> TokenDelta:
-    """The delta with its token's logprobs, and those of the prompt that have not been sent yet."""
-    own = scores.get(request.sequence)
+def scored(delta: TokenDelta, request: Request, scores: dict[int, tuple[Logprobs, ...]]) -> TokenDelta:
+    """The delta with its tokens' logprobs, and those of the prompt that have not been sent yet."""
+    own = scores.get(request.sequence, ())[: len(delta.token_ids)]
     before, of_prompt = request.send_scores()
-    return msgspec.structs.replace(
-        delta, logprobs=() if own is None else (own,), prompt_logprobs=of_prompt, num_scored=before
-    )
+    return msgspec.structs.replace(delta, logprobs=own, prompt_logprobs=of_prompt, num_scored=before)
 
 
 def prompt_scores(plan: StepPlan, requests: Sequence[Request]) -> Iterator[TokenDelta]:

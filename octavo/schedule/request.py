@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
+from octavo.schedule.drafts.base import Drafter
 from octavo.schedule.repetition import Loops, loops_of
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ class Request:
     __slots__ = (
         "capacity",
         "computed",
+        "drafted",
+        "drafter",
         "epoch",
         "followers",
         "gives_way",
@@ -32,7 +35,9 @@ class Request:
         "max_len",
         "min_len",
         "needs_one_step",
+        "num_accepted",
         "num_cached",
+        "num_drafted",
         "num_preemptions",
         "num_published",
         "num_scored",
@@ -72,6 +77,9 @@ class Request:
         self.min_len = 0 if params.grammar else self.prompt_len + params.min_tokens
         self.computed = 0
         self.pending = 0  # tokens sampled by a plan in flight: they exist on the device, not here
+        self.drafted = 0  # of `computed`: the last so many are a draft in flight, of which some may count
+        self.drafter: Drafter | None = None  # None: it does not speculate
+        self.num_drafted = self.num_accepted = 0  # tokens so far; no plan depends on them
         self.epoch = 0  # times it left its row; results of an older epoch own no pages
         self.row = -1  # −1: waiting
         self.capacity = 0  # positions below this can be written without asking the cache
@@ -150,7 +158,14 @@ class Request:
             reason = "repetition"
         else:
             return None
-        return Finish(reason, stop_token, self.num_cached, self.num_preemptions)
+        return Finish(
+            reason,
+            stop_token,
+            self.num_cached,
+            self.num_preemptions,
+            num_drafted_tokens=self.num_drafted,
+            num_accepted_tokens=self.num_accepted,
+        )
 
     def take_scores(self, start: int, scores: list[Logprobs]) -> None:
         """Logprobs of prompt tokens from a step that began at position `start`. After a preemption some are known already."""

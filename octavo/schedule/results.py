@@ -47,6 +47,11 @@ class GrammarsReady(msgspec.Struct):
     jobs: list[GrammarJob]
 
 
+def runs_of(plan: StepPlan, result: StepResult) -> dict[int, int]:
+    """How many tokens each row with a draft got, by its index in the plan."""
+    return {draft.at: run for draft, run in zip(plan.drafts, result.runs, strict=True)}
+
+
 class Planned(msgspec.Struct):
     """plan(): a step was decided."""
 
@@ -66,15 +71,19 @@ class Planned(msgspec.Struct):
     # within `limit_seconds`; 0: it is not known yet what steps cost.
     capped: Request | None = None
     limit_seconds: float = 0.0
+    wants_drain: bool = False  # commit it before the next plan is made, so that the next can have drafts
     pages: PageChanges = (
         NO_CHANGES  # of the prefix cache since the last result; empty if nothing listens (KVCache.watch_pages)
     )
 
-    @property
-    def sampling(self) -> list[Request]:
-        """The requests whose tokens the step's result holds, in that order."""
-        pairs = zip(self.requests, self.plan.samples, strict=True)
-        return [request for request, samples in pairs if samples and request.pooling is None]
+    def sampling(self, result: StepResult) -> list[Request]:
+        """The request of each of the result's tokens, in that order."""
+        runs = runs_of(self.plan, result)
+        sampling: list[Request] = []
+        for at, (request, samples) in enumerate(zip(self.requests, self.plan.samples, strict=True)):
+            if samples and request.pooling is None:
+                sampling += [request] * runs.get(at, 1)
+        return sampling
 
 
 class Committed(msgspec.Struct):
@@ -87,4 +96,7 @@ class Committed(msgspec.Struct):
     ended: list[Request]
     let_in: list[Request]
     jobs: list[GrammarJob]
+    # For each of the plan's drafts: how many of its run's tokens were taken in. Fewer than came where one of them ended the request; none
+    # where the request had ended before, or its mask was late.
+    taken: list[int] = []
     pages: PageChanges = NO_CHANGES  # as in Planned

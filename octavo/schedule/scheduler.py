@@ -11,6 +11,8 @@ Its other sequences are younger than all primaries, and give way: a primary is a
 A request whose grammar is not ready stays out of the queue, and enters it at its own place once the grammar is.
 A request for a vector ends when its prompt is computed; some must be computed whole, in one step.
 A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step.
+A row may compute drafted tokens behind its last one, and gets as many tokens as the draft was right, and one (decision 048). While
+they are on their way its length is not known, and it sits out.
 A row whose mask was late has sampled nothing: it computes its last token again, in a later step, and samples after that.
 With several stages (pipeline parallelism) the first one does not see what the last one samples: a row that waits for a token is in no
 other plan, and the running rows are spread over the plans in flight, so that every stage has one (decision 045)."""
@@ -19,6 +21,7 @@ import math
 from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +30,7 @@ from octavo.cache import Growth, KVCache
 from octavo.messages import (
     NO_INPUT,
     Candidates,
+    Draft,
     Entering,
     Finish,
     GenerateRequest,
@@ -36,11 +40,14 @@ from octavo.messages import (
     StepPlan,
     StepResult,
     TokenDelta,
+    most_samples,
 )
 from octavo.schedule.beams.group import BeamGroup
+from octavo.schedule.drafts.base import Speculation
 from octavo.schedule.extras import prefill_progress, prompt_scores, scored, take_scores
 from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
 from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
+from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
 from octavo.schedule.rows import Rows, order_of
@@ -58,6 +65,7 @@ class _Columns(NamedTuple):
     tokens: Iterator[int]
     vectors: Iterator[bytes]
     candidates: Iterator[Candidates]
+    runs: Iterator[int]  # numbers of tokens
 
 
 class Scheduler:
@@ -70,9 +78,11 @@ class Scheduler:
         policy: Policy = arrival,
         stall_limit: StallLimit | None = None,
         num_stages: int = 1,
+        speculation: Speculation | None = None,
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped. `stall_limit`: None:
-        a step may take any time. `num_stages`: that every plan goes through; as many plans may be in flight while the next is made."""
+        a step may take any time. `num_stages`: that every plan goes through; as many plans may be in flight while the next is made.
+        `speculation`: None: no request drafts; nor does any with several stages."""
         assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
         self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
         self.swap_min_tokens = swap_min_tokens
@@ -91,6 +101,7 @@ class Scheduler:
         self.num_steps = 0  # plans that are to be carried out, so far
         self.stall_limit = stall_limit
         self.num_stages = num_stages
+        self.speculation = speculation if num_stages == 1 else None
         self.costs: StepCosts | None = None  # None: not known yet
         self._allowance: PromptAllowance | None = None  # of the plan that is being made; None: it has no prompts yet
         self._num_decodes = self._most_decodes = 0  # rows of that plan that compute one token; only with several stages
@@ -112,6 +123,8 @@ class Scheduler:
         rank = self._policy(source)
         for choice in choices:
             choice.rank = rank
+            if self.speculation is not None:
+                self.speculation.attach(choice)
             if not params.use_beam_search:
                 self.siblings.join(choice)
         self._open[source.id] = choices[:]
@@ -178,6 +191,8 @@ class Scheduler:
         if (allowance := self._allowance) is not None and allowance.capped is not None:
             planned.capped = allowance.capped
             planned.limit_seconds = 0.0 if math.isinf(allowance.limit) else allowance.limit
+        if self.speculation is not None and draft.rows:
+            self._speculate(self.speculation, draft, planned)
         if planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork_all(draft, planned)
         planned.num_tokens = sum(draft.counts)
@@ -199,15 +214,15 @@ class Scheduler:
         requests, epochs = planned.requests, planned.epochs
         deltas: list[TokenDelta] = []
         committed = Committed(plan, result, planned.num_tokens, deltas, [], [], [])
-        arrived = _Columns(iter(result.tokens), iter(result.vectors), iter(result.candidates))
+        arrived = _Columns(iter(result.tokens), iter(result.vectors), iter(result.candidates), iter(result.runs))
         tokens = arrived.tokens
         if result.failures:
-            self._fail(planned.sampling, committed)
+            self._fail(planned.sampling(result), committed)
         if result.last:
-            self._limit(planned.sampling, committed)
+            self._limit(planned.sampling(result), committed)
         late: set[int] = set()
         if result.late:
-            sampling = planned.sampling
+            sampling = planned.sampling(result)
             late = {sampling[at].sequence for at in result.late}
         if self._watched:
             deltas += prefill_progress(plan, requests, epochs, self._watched)
@@ -218,6 +233,9 @@ class Scheduler:
         for request, epoch, start, count, samples in zip(
             requests, epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
+            if request.drafted:
+                deltas += self._commit_run(request, epoch, arrived, scores, late, committed)
+                continue
             if request.special is not None:
                 deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores, late, committed)
                 continue
@@ -342,8 +360,8 @@ class Scheduler:
             length = len(request.tokens) + request.pending
             count = length - request.computed
             # row < 0: preempted a moment ago, for an older one. length ≥ max_len: its last token is on its way.
-            # count 0: a beam whose scores are on their way.
-            if request.row < 0 or length >= request.max_len or count == 0:
+            # count ≤ 0: a beam whose scores are on their way, or a request with a draft in flight.
+            if request.row < 0 or length >= request.max_len or count <= 0:
                 continue
             cost = count
             if is_pipelined and count == 1 and not self._has_turn(request):
@@ -586,6 +604,11 @@ class Scheduler:
         growths = self._extend(request, count, draft, planned)
         if growths is None:
             return False
+        self._note_growths(request, growths, draft)
+        return True
+
+    def _note_growths(self, request: Request, growths: list[Growth], draft: StepPlan) -> None:
+        """The request has got pages: the plan names them."""
         for growth in growths:
             if growth.copied is not None:
                 draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
@@ -596,7 +619,96 @@ class Scheduler:
         if len(growths) > 1:
             draft.page_groups.extend(group for group, growth in enumerate(growths) for _ in growth.entries)
         request.capacity = self.cache.capacity(request.sequence)
-        return True
+
+    # ── drafts ──
+
+    def _speculate(self, speculation: Speculation, draft: StepPlan, planned: Planned) -> None:
+        """Add drafts to a plan that is otherwise complete, from what is left of the step's tokens and of free pages. They continue the
+        last token, so all tokens must be known: nothing may be in flight. Plans with prompts have none: they have a limit of their
+        own."""
+        num_rows = len(draft.rows)
+        if sum(draft.counts) > num_rows or planned.forking:
+            return
+        shape = StepShape(num_rows, 0, sum(draft.starts), 0)
+        if not self._in_flight:
+            room = min(self.max_step_tokens, most_samples(self.max_rows)) - num_rows
+            rows = [
+                (at, request)
+                for at, (request, samples) in enumerate(zip(planned.requests, draft.samples, strict=True))
+                if request.drafter is not None and samples and request.late_at != len(request.tokens) - 1
+            ]
+            if rows and room > 0:
+                for each in speculation.choose(rows, shape, self.costs, room):
+                    self._add_draft(each, draft, planned.requests[each.at])
+        planned.wants_drain = bool(draft.drafts) or speculation.wants_drain(self.num_steps, shape, self.costs)
+
+    def _add_draft(self, wanted: Draft, draft: StepPlan, request: Request) -> None:
+        """Let a row verify a draft behind the token that it computes, as far as there are pages. None is preempted for it."""
+        start, tokens = request.computed, wanted.tokens
+        assert request.pending == 1 and start + len(tokens) < request.max_len
+        if start + len(tokens) > request.capacity:
+            # From the row's own token on: a window keeps what that token sees.
+            growths = self.cache.extend(request.sequence, start - 1, start + len(tokens))
+            if growths is None:
+                tokens = tokens[: request.capacity - start]
+            else:
+                self._note_growths(request, growths, draft)
+        if tokens:
+            draft.drafts.append(Draft(wanted.at, tokens))
+            draft.counts[wanted.at] += len(tokens)
+            request.drafted = len(tokens)
+            request.computed += len(tokens)
+
+    def _commit_run(
+        self,
+        request: Request,
+        epoch: int,
+        arrived: _Columns,
+        scores: dict[int, tuple[Logprobs, ...]] | None,
+        late: set[int],
+        committed: Committed,
+    ) -> list[TokenDelta]:
+        """Commit a row with a draft: the tokens that count, up to one that ends the request. What was computed behind them is forgotten,
+        and its pages are given back."""
+        num_drafted, request.drafted = request.drafted, 0
+        run = list(islice(arrived.tokens, next(arrived.runs)))
+        assert 1 <= len(run) <= 1 + num_drafted
+        taken: list[int] = []
+        if request.is_finished:
+            committed.taken.append(0)
+            return []
+        is_current = epoch == request.epoch
+        if request.sequence in late:
+            self._commit_late(request, epoch)
+            if is_current:
+                self.cache.shrink(request.sequence, len(request.tokens))
+            committed.taken.append(0)
+            return []
+        request.pending -= 1
+        request.num_drafted += num_drafted
+        loops = request.special if isinstance(request.special, Loops) else None
+        finish: Finish | None = None
+        for token in run:
+            request.num_accepted += len(taken) < len(run) - 1
+            request.tokens.append(token)
+            taken.append(token)
+            finish = request.finish_after(token, loops is not None and loops.add(token))
+            if finish is not None:
+                break
+        if is_current:
+            request.computed = len(request.tokens) - 1  # the last one was sampled, not computed
+            if request.computed - request.num_published >= self.cache.page_size:
+                self._publish(request, request.computed)
+            if finish is None and len(run) <= num_drafted:
+                self.cache.shrink(request.sequence, len(request.tokens))
+                request.capacity = self.cache.capacity(request.sequence)
+        if finish is not None:
+            self._finish(request, committed)
+        committed.taken.append(len(taken))
+        delta = TokenDelta(request.id, request.index, taken, finish)
+        return [delta if scores is None else scored(delta, request, scores)]
+
+    # ── beams and choices ──
 
     def _plan_beams(
         self, group: BeamGroup, budget: int, draft: StepPlan, planned: Planned, is_new: bool = False
@@ -681,7 +793,7 @@ class Scheduler:
         end: int,
         samples: bool,
         arrived: _Columns,
-        scores: dict[int, Logprobs] | None,
+        scores: dict[int, tuple[Logprobs, ...]] | None,
         late: set[int],
         committed: Committed,
     ) -> list[TokenDelta]:
@@ -785,6 +897,7 @@ class Scheduler:
             self._preempt_beams(request.special, planned)
             return
         request.num_preemptions += 1
+        request.computed -= request.drafted  # which of a draft in flight counts is not known
         num_computed, transfer = request.computed, None
         self.rows.requeue(request)
         is_worth_it = num_computed >= max(1, self.swap_min_tokens)

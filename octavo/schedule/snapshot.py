@@ -156,6 +156,8 @@ def restore(
     for request_state in state.requests:
         request = _request(request_state, params_of(request_state.params), tokens_of(request_state))
         requests[request.sequence] = request
+        if scheduler.speculation is not None:
+            scheduler.speculation.attach(request)
         scheduler._open.setdefault(request.id, []).append(request)
         if not scheduler.has_priorities:
             request.rank = 0  # recordings from before decision 035 have the order of arrival here
@@ -197,6 +199,8 @@ def _request(state: RequestState, params: SamplingParams, tokens: list[int]) -> 
     request.params, request.tokens = params, tokens
     request.late_steps, request.late_at, request.sits_out = state.late
     request.pending, request.is_finished = 0, False
+    request.drafted, request.drafter = 0, None
+    request.num_drafted = request.num_accepted = 0  # no plan depends on them
     request.prompt_logprobs = []  # no plan depends on them
     begun = tokens[request.prompt_len :]
     request.special = request.pooling or loops_of(params.repetition_detection, begun)

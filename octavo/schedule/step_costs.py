@@ -1,7 +1,7 @@
 """StepCosts: how long a step takes, as a function of what it computes. It is fitted to measured steps, and pure: who measures is not
 its concern (engine/cost_meter.py), and a scheduler is given costs as one more input, which is recorded.
 
-A step's seconds are a sum: a constant (reading the weights), so much for each row, for each further token of a row that computes
+A drafted token (decision 048) costs what a row costs: it is sampled after. A step's seconds are a sum: a constant (reading the weights), so much for each row, for each further token of a row that computes
 several, for each position that a row with one token looks back at, and for each pair of a token and a position before it in the other
 rows. On a GPU the weights are read while the products are computed, so steps of middling size are shorter than this sum says."""
 
@@ -26,13 +26,16 @@ _RIDGE = (1e-6, 1e-6, 1e-6, 1e-4, 1e-4)
 class StepShape(NamedTuple):
     """What a step computes, as far as its duration depends on it."""
 
-    rows: int
+    rows: int  # and drafted tokens
     more_tokens: int  # beyond one in each row
     context: int  # tokens before the one that is computed, summed over the rows that compute one
     pairs: int  # of a token and a token at or before it, over the other rows
 
 
 ONE_ROW = StepShape(rows=1, more_tokens=0, context=0, pairs=0)
+VERIFY_TOKENS = 8
+VERIFIED_ROW = StepShape(VERIFY_TOKENS, 0, VERIFY_TOKENS * (VERIFY_TOKENS - 1) // 2, 0)
+"""A row without a context that verifies so many tokens less one."""
 
 
 def pairs_of(start: int, count: int) -> int:
@@ -45,13 +48,17 @@ def shape_of(plan: StepPlan, num_tokens: int) -> StepShape:
     num_rows = len(plan.rows)
     if num_tokens == num_rows:  # as in most steps
         return StepShape(num_rows, 0, sum(plan.starts), 0)
-    context = pairs = 0
-    for start, count in zip(plan.starts, plan.counts, strict=True):
-        if count == 1:
+    context = pairs = num_drafted = 0
+    drafted = {draft.at: len(draft.tokens) for draft in plan.drafts}
+    for at, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+        if at in drafted:
+            num_drafted += drafted[at]
+            context += pairs_of(start - 1, count)
+        elif count == 1:
             context += start
         else:
             pairs += pairs_of(start, count)
-    return StepShape(num_rows, num_tokens - num_rows, context, pairs)
+    return StepShape(num_rows + num_drafted, num_tokens - num_rows - num_drafted, context, pairs)
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):

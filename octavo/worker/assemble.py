@@ -18,13 +18,13 @@ _MIN_SHARED_TOKENS = 256
 
 @dataclass(slots=True)
 class Assembled:
-    """A batch and the rows of its S samples, in the order of the plan's True `samples`."""
+    """A batch and the rows of its S samples, in the order of the plan's True `samples`. A row with a draft has several."""
 
     batch: Batch
     sample_rows: Ints  # [S]
-    sample_lens: Ints  # [S] tokens the row holds after the step = position of the token to sample
+    sample_lens: Ints  # [S] tokens before the sample = position of the token to sample
     sample_cells: torch.Tensor  # [S] int64: index of each sample in the flattened token table
-    sample_last: Ints  # [S] index in T of each row's last token
+    sample_last: Ints  # [S] index in T of the token that it is sampled after
     last: Ints  # [B] the same for every row, in the plan's order
 
 
@@ -36,16 +36,36 @@ class Columns:
     counts: Ints
     lens: Ints  # tokens that each row holds after the step
     samples: "np.ndarray[tuple[int], np.dtype[np.bool_]]"
+    num_drafted: Ints | None = None  # of `counts`: the last so many are a draft; None: there are no drafts
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Columns":
         counts = np.array(plan.counts, dtype=np.int64)
+        num_drafted: Ints | None = None
+        if plan.drafts:
+            num_drafted = np.zeros(len(counts), dtype=np.int64)
+            num_drafted[[draft.at for draft in plan.drafts]] = [len(draft.tokens) for draft in plan.drafts]
         return cls(
             np.array(plan.rows, dtype=np.int64),
             counts,
             np.array(plan.starts, dtype=np.int64) + counts,
             np.array(plan.samples, dtype=np.bool_),
+            num_drafted,
         )
+
+    def per_sample(self, values: Ints) -> Ints:
+        """[B] → [S]: the value of each sample's row."""
+        chosen: Ints = values[self.samples]
+        return chosen if self.num_drafted is None else np.repeat(chosen, 1 + self.num_drafted[self.samples])
+
+    def back(self) -> Ints | int:
+        """[S] how far before its row's last token each sample is taken."""
+        if self.num_drafted is None:
+            return 0
+        counts = 1 + self.num_drafted[self.samples]
+        ends = np.cumsum(counts)
+        found: Ints = np.repeat(ends, counts) - 1 - np.arange(ends[-1] if len(ends) else 0)
+        return found
 
     @property
     def is_steady(self) -> bool:
@@ -113,7 +133,9 @@ def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
         pages = rows.page_table[layout.token_rows, entries].astype(np.int64)
     else:  # [G, T], contiguous for each group
         pages = rows.page_tables[:, layout.token_rows, entries].astype(np.int64, order="C")
-    sample_rows, sample_lens = columns.rows[columns.samples], columns.lens[columns.samples]
+    back = columns.back()
+    sample_rows, sample_lens = columns.per_sample(columns.rows), columns.per_sample(columns.lens) - back
+    sample_last = columns.per_sample(layout.last) - back
     shared = shared_in(rows, layout.rows[:num_decodes], lens[:num_decodes])
     cells, positions_there, slots, query_start, lens_there, rows_there, sample_at, sample_cells, prefix_len = (
         staging.send(
@@ -124,7 +146,7 @@ def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
                 layout.query_start.astype(np.int32),
                 lens.astype(np.int32),
                 layout.rows,
-                layout.last[columns.samples],
+                sample_last,
                 rows.cells(sample_rows, sample_lens),
                 np.array([shared], dtype=np.int32),
             ]
@@ -149,4 +171,4 @@ def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
     )
     if not one_group:
         batch = batch.in_groups(slots, rows.device_page_tables[:, :, :num_pages].index_select(1, rows_there))
-    return Assembled(batch, sample_rows, sample_lens, sample_cells, layout.last[columns.samples], layout.last)
+    return Assembled(batch, sample_rows, sample_lens, sample_cells, sample_last, layout.last)

@@ -106,10 +106,12 @@ class CpuSteps:
         return [(name, took / num_runs) for name, took in zip(self._tape.names(), seconds, strict=True)]
 
 
-def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int, num_groups: int = 1) -> CpuSteps | str:
+def record(
+    model: DecoderModel, native: Native, max_tokens: int, max_samples: int, num_groups: int = 1
+) -> CpuSteps | str:
     """Record the model's steps. → the steps, or the reason why they cannot be recorded and must run operation by operation.
-    `num_groups`: groups of layers, each with its own page tables."""
-    tape = Tape(max_tokens, max_rows)
+    `max_samples`: of a step, and no fewer than its rows. `num_groups`: groups of layers, each with its own page tables."""
+    tape = Tape(max_tokens, max_samples)
     batch = _stand_in(tape, num_groups)
     inputs = {name: getattr(batch, name) for name in _INPUTS}
     stage = model.stage

@@ -26,7 +26,8 @@ from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
 from octavo.layers.model import DecoderModel
 from octavo.limits import Limits, hold_whole_prompts, resolve
-from octavo.messages import DeviceMemory, LoadReport
+from octavo.messages import DeviceMemory, LoadReport, most_samples
+from octavo.messages.speculation import speculation_of
 from octavo.models import load_family
 from octavo.parallel import Ranks, single_rank
 from octavo.sampling.grammar.masks import GrammarLimits, Grammars
@@ -275,13 +276,16 @@ class Loader:
             runner.rows.sampling.grammars.warm_later(_START_S)
         return runner, notes
 
-    def time_one_row(self) -> float:
-        """Seconds of a step of one row, after allocate(). 0 on a GPU, whose graphs are captured later, and for encoders."""
+    def time_steps(self) -> tuple[float, float]:
+        """Seconds of a step of one row, and of one that verifies a draft (VERIFIED_ROW), after allocate(). 0 on a GPU, whose graphs are
+        captured later, and for encoders; the second also where no request drafts."""
         if self.device.is_cuda or self.spec.is_encoder:
-            return 0.0
+            return 0.0, 0.0
         assert self._runner is not None, "allocate() comes first"
+        drafts = speculation_of(self.config.scheduler.speculative_config, is_gpu=False) is not None
         with torch.inference_mode():
-            return TrialSteps(self._runner, self.spec, self.limits).time_one_row()
+            trials = TrialSteps(self._runner, self.spec, self.limits)
+            return trials.time_one_row(), trials.time_verification() if drafts else 0.0
 
     def _make_runner(self, max_model_len: int) -> Runner:
         limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size
@@ -328,8 +332,8 @@ class Loader:
             return []
         steps: CpuSteps | str = f"attention is by {self.attention.name}"
         if self.attention.name == NativeCpuAttention.name:
-            num_rows, num_groups = self.limits.max_num_seqs, len(self.layout.windows)
-            steps = record(self.model, self._native, most_tokens(self.limits), num_rows, num_groups)
+            num_samples, num_groups = most_samples(self.limits.max_num_seqs), len(self.layout.windows)
+            steps = record(self.model, self._native, most_tokens(self.limits), num_samples, num_groups)
         if isinstance(steps, str):
             return [f"steps run operation by operation: {steps}"]
         runner.steps = steps

@@ -85,6 +85,22 @@ class RowState:
         cells, chosen = self._staging.send([self.cells(rows, positions), tokens.astype(np.int32)])
         self.tokens.view(-1).index_copy_(0, cells, chosen)
 
+    def write_drafts(self, plan: StepPlan) -> None:
+        """Write drafted tokens, which this step computes and verifies. Samples overwrite them."""
+        if not plan.drafts:
+            return
+        rows: list[int] = []
+        positions: list[int] = []
+        tokens: list[int] = []
+        for draft in plan.drafts:
+            end = plan.starts[draft.at] + plan.counts[draft.at]
+            rows += [plan.rows[draft.at]] * len(draft.tokens)
+            positions += range(end - len(draft.tokens), end)
+            tokens += draft.tokens
+        cells = self.cells(np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64))
+        cells_there, drafted = self._staging.send([cells, np.array(tokens, dtype=np.int32)])
+        self.tokens.view(-1).index_copy_(0, cells_there, drafted)
+
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's changes to rows: entering sequences and added pages."""
         for entering in plan.enters:

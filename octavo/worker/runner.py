@@ -6,10 +6,11 @@ from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
-from octavo.messages import StepPlan
+from octavo.messages import StepPlan, most_samples
 from octavo.parallel import NO_LINKS, Links
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
+from octavo.worker.drafts import Drafted
 from octavo.worker.graphs import Graphs, is_only_greedy
 from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
@@ -42,11 +43,13 @@ class Runner:
         self.links: Links = NO_LINKS
         self._native = native
         # As many steps as there are stages, and one more, may be uncollected.
-        self._host_tokens = [device.pinned((max_rows,), torch.int64) for _ in range(model.stage.count + 2)]
+        num_samples = most_samples(max_rows)
+        self._host_tokens = [device.pinned((num_samples,), torch.int64) for _ in range(model.stage.count + 2)]
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step. Sampled tokens stay in the token table, where the next step reads its inputs."""
         step = self._launch(plan)
+        step.drafted = Drafted.of(plan, self.rows.pooling)
         self.rows.sampling.grammars.started(step)
         return step
 
@@ -64,6 +67,8 @@ class Runner:
                 if self.graphs.can_run(len(columns.rows), changes):
                     return self._repeat(plan.step, self.graphs, columns, changes)
             self.rows.update(plan)
+            self.rows.write_drafts(plan)
+            self.rows.sampling.grammars.drafts = {plan.rows[draft.at]: draft.tokens for draft in plan.drafts}
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
             return self._send_home(plan.step, *self.compute(columns))
@@ -85,7 +90,7 @@ class Runner:
         else:
             hidden = self.model.forward(assembled.batch, self._received(assembled.batch))
             prompt_scores = score_prompts(self.model, hidden, self.rows, columns, assembled.last)
-            counts = columns.counts[columns.samples]
+            counts = columns.per_sample(columns.counts)
             vectors, assembled = take_pooled(self.model, hidden, assembled, counts, self.rows.pooling)
             extras = Extras(vectors, None, prompt_scores)
             at = assembled.batch.sample_at

@@ -32,6 +32,7 @@ def sample_scored(
     tokens = sample(logits, tables.tokens, tables.sampling, rows, lens, native=native, masks=masks)
     if raw is not None:
         extras = extras or Extras()
+        extras.scored = raw.places
         extras.scores = score(raw.logits, tokens.index_select(0, raw.at), raw.wanted, raw.asked)
     if masks is not None:
         extras = extras or Extras()

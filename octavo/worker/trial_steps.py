@@ -2,11 +2,15 @@
 
 import importlib
 import time
+from collections.abc import Callable
+
+import numpy as np
 
 from octavo.ipc.cores import usable_cores
 from octavo.layers.mlp import warm_up_gates
 from octavo.limits import Limits
 from octavo.messages import PoolingParams, SamplingParams
+from octavo.schedule.step_costs import VERIFY_TOKENS
 from octavo.spec import ModelSpec
 from octavo.worker.memory.measure import DEMANDING, trial_columns
 from octavo.worker.runner import Runner
@@ -14,6 +18,7 @@ from octavo.worker.runner import Runner
 _WARMUP_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows use separate kernels
 
 _TIMED_STEPS = 3
+_TIMED_VERIFICATIONS = 2
 
 
 def most_tokens(limits: Limits) -> int:
@@ -41,10 +46,24 @@ class TrialSteps:
     def time_one_row(self) -> float:
         """Seconds of a step with one token of one row: the shortest of a few, because other programs only make steps longer. The first is
         not counted: it touches memory for the first time."""
+        return self._time(lambda: self.run(1, 1, is_greedy=True), _TIMED_STEPS)
+
+    def time_verification(self) -> float:
+        """Seconds of a step in which one row without a context verifies VERIFY_TOKENS − 1 drafted tokens."""
+        if self._limits.max_model_len < VERIFY_TOKENS or self._limits.max_num_batched_tokens < VERIFY_TOKENS:
+            return 0.0
+        columns = trial_columns(VERIFY_TOKENS, 1)
+        columns.num_drafted = np.array([VERIFY_TOKENS - 1])
+        self._runner.rows.sampling.enter(0, SamplingParams(temperature=0.0), 0, 1, [])
+        seconds = self._time(lambda: self._runner.compute(columns), _TIMED_VERIFICATIONS)
+        self._runner.rows.sampling.leave(0)
+        return seconds
+
+    def _time(self, step: Callable[[], object], num_steps: int) -> float:
         seconds = []
-        for _ in range(_TIMED_STEPS + 1):
+        for _ in range(num_steps + 1):
             started = time.perf_counter()
-            self.run(1, 1, is_greedy=True)
+            step()
             seconds.append(time.perf_counter() - started)
         self._runner.rows.tokens.zero_()
         return min(seconds[1:])

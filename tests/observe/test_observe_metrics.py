@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.messages import (
+    Draft,
     EngineReport,
     Finish,
     GenerateRequest,
@@ -24,7 +25,7 @@ from octavo.messages import (
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.exposition import Histogram, Scrape
 from octavo.observe.metrics.gauges import EngineState, TierState
-from octavo.observe.step_observer import Observers, StepObserver
+from octavo.observe.step_observer import Observers, StepObserver, StepTimes
 from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Planned
 from octavo.schedule.step_costs import StepCosts
@@ -353,6 +354,21 @@ def test_the_dashboard_names_nothing_that_is_not_there() -> None:
     texts += [variable["query"] for variable in board["templating"]["list"]]
     named = {name for text in texts for name in re.findall(r"\b(?:vllm:|octavo:|http_)\w+", text)}
     assert len(named) > 20 and named <= known, named - known
+
+
+def test_drafts_and_what_was_accepted() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    columns = ([0, 1], [4, 9], [4, 3], [True, True])
+    plan = StepPlan(0, [], [], [], *columns, [], [], [], drafts=[Draft(0, [7, 8, 9]), Draft(1, [7, 7])])
+    for runs in ([3, 1], [4, 2]):
+        result = StepResult(0, [7] * sum(runs), runs=runs)
+        metrics.committed(Committed(plan, result, 7, [], [], [], []), StepTimes(1.0, 0.5))
+    found = samples(metrics)
+    assert found["vllm:spec_decode_num_drafts_total", ""] == 4
+    assert found["vllm:spec_decode_num_draft_tokens_total", ""] == 10
+    assert found["vllm:spec_decode_num_accepted_tokens_total", ""] == 6
+    by_position = [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(at)] for at in range(3)]
+    assert by_position == [3, 2, 1]
 
 
 def test_steps_with_a_limit_and_their_costs() -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from octavo.cache import KVCache
 from octavo.engine.build import build_engine
 from octavo.messages import Abort, EngineReport, StepPlan, StepResult
+from octavo.messages.speculation import SpeculationSettings
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
 from octavo.recording.ring import RecordingRing
 from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule.drafts.lengths import speculation
 from octavo.schedule.grammar_cache import GrammarCache
 from octavo.schedule.stall_limit import StallLimit
 from tests.schedule.oracle import OracleDevice
@@ -74,6 +76,12 @@ def report_of(load: Workload) -> EngineReport:
         scheduling_policy=load.policy,
         # Steps take microseconds (OracleExecutor.clock): with this, prompts are cut.
         max_inter_token_ms=0.05 if load.has_limit else 0,
+        # A draft of two tokens that came before is often wrong here, and now and then right.
+        speculation=SpeculationSettings(
+            ("ngram", "suffix")[load.seed % 2], prompt_lookup_min=1, prompt_lookup_max=2, is_adaptive=load.seed % 4 > 1
+        )
+        if load.has_drafts
+        else None,
     )
 
 
@@ -104,14 +112,17 @@ class Recorded:
         )
         policy = POLICIES[load.policy]
         stall_limit = StallLimit.of(self.report.max_inter_token_ms)
-        scheduler = Scheduler(cache, load.rows, load.budget, load.page_size, policy, stall_limit, load.num_stages)
+        drafts = speculation(self.report.speculation)
+        scheduler = Scheduler(
+            cache, load.rows, load.budget, load.page_size, policy, stall_limit, load.num_stages, drafts
+        )
         grammar_cache = load.scheduler.grammar_cache
         scheduler.grammar_cache = GrammarCache(grammar_cache._max_used, grammar_cache._max_unused)
         lateness = random.Random(load.seed + 7 * 10**9) if load.has_late else None
         self.executor = OracleExecutor(
             OracleDevice(load.page_size, load.rows, load.windows, lateness, load.num_stages), bool(load.depth)
         )
-        clock = self.executor.clock if load.has_limit else time.monotonic
+        clock = self.executor.clock if load.has_limit or load.has_drafts else time.monotonic
         self.loop = build_engine(scheduler, self.executor, EngineMetrics("none", self.report), clock).loop
         header = header_of(self.report, load.shares, with_tokens)
         self.recorder = Recorder(Segments(folder, name, limit), header, ring or RecordingRing())

@@ -49,7 +49,7 @@ from tests.recording.recorded import Recorded
 from tests.schedule.workload import Workload
 from tests.worker.tiny import write_tiny_llama
 
-KINDS = ["has_windows", "has_beams", "has_grammars", "has_late", "has_responses", "has_limit"]
+KINDS = ["has_windows", "has_beams", "has_grammars", "has_late", "has_responses", "has_limit", "has_drafts"]
 
 
 def replayed(recording: Recording) -> Replay:
@@ -510,9 +510,11 @@ def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits
 
 
 def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):
-    """The pages at the start of a file, those of running requests and cached prefixes, are computed again first."""
+    """The pages at the start of a file, those of running requests and cached prefixes, are computed again first. Drafts are made again from
+    the tokens."""
     source = write_tiny_llama(tmp_path / "model")
     options = {"page_size": 4, "kv_cache_memory_bytes": 36 * 1024, "max_num_seqs": 8, "max_num_batched_tokens": 24}
+    options["speculative_config"] = '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'
     config = replace(Config(), record_tokens=True, max_model_len=96, **options)
     engine = start_engine(config, source, "tiny")
     (tmp_path / "recording").mkdir()
@@ -546,6 +548,9 @@ def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):
     assert scheduler.num_preemptions > 3 and scheduler.cache.hit_tokens > 200
     segments = sorted((tmp_path / "recording").iterdir())
     assert len(segments) > 2
+    records = [record for segment in segments for record in read(segment).records if isinstance(record, Stepped)]
+    assert sum(count for record in records for _, count in record.drafts) > 100
+    assert sum(run - 1 for record in records for outcome in record.outcomes for run in outcome.runs) > 2
     for segment in segments:
         computation = Recomputation(read(segment))
         findings = computation.run()

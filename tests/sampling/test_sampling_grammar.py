@@ -97,11 +97,14 @@ def test_all_ways_choose_the_same(way, device, monkeypatch):
 class Done:
     """A step whose tokens have arrived."""
 
-    def __init__(self, *tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, *tokens: int, counted: set[int] | None = None) -> None:
+        self._tokens, self._counted = tokens, counted
 
     def tokens(self) -> tuple[int, ...]:
         return self._tokens
+
+    def counted(self) -> set[int] | None:
+        return self._counted
 
 
 def left(masks: Masks | None, number: int = 0) -> set[str | int]:
@@ -161,6 +164,32 @@ def test_masks_follow_the_tokens_of_the_step_before(found):
     assert len(left(found.masks(rows(4), rows(7)))) == SIZE  # the answer is over: tokens sampled now are discarded
     found.leave(4)
     assert found.masks(rows(4), rows(7)) is None
+
+
+def test_masks_behind_a_draft_are_those_of_steps_of_one_token(found):
+    """As far as the grammar allows the draft; what lies behind counts as late, and the row goes on from what was sampled."""
+    wanted = params(max_tokens=1000)
+    found.enter(0, wanted, 3, [], [*ENDS])
+    found.enter(1, wanted, 3, [*b"ab"], [*ENDS])
+    found.drafts = {0: [*b"abb"], 1: [*b"xb"]}
+    masks = found.masks(rows(0, 0, 0, 0, 1, 1, 1, 2), rows(3, 4, 5, 6, 5, 6, 7, 9))
+    assert masks is not None and masks.at.tolist() == [0, 4, 1, 2, 3, 5, 6] and masks.late == [5, 6]
+    more = {"b", "c", *ENDS}
+    assert [left(masks, number) for number in range(5)] == [{"a"}, more, more, more, more]
+    found.started(Done(*b"abcbbxx", 9, counted={0, 1, 2, 4, 7}))  # the third sample of row 0 was not what was drafted
+    found.drafts = {}
+    masks = found.masks(rows(0, 1), rows(6, 6))
+    assert left(masks, 0) == ENDS and left(masks, 1) == more and not masks.late
+    assert len(found._free_ahead) == len({*found._free_ahead}), "slots are free once"
+
+
+def test_no_masks_behind_an_end_or_near_the_limit(found):
+    found.enter(0, params(max_tokens=1000), 3, [*b"ab"], [*ENDS])
+    found.enter(1, params(max_tokens=5), 3, [*b"ab"], [*ENDS])
+    found.drafts = {0: [ord("c"), EOS, ord("b")], 1: [ord("b")]}
+    masks = found.masks(rows(0, 0, 0, 0, 1, 1), rows(5, 6, 7, 8, 5, 6))
+    assert masks is not None and masks.at.tolist() == [0, 4, 1, 2, 3, 5]
+    assert masks.late == [1, 2, 3, 5]
 
 
 def test_who_comes_into_a_row_does_not_hear_of_who_left_it(found):

@@ -134,19 +134,31 @@ class OracleDevice:
                 self.tokens[row][at] = token
         spans = [(row, range(at, at + n)) for row, at, n in zip(plan.rows, plan.starts, plan.counts, strict=True)]
         assert all(len(span) for _, span in spans), "empty chunk"
+        drafts = {draft.at: draft.tokens for draft in plan.drafts}
+        for at, tokens in drafts.items():
+            row, end = plan.rows[at], plan.starts[at] + plan.counts[at]
+            assert tokens and plan.samples[at] and row not in self.pooled and row not in self.beams, (
+                "drafts for nothing"
+            )
+            self.tokens[row].update(enumerate(tokens, end - len(tokens)))
         states = {(row, position): self.tokens[row][position] for row, span in spans for position in span}
         for layer in range(len(self.windows)):
             self._write(layer, states)
             for row, position in states:
                 states[row, position] = self._attend(layer, row, position, states[row, position])
-        sampled, vectors, candidates, late = [], [], [], []
-        for (row, span), samples in zip(spans, plan.samples, strict=True):
+        sampled, vectors, candidates, late, runs = [], [], [], [], []
+        for at, ((row, span), samples) in enumerate(zip(spans, plan.samples, strict=True)):
             if samples and row in self.pooled:
                 vectors.append(vector_of(span[0], states[row, span[-1]]))
             elif samples and row in self.beams:
                 candidates.append(continuations(states[row, span[-1]], self.beams[row]))
                 sampled.append(-1)  # nobody reads it
                 self.tokens[row][span[-1] + 1] = -1
+            elif at in drafts:
+                run, is_late = self._verify(row, span, drafts[at], states)
+                sampled += run
+                late += [len(sampled) - 1] if is_late else []
+                runs.append(len(run))
             elif samples:
                 sampled.append(chosen(states[row, span[-1]], self.seeds[row]))
                 if self._is_late(row, span[-1] + 1):
@@ -154,7 +166,25 @@ class OracleDevice:
                     sampled[-1] += 1 + plan.step  # a token that the grammar does not allow
                 if not self._is_pipelined:
                     self.tokens[row][span[-1] + 1] = sampled[-1]
-        return StepResult(plan.step, sampled, vectors, candidates=candidates, late=late)
+        return StepResult(plan.step, sampled, vectors, candidates=candidates, late=late, runs=runs)
+
+    def _verify(
+        self, row: int, span: range, draft: list[int], states: dict[tuple[int, int], int]
+    ) -> tuple[list[int], bool]:
+        """The run that counts, and whether it is of one token that does not. What lies behind it in the row's tokens is nonsense."""
+        run: list[int] = []
+        for position, following in zip(span[-1 - len(draft) :], [*draft, -1], strict=True):
+            token = chosen(states[row, position], self.seeds[row])
+            if self._is_late(row, position + 1):
+                self.tokens[row][position + 1] = token + 1
+                return (run, False) if run else ([token + 1], True)
+            run.append(token)
+            self.tokens[row][position + 1] = token
+            if token != following:
+                break
+        for position in range(span[0] + len(run) + 1, span[-1] + 2):
+            self.tokens[row][position] = -2
+        return run, False
 
     def _is_late(self, row: int, length: int) -> bool:
         """Whether the row's mask after `length` tokens is late. It always is if the token before was."""

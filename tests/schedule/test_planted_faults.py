@@ -236,6 +236,58 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "what must be computed whole is cut to the limit": (STALLS, "UNBOUNDED if request.needs_one_step else max", "max"),
     "before costs are known there is no limit": (SCHEDULER, "tokens // UNKNOWN_PART", "tokens"),
+    "a rejected draft counts as computed": (
+        SCHEDULER,
+        "request.computed = len(request.tokens) - 1  # the last one was sampled, not computed",
+        "pass",
+    ),
+    "pages of rejected drafts are kept": (
+        SCHEDULER,
+        "self.cache.shrink(request.sequence, len(request.tokens))\n                request.capacity",
+        "request.capacity",
+    ),
+    "a page with a token that was not computed is published": (
+        SCHEDULER,
+        "self._publish(request, request.computed)",
+        "self._publish(request, len(request.tokens))",
+    ),
+    "a page with rejected tokens is published": (
+        SCHEDULER,
+        "            request.drafted = len(tokens)\n",
+        "            request.drafted = len(tokens)\n"
+        "            self.cache.publish(request.sequence, request.tokens + tokens, start + len(tokens))\n",
+    ),
+    "a draft in flight is swapped out as computed": (SCHEDULER, "request.computed -= request.drafted", "pass"),
+    "a run goes on behind its end": (
+        SCHEDULER,
+        "            if finish is not None:\n                break\n",
+        "",
+    ),
+    "a row goes on while its draft is in flight": (
+        SCHEDULER,
+        "length >= request.max_len or count <= 0",
+        "length >= request.max_len or count == 0",
+    ),
+    "a page that counts is given back with a draft": (
+        CACHE,
+        "at = max(needed - table.first, 0)",
+        "at = max(needed - 1 - table.first, 0)",
+    ),
+    "drafts exceed the step": (
+        SCHEDULER,
+        "room = min(self.max_step_tokens, most_samples(self.max_rows)) - num_rows",
+        "room = most_samples(self.max_rows)",
+    ),
+    "a draft is planned where there are no pages for it": (
+        SCHEDULER,
+        "tokens = tokens[: request.capacity - start]",
+        "pass",
+    ),
+    "a page that others read is written by a draft": (
+        SCHEDULER,
+        "self.cache.extend(request.sequence, start - 1, start + len(tokens))",
+        "self.cache.extend(request.sequence, start + self.cache.page_size, start + len(tokens))",
+    ),
     "the policy does not say who leaves": (ROWS, 'attrgetter("order")', 'attrgetter("sequence")'),
     "an eviction is not told": (
         POOL,
@@ -270,7 +322,7 @@ def plant(fault: str | None) -> Callable[[int], Workload]:
     finally:
         sys.modules.update({module.__name__: module for module in MODULES})
     # Every second one with windows, every second pair with beam searches, three of five with masks that are late, two of three
-    # with responses of many sequences, three of seven with a limit beside streams.
+    # with responses of many sequences, three of seven with a limit beside streams, and six of eleven of the others with drafts.
     types_ = (copies[SCHEDULER].Scheduler, copies[CACHE].KVCache)
     return lambda seed: Workload(
         seed,
@@ -281,6 +333,7 @@ def plant(fault: str | None) -> Callable[[int], Workload]:
         has_late=seed % 5 > 1,
         has_responses=seed % 3 > 0,
         has_limit=seed % 7 > 3,
+        has_drafts=seed % 11 > 4 and seed % 7 <= 3,
     )
 
 

@@ -14,9 +14,10 @@ from octavo.messages.params import choice_seed
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
 from octavo.schedule.request import Request
-from octavo.schedule.results import Planned
+from octavo.schedule.results import Committed, Planned
 from octavo.schedule.stall_limit import MIN_PROMPT_TOKENS, MIN_SHARE, UNKNOWN_PART, StallLimit
 from octavo.schedule.step_costs import StepCosts, StepShape
+from tests.schedule.drafts import DiceSpeculation
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
 
@@ -60,6 +61,13 @@ class Tally:
     whole: int = 0  # … because it must be computed in one step
     unknown: int = 0  # plans in which a prompt was cut before costs were known
     free: int = 0  # plans with prompts and a limit, and without streams
+    drafts: int = 0  # tokens that were drafted
+    accepted: int = 0  # … and counted
+    rejected: int = 0
+    cut: int = 0  # runs in which a token ended the request before the run was over
+    lost: int = 0  # drafts in flight when their request was preempted
+    given_back: int = 0  # pages of drafts that were not accepted
+    sat_out: int = 0  # plans that a row with a draft in flight sat out
     in_flight: int = 0  # the most plans in flight that sample, with several stages
     left_out: int = 0  # plans in which a row was left out, so that the next plan has one
     turns: int = 0  # plans with rows that compute one token
@@ -80,6 +88,7 @@ class Workload:
     has_limit: bool = False  # steps beside streams have a limit, and costs are learned now and then
     num_stages: int = 1  # that plans go through
     has_responses: bool = False  # several prompts are parts of one response, and have more choices than there are rows
+    has_drafts: bool = False  # rows verify tokens that are right, wrong, or right for a while
     policy: str = "fcfs"
     tally: Tally = field(default_factory=Tally)
 
@@ -109,6 +118,9 @@ class Workload:
             self.num_pages, self.rows = self.num_pages * dice.choice([1, 3, 6]), dice.choice([2, 5, 9])
         self.num_host_pages = r.choice([0, 0, 3, 30])
         self.shares, self.swap_min_tokens = r.random() < 0.8, r.choice([0, 4])
+        if self.has_drafts and self.seed % 3 < 2:  # drafts in flight when pages run out
+            self.depth, self.rows, self.num_pages = 1, max(self.rows, 3), least
+            self.num_host_pages, self.swap_min_tokens = 30, 0
         self._start_engine()
         stems = [[r.randrange(3) for _ in range(longest)] for _ in range(2)]
         self.arrivals: list[tuple[int, GenerateRequest]] = []
@@ -138,8 +150,16 @@ class Workload:
             self.num_pages, self.page_size, self.num_host_pages, self.shares, None, self.windows, self.budget
         )
         policy = POLICIES[self.policy]
+        speculation = DiceSpeculation(random.Random(self.seed + 10**10), self.windows) if self.has_drafts else None
         self.scheduler = self.scheduler_type(
-            self.cache, self.rows, self.budget, self.swap_min_tokens, policy, self.stall_limit, self.num_stages
+            self.cache,
+            self.rows,
+            self.budget,
+            self.swap_min_tokens,
+            policy,
+            self.stall_limit,
+            self.num_stages,
+            speculation,
         )
         self.num_left_out: dict[int, int] = {}  # sequence → plans since it could have been in one
         self.pages_reported: set[bytes] = set()  # of the prefix cache, by what plan() and commit() have returned
@@ -241,7 +261,9 @@ class Workload:
         if self.stall_limit is None:
             assert planned.capped is None
             return
-        columns = list(zip(planned.requests, plan.starts, plan.counts, strict=True))
+        drafted = {draft.at: len(draft.tokens) for draft in plan.drafts}
+        counts = [count - drafted.get(at, 0) for at, count in enumerate(plan.counts)]
+        columns = list(zip(planned.requests, plan.starts, counts, strict=True))
         came_back = {request for request in planned.admitted if request.has_output}
         if planned.returned or any(count == 1 and request in came_back for request, _, count in columns):
             return  # the limit was found with rows that then left, or that came from host pages meanwhile
@@ -383,6 +405,7 @@ class Workload:
             self.seed + 2 * 10**9
         )  # by dice of its own, so that cases without deaths stay what they were
         dice = random.Random(self.seed + 9 * 10**9)
+        haste = random.Random(self.seed + 11 * 10**9)
         sources = {request.id: request for _, request in self.arrivals}
         got: dict[tuple[str, int], list[int]] = {
             (request.id, index): [] for request in sources.values() for index in range(request.params.n)
@@ -427,8 +450,12 @@ class Workload:
             if not plan.is_empty:
                 flight.append((plan, self.device.run(plan)))  # stream order: executed in the order of issue
             self._check_turn(planned, flight)
-            for _ in range(max(len(flight) - self.depth, int(plan.is_empty and bool(flight)))):
+            drains = self.has_drafts and haste.random() < 0.4
+            num_due = max(len(flight) - self.depth, int(plan.is_empty and bool(flight)))
+            for _ in range(len(flight) if drains else num_due):
+                num_used = self.cache.pool.num_used
                 committed = scheduler.commit(*flight.popleft())
+                self._count_runs(committed, num_used)
                 self._hear(committed.pages)
                 self._start(committed.jobs)
                 for delta in committed.deltas:
@@ -509,6 +536,16 @@ class Workload:
         assert start == 0 or not source.needs_one_step, "computed in pieces"
         self.tally.vectors += 1
 
+    def _count_runs(self, committed: Committed, num_used: int) -> None:
+        plan, result = committed.plan, committed.result
+        if not plan.drafts:
+            return
+        taken = {(delta.request_id, delta.index): len(delta.token_ids) for delta in committed.deltas}
+        self.tally.accepted += sum(run - 1 for run in result.runs)
+        self.tally.rejected += sum(len(draft.tokens) + 1 for draft in plan.drafts) - sum(result.runs)
+        self.tally.cut += sum(taken.values()) < len(result.tokens) and not result.late
+        self.tally.given_back += max(0, num_used - self.cache.pool.num_used) if not committed.ended else 0
+
     def _hear(self, pages: PageChanges) -> None:
         assert not self.pages_reported.intersection(pages.stored), "stored twice"
         assert self.pages_reported.issuperset(pages.evicted), "evicted and never stored"
@@ -539,6 +576,17 @@ class Workload:
         assert sorted(rows) == list(range(self.rows)), "row drift"
         filled, allocated = scheduler.slot_use()
         assert allocated == sum(map(bool, pool.refs)) * self.page_size and 0 <= filled <= allocated
+        for request in scheduler.running:
+            if not (request.drafted or request.late_steps or search_of(request)):
+                most = -(-request.length // self.page_size)
+                tables = self.cache.tables.get(request.sequence, ())
+                assert all(table.end <= most for table in tables), "pages for tokens that do not count"
+        for request in scheduler.running:
+            if request.drafter is not None and request.has_output and not request.late_steps:
+                full = (request.computed - request.drafted) // self.page_size
+                for table in self.cache.tables[request.sequence]:
+                    unfinished = table.pages[max(full - table.first, 0) :]
+                    assert all(pool.keys[page] is None for page in unfinished), "published before its tokens count"
         for tables in self.cache.tables.values():
             for table, window in zip(tables, self.windows, strict=True):
                 assert table.first == 0 or window, "a group without a window keeps everything"
@@ -579,6 +627,9 @@ class Workload:
         assert not (grammar_cache._held or grammar_cache._later or grammar_cache._users), "grammars leaked"
 
     def _count(self, plan) -> None:
+        self.tally.drafts += sum(len(draft.tokens) for draft in plan.drafts)
+        self.tally.sat_out += sum(request.drafted > 0 for request in self.scheduler.running) - len(plan.drafts)
+        self.tally.lost += sum(request.drafted > 0 for request in self.scheduler.waiting)
         self.tally.swaps += sum(move.kind == "out" for move in plan.moves)
         self.tally.forced += len(plan.forced)
         self.tally.copies += sum(move.kind == "copy" for move in plan.moves)

@@ -70,6 +70,8 @@ class _Track:
         "is_first",
         "is_pooled",
         "name",
+        "num_accepted",
+        "num_drafted",
         "num_output",
         "output_at",
         "own_waits",
@@ -98,6 +100,7 @@ class _Track:
         self.reason: str | None = None
         self.num_output = self.output_at = 0  # tokens now, and when the present stage began
         self.preemptions = 0
+        self.num_drafted = self.num_accepted = 0
         self.grammar_wait_since: float | None = None  # None: it does not wait for a grammar
         self.enter_queue(queue_look, step_at)
         self.enter_row(0)
@@ -113,6 +116,7 @@ class _Track:
     def has(self, request: Request) -> None:
         """Read how many tokens it has by now."""
         self.num_output = 0 if self.is_pooled else len(request.tokens) - request.prompt_len
+        self.num_drafted, self.num_accepted = request.num_drafted, request.num_accepted
 
     def wait(self, reason: str, seconds: float, steps: int) -> None:
         before = self.own_waits.get(reason, (0.0, 0))
@@ -207,7 +211,8 @@ class EngineJournal(StepObserver):
     def committed(self, committed: Committed, times: StepTimes) -> None:
         now, plan = times.now, committed.plan
         self._grammar_seconds += committed.result.grammar_seconds
-        self._tally.add(now - self._last_commit, len(plan.rows), committed.num_tokens)
+        num_drafted = sum(len(draft.tokens) for draft in plan.drafts) if plan.drafts else 0
+        self._tally.add(now - self._last_commit, len(plan.rows), committed.num_tokens - num_drafted)
         self._last_commit = now
         if self._chunks and (chunks := self._chunks.pop(plan.step, None)) is not None:
             self._commit_chunks(chunks, now)
@@ -459,7 +464,9 @@ class EngineJournal(StepObserver):
 
 def _seen(track: _Track, present: Stage | None) -> Track:
     stages = track.stages if present is None else [*track.stages, present]
-    return Track(track.index, stages, track.num_output, track.preemptions, track.reason)
+    return Track(
+        track.index, stages, track.num_output, track.preemptions, track.reason, track.num_drafted, track.num_accepted
+    )
 
 
 def _engine_journey(journey: _Journey, tracks: list[Track]) -> EngineJourney:

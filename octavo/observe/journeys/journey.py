@@ -51,6 +51,8 @@ class Journey(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int = 0
     output_tokens: int = 0  # of the answer; the engine may have gone on beyond a stop string (stages say how far)
     preemptions: int = 0
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of those: in the answer, or behind its stop string
     finish_reasons: list[str | None] = []  # by choice
     first_byte_seconds: float | None = None
     detokenise_seconds: float = 0.0  # in all, most of it while the engine went on
@@ -263,7 +265,7 @@ def _engine_state(tracks: Iterable[Track]) -> State:
 def _totals(
     journeys: list[EngineJourney], received: float, choice_ends: Mapping[tuple[str, int], tuple[str, int]]
 ) -> dict[str, Any]:
-    prompt_tokens = output_tokens = preemptions = 0
+    prompt_tokens = output_tokens = preemptions = drafted_tokens = accepted_tokens = 0
     tracks: list[tuple[int, Track]] = []
     finish_reasons: list[str | None] = []
     prefill: Stage | None = None  # the first, of a journey's first choice
@@ -279,12 +281,16 @@ def _totals(
             finish_reasons.append(reason)
             output_tokens += num_tokens
             preemptions += track.preemptions
+            drafted_tokens += track.drafted_tokens
+            accepted_tokens += track.accepted_tokens
             tracks.append((number, track))
     return {
         "prompt_tokens": prompt_tokens,
         "cached_tokens": 0 if prefill is None else prefill.cached_tokens,
         "output_tokens": output_tokens,
         "preemptions": preemptions,
+        "drafted_tokens": drafted_tokens,
+        "accepted_tokens": accepted_tokens,
         "finish_reasons": finish_reasons,
         "legs": [_leg(number, track, received) for number, track in tracks] if len(tracks) > 1 else [],
     }

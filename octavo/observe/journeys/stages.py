@@ -82,6 +82,8 @@ class Track(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int = 0
     preemptions: int = 0
     finish_reason: str | None = None  # None: it is still on its way
+    drafted_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of those: in its output
 
 
 class EngineJourney(msgspec.Struct, frozen=True, gc=False):

@@ -98,6 +98,8 @@ class EngineMetrics(StepObserver):
         self._generation_tokens = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
+        self._num_drafts = self.draft_tokens = 0
+        self._accepted_by_position: list[int] = []
         self._finished: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         lengths = _one_two_five(report.max_model_len)
         self._first_token = Histogram(TTFT_BOUNDS)
@@ -137,6 +139,21 @@ class EngineMetrics(StepObserver):
     def committed(self, committed: Committed, times: StepTimes) -> None:
         self._busy_seconds += times.compute_seconds
         self.step(times.now, committed.num_tokens, committed.deltas)
+        if committed.plan.drafts:
+            self._count_drafts(committed)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self._accepted_by_position)
+
+    def _count_drafts(self, committed: Committed) -> None:
+        accepted = self._accepted_by_position
+        for draft, run in zip(committed.plan.drafts, committed.result.runs, strict=True):
+            self._num_drafts += 1
+            self.draft_tokens += len(draft.tokens)
+            accepted += [0] * (len(draft.tokens) - len(accepted))
+            for position in range(run - 1):
+                accepted[position] += 1
 
     def stepped(self, end: StepEnd) -> None:
         self._host.observe(end.host_seconds)
@@ -295,6 +312,13 @@ class EngineMetrics(StepObserver):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self._prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", self._prefix_hits),
             ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed.", self._prefix_hits),
+            ("vllm:spec_decode_num_drafts", "Drafts that were verified.", self._num_drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts.", self.draft_tokens),
+            (
+                "vllm:spec_decode_num_accepted_tokens",
+                "Drafted tokens that were what would have been sampled.",
+                self.accepted_tokens,
+            ),
             ("octavo:steps", "Steps computed.", self._num_steps),
             (
                 "octavo:capped_steps",
@@ -308,6 +332,11 @@ class EngineMetrics(StepObserver):
             "octavo:step_limit_seconds",
             "Time that the last of these steps was to take at most. 0: there was none.",
             [({}, self.limit_seconds)],
+        )
+        scrape.counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their position in the draft.",
+            [({"position": str(at)}, count) for at, count in enumerate(self._accepted_by_position)],
         )
         costs = {} if self._costs is None else msgspec.structs.asdict(self._costs)
         scrape.gauge(

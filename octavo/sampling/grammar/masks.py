@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -26,6 +26,7 @@ import torch
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.messages import SamplingParams
+from octavo.messages.plans import MIN_SAMPLES
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words
 from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.processes import ForkServer, GrammarProcess
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("octavo.grammar")
 
 _NUM_SLOTS = 64
+_NUM_AHEAD = 2 * MIN_SAMPLES  # slots for masks behind drafted tokens
 _LEAST_WAIT = 0.005  # seconds that any step waits for its masks; most are there earlier
 _WAIT_SHARE = 0.1  # of the time: steps together wait for no longer than this, beyond the least
 _WAIT_ALONE = 0.05  # seconds that a step waits if all of its rows are late already
@@ -53,6 +55,9 @@ Agree = Callable[[list[int]], list[int]]
 
 class Sampled(Protocol):
     """The sampled tokens [S] of a step that may still be running."""
+
+    def counted(self) -> Container[int] | None:
+        """Wait for the tokens, and return the indices of those that count; None: all do, as far as drafts go."""
 
     def tokens(self) -> Sequence[int]:
         """Wait for the tokens and return them."""
@@ -93,6 +98,9 @@ class _Row:
     num_sent: int = 0  # of the tokens: those that the process knows
     asked: int = -1  # length of the row at which a mask was last asked for, …
     filled: int = -1  # … and was last there
+    drafts: list[int] = field(default_factory=list)  # tokens that the step verifies behind its last one
+    ahead_slots: list[int] = field(default_factory=list)  # where its process leaves the masks behind them
+    num_ahead: int = 0  # of these masks: those that are there
     late: int = -1  # … and was last late
     is_last: bool = False  # with the mask that is there: the token sampled now ends the row
     is_over: bool = False  # a token that ends it was sampled: later tokens do not count
@@ -114,6 +122,8 @@ class _Step:
     """The step being launched."""
 
     own: list[tuple[int, _Row, int]]  # sample, its row, the row's length
+    # Sample behind a drafted token, its row, the length that the row has in `own`, and the place of that token in the draft.
+    ahead: list[tuple[int, _Row, int, int]]
     num_others: int  # samples without a grammar
     seconds: float = 0.0  # that it has spent on masks
 
@@ -146,6 +156,8 @@ class Grammars:
         self._by_number: dict[int, _Row] = {}
         self._next_number = 0
         self._free_slots = list(range(num_slots))
+        self._free_ahead = list(range(num_slots, num_slots + _NUM_AHEAD))
+        self.drafts: dict[int, list[int]] = {}  # row → tokens that the step being launched verifies
         self._sampling: list[int] | None = None  # rows of the step being launched
         self._late: list[int] = []  # of its samples
         self._latest: _Latest | None = None
@@ -209,6 +221,7 @@ class Grammars:
         self._wait(step)
         step.seconds += time.monotonic() - started
         states = [self._state(row, length) for _, row, length in step.own]
+        states += [self._state_ahead(row, length, place) for _, row, length, place in step.ahead]
         if self._agree is not None:
             states = self._agree(states)
         masks = self._masks(step, states)
@@ -235,8 +248,11 @@ class Grammars:
         latest, self._latest = self._latest, None
         if latest is None or self.rows.keys().isdisjoint(latest.rows):
             return
+        counted = latest.step.counted()
         for at, (row, token) in enumerate(zip(latest.rows, latest.step.tokens(), strict=True)):
             own = self.rows.get(row)
+            if counted is not None and at not in counted:
+                continue
             if own is not None and not own.is_over and at not in latest.late:
                 own.is_over = token in own.stop_ids
                 own.tokens.append(token)
@@ -247,8 +263,19 @@ class Grammars:
             self._free_retired(self._forgotten.get())
         self._sampling = rows.tolist()
         started, lengths = time.monotonic(), lens.tolist()
-        own = [(at, self.rows[row], lengths[at]) for at, row in enumerate(self._sampling) if row in self.rows]
-        step = _Step(own, len(lengths) - len(own))
+        own: list[tuple[int, _Row, int]] = []
+        ahead: list[tuple[int, _Row, int, int]] = []
+        for at, row in enumerate(self._sampling):
+            if (found := self.rows.get(row)) is None:
+                continue
+            if (
+                own and own[-1][1] is found
+            ):  # a row's samples are next to each other, the first is behind its own last token
+                ahead.append((at, found, own[-1][2], at - own[-1][0] - 1))
+            else:
+                found.drafts = self.drafts.get(row, [])
+                own.append((at, found, lengths[at]))
+        step = _Step(own, ahead, len(lengths) - len(own) - len(ahead))
         for process in {row.process for _, row, _ in own}:
             self._read(process)  # what was late may be there by now
         self._ask_for_masks(step.own)
@@ -266,13 +293,22 @@ class Grammars:
                 continue
             new_tokens = row.tokens[row.num_sent :]
             row.num_sent, row.asked = len(row.tokens), length
-            asked[row.process].append(RowToFill(row.number, new_tokens, length))
+            slots = self._take_ahead(row)
+            asked[row.process].append(RowToFill(row.number, new_tokens, length, row.drafts[: len(slots)], slots))
         for process, rows in asked.items():
             if not process.num_unanswered:
                 process.filling_since = time.monotonic()
             process.num_unanswered += 1
             process.queue(Fill(rows))
             process.send()
+
+    def _take_ahead(self, row: _Row) -> list[int]:
+        """Slots for the masks behind its drafted tokens, as many as there are. All that it was asked for before has been answered."""
+        self._free_ahead += row.ahead_slots
+        count = min(len(row.drafts), len(self._free_ahead))
+        row.ahead_slots = [self._free_ahead.pop() for _ in range(count)]
+        row.num_ahead = 0
+        return row.ahead_slots
 
     def _is_settled(self, row: _Row, length: int) -> bool:
         """Whether there is no mask to wait for: it is there, or none will be used."""
@@ -333,10 +369,21 @@ class Grammars:
             self._check_time(row)
         return LATE
 
+    def _state_ahead(self, row: _Row, length: int, place: int) -> int:
+        is_there = row.filled == length and not (row.is_over or row.failure) and place < row.num_ahead
+        return IN_TIME if is_there else LATE
+
     def _masks(self, step: _Step, states: list[int]) -> Masks:
-        bits = np.full((len(step.own), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
-        masks = Masks(np.array([at for at, _, _ in step.own], dtype=np.int64), bits, {})
-        for number, ((at, row, length), state) in enumerate(zip(step.own, states, strict=True)):
+        samples = [at for at, *_ in (*step.own, *step.ahead)]
+        bits = np.full((len(samples), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
+        masks = Masks(np.array(samples, dtype=np.int64), bits, {})
+        num_own = len(step.own)
+        for number, ((at, row, _, place), state) in enumerate(zip(step.ahead, states[num_own:], strict=True), num_own):
+            if state == IN_TIME:
+                bits[number] = self._slots.mask(row.ahead_slots[place])
+            else:
+                masks.late.append(at)
+        for number, ((at, row, length), state) in enumerate(zip(step.own, states[:num_own], strict=True)):
             if state == FAILED:
                 masks.failures[at] = row.failure or _ELSEWHERE
             elif state == LATE:
@@ -401,6 +448,7 @@ class Grammars:
         self._detach(row)
         row.number, row.process = self._number(), self._process_of(row.params.grammar)
         row.slot, row.num_sent, row.asked, row.filled = -1, 0, -1, -1
+        row.ahead_slots, row.num_ahead = [], 0
         self._by_number[row.number] = row
 
     def _rewind(self, row: _Row, length: int) -> None:
@@ -414,13 +462,14 @@ class Grammars:
         del self._by_number[row.number]
         if row.slot < 0:
             return
+        slots = [row.slot, *row.ahead_slots]
         if row.process.is_over:
-            self._free_slots.append(row.slot)
+            self._free(slots)
             return
         if row.asked == row.filled:
-            self._free_slots.append(row.slot)
+            self._free(slots)
         else:
-            row.process.retired[row.number] = row.slot
+            row.process.retired[row.number] = slots
         row.process.queue(Leave(row.number))
         row.process.send()
 
@@ -432,9 +481,10 @@ class Grammars:
             for result in filled.rows:
                 row = self._by_number.get(result.number)
                 if row is None:
-                    self._free_slots.append(process.retired.pop(result.number))
+                    self._free(process.retired.pop(result.number))
                 else:
                     row.filled, row.is_last, row.failure = result.length, result.is_last, result.failure
+                    row.num_ahead = result.num_ahead
         process.send()
         if process.is_over:
             self._note_ended(process)
@@ -461,8 +511,13 @@ class Grammars:
 
     def _free_retired(self, process: GrammarProcess) -> None:
         """It has ended, and writes to no slot any more."""
-        self._free_slots += process.retired.values()
+        for slots in process.retired.values():
+            self._free(slots)
         process.retired.clear()
+
+    def _free(self, slots: list[int]) -> None:
+        self._free_slots += [slot for slot in slots if slot < self._num_slots]
+        self._free_ahead += [slot for slot in slots if slot >= self._num_slots]
 
     def _find_reason(self, process: GrammarProcess) -> None:
         process.end(self._server)
@@ -531,13 +586,13 @@ class Grammars:
                     tuple(sorted(i for i in vocabulary.special_ids if i < self._vocab_size)),
                     vocabulary.eos_ids,
                     self._vocab_size,
-                    self._num_slots,
+                    self._num_slots + _NUM_AHEAD,
                     self._num_threads,
                     limits.compile_seconds,
                     limits.step_seconds,
                     limits.memory_bytes,
                 )
-                self._memory = self._memory or MaskSlots(self._vocab_size, self._num_slots)
+                self._memory = self._memory or MaskSlots(self._vocab_size, self._num_slots + _NUM_AHEAD)
                 self._fork_server = ForkServer(begin, self._memory.fd)
             return self._fork_server
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.sampling.grammar.bitmask import Ints, Words, any_set, clear_bits, set_bits
+from octavo.sampling.grammar.bitmask import Ints, Words, any_set, clear_bits, is_set, set_bits
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, compiled_part, guarded
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_USED = 32  # used matchers that are kept for later rows
 _MAX_THREADS = 8
+_MAX_AHEAD = 0.005  # seconds for the masks behind a row's drafts
 _LONGEST_TEXT = 4096  # bytes of a shortest answer
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
@@ -188,7 +189,40 @@ class Matching:
                 f"the grammar takes too long: more than {1000 * _SHARE * self._step_seconds:.0f} ms of processor time per token "
                 "on average (--grammar-step-seconds)"
             )
-        return FilledRow(asked.number, asked.length, is_last and not row.failure, row.failure)
+        is_last = is_last and not row.failure
+        num_ahead = self._look_ahead(row, asked) if asked.drafts and not (is_last or row.failure) else 0
+        return FilledRow(asked.number, asked.length, is_last, row.failure, num_ahead)
+
+    def _look_ahead(self, row: _Row, asked: RowToFill) -> int:
+        """Compute masks behind drafted tokens, as if they had been sampled, and go back. → how many. It stops where a token would not be
+        allowed, where the answer might end, and where its limit comes into sight: those positions are for a step of their own. The
+        time is not the row's: without drafts it would not have been spent."""
+        from llguidance import LLMatcher
+
+        matcher, bits, num_consumed, num_ahead = row.matcher, self._slots.mask(row.slot), 0, 0
+        if not isinstance(matcher, LLMatcher):  # a GuardedMatcher cannot go back
+            return 0
+        started = time.thread_time()
+        for place, (token, slot) in enumerate(zip(asked.drafts, asked.slots, strict=True)):
+            length = asked.length + place + 1
+            if row.ending.end or row.max_len - length <= row.ending.looks_at:
+                break
+            if not 0 <= token < self._shared.begin.vocab_size or not is_set(bits, token) or token in row.stop_ids:
+                break
+            if time.thread_time() - started > _MAX_AHEAD or matcher.try_consume_tokens([token]) != 1:
+                break
+            num_consumed = place + 1
+            matcher.unsafe_compute_mask_ptr(self._slots.address(slot), self._slots.mask_bytes)
+            if matcher.is_error() or matcher.is_stopped():
+                break
+            bits = self._slots.mask(slot)
+            self._settle_ends(row, matcher, bits, length)
+            num_ahead = place + 1
+        if num_consumed and (matcher.is_error() or not matcher.rollback(num_consumed)):
+            num_ahead, row.matcher = 0, None
+            self._restore(row, row.tokens)
+        row.credit += time.thread_time() - started
+        return num_ahead
 
     @contextlib.contextmanager
     def _working_on(self, row: _Row) -> Iterator[None]:

@@ -119,7 +119,8 @@ class GrammarProcess:
             False  # it was ended by something other than its grammar: another process, or its fork server's end
         )
         self.end_words = "its process has ended"
-        self.retired: dict[int, int] = {}  # row that has left → its slot, which the process may still write to
+        # Row that has left → its slots, which the process may still write to.
+        self.retired: dict[int, list[int]] = {}
         self.looks_from = 0
         self.num_unanswered = 0  # Fill commands
         self.filling_since = 0.0  # when the oldest of them was given

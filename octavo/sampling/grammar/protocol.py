@@ -77,6 +77,8 @@ class RowToFill(msgspec.Struct, array_like=True, frozen=True, gc=False):
     number: int
     new_tokens: list[int]  # of its output, since the last time; the first time all of them
     length: int  # tokens of prompt and output
+    drafts: list[int] = []  # tokens that may follow (decision 048): masks behind them are wanted, too, …
+    slots: list[int] = []  # … in these slots
 
 
 class Fill(msgspec.Struct, array_like=True, frozen=True, tag=4):
@@ -90,6 +92,7 @@ class FilledRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     length: int
     is_last: bool  # the token sampled now ends the row, because of max_tokens
     failure: str  # why the grammar cannot continue; its mask is not to be used
+    num_ahead: int = 0  # drafted tokens that have a mask behind them
 
 
 class Filled(msgspec.Struct, array_like=True, frozen=True):

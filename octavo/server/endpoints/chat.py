@@ -24,7 +24,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "prediction": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from octavo.errors import ContextTooLong, Field, InvalidRequest
+from octavo.messages.speculation import MAX_PREDICTION
 from octavo.server.generate.chat import (
     Chat,
     check_choice,
@@ -27,6 +28,27 @@ from octavo.server.state.service import Service
 from octavo.text import Text
 from octavo.text.chat.tools import NO_CALLS, Tool, allowed_tools, parse_tool_choice, parse_tools
 
+PREDICTION = Field("prediction")
+
+
+class PredictionPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """What the answer is expected to be, as OpenAI has it: it is drafted, so that what is right takes less time."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    def whole(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
 
 class ChatFields(GenerationFields):
     model_config = ConfigDict(title="ChatRequest")  # the name in the OpenAPI document
@@ -43,11 +65,13 @@ class ChatFields(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt(Prompt):
     chat: Chat = field(kw_only=True)  # what the prompt was made of
+    prediction_ids: tuple[int, ...] = ()  # what the answer is expected to begin with
 
 
 async def parse(service: Service, fields: ChatFields) -> ChatPrompt:
@@ -57,7 +81,17 @@ async def parse(service: Service, fields: ChatFields) -> ChatPrompt:
     ids = await offload_encode(service, chat, fields.num_bytes, max_tokens=longest)
     if fields.truncate_prompt_tokens is not None:
         ids = cut_prompt(ids, fields, service.report)
-    return ChatPrompt(ids, MESSAGES, chat=chat)
+    return ChatPrompt(ids, MESSAGES, chat=chat, prediction_ids=await _read_prediction(service, fields))
+
+
+async def _read_prediction(service: Service, fields: ChatFields) -> tuple[int, ...]:
+    """Tokens of the prediction, as many as a drafter looks at."""
+    if fields.prediction is None or service.report.speculation is None:
+        return ()
+    predicted = fields.prediction.whole()
+    check_text_len(service, fields.num_bytes, predicted, PREDICTION)
+    encode_it = functools.partial(service.text.encode, predicted, False, param="prediction")
+    return tuple((await offload_prompt(fields.num_bytes, encode_it))[:MAX_PREDICTION])
 
 
 async def parse_cut(service: Service, fields: ChatFields) -> ChatPrompt:

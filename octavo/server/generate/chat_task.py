@@ -67,6 +67,7 @@ class ChatTask:
             default_max_tokens=max_tokens,
             arrived=arrived,
             grammar=form.grammar,
+            prediction_ids=prompt.prediction_ids,
         )
         shape = prompt.chat.shape(
             service.text, is_constrained=bool(form.grammar), include_reasoning=fields.include_reasoning is not False
@@ -104,10 +105,14 @@ class ChatTask:
     def usage(self) -> Usage:
         """What has been used so far."""
         usage = self.generation.usage()
-        if not self._counts_reasoning:
+        if not self._counts_reasoning and not self.params.prediction_ids:
             return usage
-        num_reasoning = sum(reader.num_reasoning_tokens for reader in self._readers)
-        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(num_reasoning))
+        num_reasoning = sum(reader.num_reasoning_tokens for reader in self._readers) if self._counts_reasoning else 0
+        details = CompletionTokensDetails(num_reasoning)
+        if self.params.prediction_ids:
+            num_accepted, num_rejected = self.generation.num_accepted, self.generation.num_rejected
+            details = CompletionTokensDetails(num_reasoning, num_accepted, num_rejected)
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def submit(self) -> None:
         """Give the request to the engine. Raises where it refuses it."""

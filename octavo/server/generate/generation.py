@@ -24,6 +24,9 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int
+    # Of requests with `prediction`: drafted tokens, whether of the prediction or of the text so far.
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -104,6 +107,7 @@ class Generation:
             for request in requests
         ]
         self._num_cached: list[int | None] = [None] * len(requests)
+        self.num_accepted = self.num_rejected = 0  # drafted tokens of choices that the engine has ended
 
     @property
     def request_ids(self) -> list[str]:
@@ -235,6 +239,8 @@ class Generation:
             choice = self._choices[number][index]
             if finish is not None:
                 self._num_cached[number] = max(self._num_cached[number] or 0, finish.num_cached_tokens)
+                self.num_accepted += finish.num_accepted_tokens
+                self.num_rejected += finish.num_drafted_tokens - finish.num_accepted_tokens
             if choice.finished:
                 continue
             text = choice.stream.push(delta.token_ids, finish)

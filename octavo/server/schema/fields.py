@@ -136,6 +136,7 @@ class SamplingFields(RequestFields):
     bad_words: Annotated[list[str] | None, AtMost(MAX_BAD_WORDS)] = None
     logprob_token_ids: Annotated[list[int] | None, AtMost(MAX_LOGPROB_TOKEN_IDS)] = None
     repetition_detection: RepetitionDetection | None = None
+    use_speculation: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     # Structured output: vLLM's field, and its older names.

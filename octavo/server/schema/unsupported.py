@@ -97,7 +97,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "media_io_kwargs": "images and audio are not supported",
     "messages[].annotations": "chat templates have no place for annotations",
     "messages[].thinking_blocks": "earlier reasoning is read from reasoning_content",
-    "prediction": "predicted output is not used",
     "reasoning_effort": "this model has no such setting",
     "request_id": "the header X-Request-Id sets the request's id",
     "return_prompt_text": "the prompt's text is not returned",

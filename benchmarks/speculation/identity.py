@@ -1,0 +1,251 @@
+"""Random requests, with speculation and without: every token, logprob and end must be the same."""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.config import Config, replace
+from octavo.engine.build import Engine, start_engine
+from octavo.engine.process import start_recorder
+from octavo.ipc.launch import EngineLaunch
+from octavo.messages import Abort, GenerateRequest, Logprobs, SamplingParams
+from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.recording.format import read
+from octavo.replay.replay import Replay
+from octavo.text import Text, load_text
+from octavo.text.grammar.build import grammar_of
+from octavo.text.stream import TextStream
+from octavo.weights.sources.source import ModelSource, resolve
+
+DRAFTERS = {
+    "ngram": '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}',
+    "suffix": '{"method": "suffix", "num_speculative_tokens": 5, "adaptive": false}',
+    "auto": "",
+}
+OFF = '{"method": "none"}'
+FORM_SHARE = 0.25  # of requests that have a grammar
+NUM_AT_ONCE = 40  # requests that one engine is given; it ends with the last of them
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer"},
+        "isRegistered": {"type": "boolean"},
+    },
+    "required": ["name", "age", "isRegistered"],
+    "additionalProperties": False,
+}
+
+
+class Choice(msgspec.Struct):
+    """What a client gets of one choice."""
+
+    tokens: list[int] = []
+    logprobs: list[Logprobs] = []
+    text: str = ""
+    end: str = ""
+
+
+@dataclass
+class Seen:
+    """What the campaign was about, so that it is known to have happened."""
+
+    requests: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    deaths: int = 0
+    replayed_steps: int = 0
+    different: list[str] = field(default_factory=list)
+
+
+def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len: int) -> list[GenerateRequest]:
+    r = random.Random(seed)
+    grammars = [
+        grammar_of({"json": SCHEMA}, text.vocabulary),
+        grammar_of({"regex": "(yes|no|perhaps), (yes|no|perhaps)( and so on)*"}, text.vocabulary),
+    ]
+    stems = [[r.randrange(3, vocab_size) for _ in range(40)] for _ in range(3)]
+    found = []
+    for number in range(count):
+        stem = r.choice(stems)
+        start = r.randrange(30)
+        prompt = stem[start : r.randrange(start + 1, 41)] * r.choice([1, 1, 2, 3])
+        max_tokens = r.randrange(1, min(60, max_len - len(prompt)))
+        is_form = r.random() < FORM_SHARE
+        if is_form:  # near the limit, masks are not computed ahead
+            max_tokens = min(300, max_len - len(prompt) - 1)
+        params = SamplingParams(
+            n=r.choice([1, 1, 1, 2, 3]),
+            seed=r.randrange(2**40),
+            temperature=r.choice([0.0, 0.0, 0.2, 0.7, 1.0, 1.5]),
+            top_p=r.choice([1.0, 1.0, 0.9]),
+            top_k=r.choice([0, 0, 20]),
+            min_p=r.choice([0.0, 0.0, 0.05]),
+            presence_penalty=r.choice([0.0, 0.0, 0.6]),
+            frequency_penalty=r.choice([0.0, 0.0, 0.4]),
+            repetition_penalty=r.choice([1.0, 1.0, 1.2]),
+            logit_bias=r.choice([None, None, dict.fromkeys(stem[:5], 2.0)]),
+            bad_word_ids=r.choice([(), (), (tuple(stem[:2]),)]),
+            logprobs=r.choice([None, 0, 2]),
+            max_tokens=max_tokens,
+            min_tokens=r.choice([0, 0, max_tokens // 2]),
+            stop=r.choice([(), (), ("e",), ("the", "a")]),
+            ignore_eos=r.random() < 0.5,
+            grammar=r.choice(grammars) if is_form else "",
+        )
+        stop_ids = [] if params.ignore_eos else [*text.eos_ids, *r.choice([(), (stem[7],)])]
+        found.append(GenerateRequest(f"r{seed}-{number}", prompt, params, stop_ids))
+    return found
+
+
+def _predict(request: GenerateRequest, tokens: list[int], r: random.Random) -> GenerateRequest:
+    if r.random() < 0.3:
+        return request
+    wrong = r.choice([0.0, 0.02, 0.1, 0.3])
+    prediction = tuple(token if r.random() >= wrong else r.choice(tokens) for token in tokens)
+    return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, prediction_ids=prediction))
+
+
+class Campaign:
+    """Runs requests through engines. `folder`: where they are recorded."""
+
+    def __init__(self, source: ModelSource, options: dict[str, Any], folder: Path) -> None:
+        self.source, self.folder = source, folder
+        self.options = {
+            "page_size": 4,
+            "kv_cache_memory_bytes": 3 * 2**18,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+        }
+        self.options |= {"max_model_len": 512, "swap_space": 0.001, **options}
+        self.text = load_text(source.path, tokenizer="")
+        self.vocab_size = self.text.vocabulary.size
+        self.seen = Seen()
+
+    def check(self, seed: int, count: int, drafters: Sequence[str], is_mortal: bool = True) -> Seen:
+        """Compare one set of requests without speculation and with each drafter."""
+        requests = random_requests(seed, count, self.text, self.vocab_size, self.options["max_model_len"])
+        plain = self._run(OFF, requests, random.Random(seed), is_mortal=False)
+        for name in drafters:
+            r = random.Random(f"{seed} {name}")
+            # A random model copies little: what it will say is predicted, with mistakes.
+            predicted = [_predict(request, plain[request.id, 0].tokens, r) for request in requests]
+            ours = self._run(DRAFTERS[name], predicted, r, is_mortal=is_mortal)
+            for key, choice in plain.items():
+                self.seen.tokens += len(choice.tokens)
+                if ours[key] != choice:
+                    self.seen.different.append(f"{name} {key}: {choice} {ours[key]}")
+        self.seen.requests += count
+        return self.seen
+
+    def _run(
+        self, speculative: str, requests: Sequence[GenerateRequest], r: random.Random, is_mortal: bool
+    ) -> dict[tuple[str, int], Choice]:
+        engine, folder = self._start(speculative, r.random() < 0.5)
+        choices = {(request.id, index): Choice() for request in requests for index in range(request.params.n)}
+        streams: dict[tuple[str, int], TextStream] = {}
+        for request in requests:
+            for index in range(request.params.n):
+                streams[request.id, index] = self.text.stream(request.params, request.prompt_ids)
+        waiting, open_ones = list(requests), []
+        while waiting or open_ones:
+            while waiting and (r.random() < 0.3 or not open_ones):
+                open_ones.append(waiting.pop(0))
+                engine.loop.add(open_ones[-1])
+            for delta in engine.loop.step():
+                key = (delta.request_id, delta.index)
+                choice, stream = choices[key], streams[key]
+                if choice.end:
+                    continue
+                piece = stream.push(delta.token_ids, delta.finish)
+                num_new = piece.num_tokens - len(choice.tokens)
+                choice.tokens += delta.token_ids[:num_new]
+                choice.logprobs += delta.logprobs[:num_new]
+                choice.text += piece.text
+                if piece.finish_reason is not None:
+                    choice.end = f"{piece.finish_reason} {piece.stop_reason}"
+                if stream.stopped:
+                    engine.loop.abort(Abort(delta.request_id, delta.index, "stop"))
+            open_ones = [
+                request
+                for request in open_ones
+                if any(not choices[request.id, index].end for index in range(request.params.n))
+            ]
+            # Not while a grammar is compiled: an engine that is closed in the same process would leave its process behind.
+            is_compiling = bool(engine.loop.scheduler.awaiting_grammar)
+            if is_mortal and open_ones and not is_compiling and r.random() < 0.02:
+                self._end(engine, folder)
+                self.seen.deaths += 1
+                engine, folder = self._start(speculative, r.random() < 0.5)
+                for request in open_ones:
+                    own = [choices[request.id, index] for index in range(request.params.n)]
+                    begun = [None if choice.end else list(choice.tokens) for choice in own]
+                    engine.loop.add(msgspec.structs.replace(request, begun=begun))
+        self._end(engine, folder)
+        return choices
+
+    def _start(self, speculative: str, with_tokens: bool) -> tuple[Engine, Path]:
+        config = replace(Config(), record_tokens=with_tokens, speculative_config=speculative, **self.options)
+        engine = start_engine(config, self.source, "m")
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        launch = EngineLaunch(config, str(self.source.path), self.source.kind, "m", "m", "", record_to=str(folder))
+        engine.loop.record(start_recorder(launch, engine))
+        return engine, folder
+
+    def _end(self, engine: Engine, folder: Path) -> None:
+        """Close the engine, and make its plans again from what it has recorded."""
+        engine.loop.close()
+        self.seen.preemptions += engine.loop.scheduler.num_preemptions
+        metrics = next(each for each in engine.loop.observers if isinstance(each, EngineMetrics))
+        self.seen.drafted += metrics.draft_tokens
+        self.seen.accepted += metrics.accepted_tokens
+        replay = Replay(read(folder))
+        for _ in replay.follow():
+            pass
+        self.seen.replayed_steps += replay.num_steps
+        if replay.num_same != replay.num_steps:
+            self.seen.different.append(f"a replay differs at step {replay.num_same} ({folder})")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafters", default=",".join(DRAFTERS))
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--deterministic", action="store_true", help="on a GPU")
+    parser.add_argument(
+        "--kv-cache-memory-bytes", default=3 * 2**18, type=int, help="small, so that requests are preempted"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    given = {"dtype": options.dtype, "deterministic": options.deterministic}
+    given["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
+    with tempfile.TemporaryDirectory() as folder:
+        campaign = Campaign(resolve(options.model), given, Path(folder))
+        started, seen = time.monotonic(), campaign.seen
+        for number in range(-(-options.requests // NUM_AT_ONCE)):
+            campaign.check(options.seed + number, NUM_AT_ONCE, options.drafters.split(","))
+            if seen.different or number % 10 == 9:
+                print(f"{seen.requests} requests, {time.monotonic() - started:.0f} s", flush=True)
+            if seen.different:
+                break
+    for what in seen.different[:5]:
+        print("different:", what[:2000])
+    print(
+        f"{seen.requests} requests × {options.drafters}: {seen.tokens} tokens compared, {seen.drafted} drafted, {seen.accepted} accepted, "
+        f"{seen.preemptions} preemptions, {seen.deaths} engines killed, {seen.replayed_steps} steps replayed; "
+        f"{len(seen.different)} differences"
+    )
+    return bool(seen.different)

@@ -1,0 +1,62 @@
+"""--speculative-config: which requests draft tokens ahead, and how many (decision 048). Its names are vLLM's."""
+
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from octavo.config import read_json_object
+from octavo.errors import ConfigError, quote
+from octavo.messages.plans import MIN_SAMPLES
+
+Method = Literal["ngram", "suffix"]
+FLAG = "--speculative-config"
+MAX_DRAFT = MIN_SAMPLES - 1
+MAX_NGRAM = 16
+MAX_PREDICTION = 16384  # tokens
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive")
+
+
+class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
+    method: Method
+    most: int = 8  # drafted tokens of a row in a step
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    is_adaptive: bool = True  # False: as many as can be had, whatever they cost
+
+
+def speculation_of(text: str, is_gpu: bool) -> SpeculationSettings | None:
+    """The value of the flag; empty: auto. None: no request drafts. On a GPU, auto is off: steps with drafts are not captured there, and
+    cost more than they gain."""
+    values = read_json_object(text, FLAG)
+    unknown = sorted(values.keys() - set(_KEYS))
+    if "model" in unknown:
+        raise ConfigError(f"{FLAG}: a draft model (`model`) is not supported: {_METHODS}")
+    if unknown:
+        raise ConfigError(f"{FLAG}: {quote(unknown[0])} is not known; known are {', '.join(_KEYS)}")
+    method = values.get("method", "auto")
+    if method == "none" or (method == "auto" and is_gpu):
+        return None
+    if method != "auto" and method not in get_args(Method):
+        raise ConfigError(f"{FLAG}: the method {quote(method)} is not supported: {_METHODS}")
+    least, most = _number(values, "prompt_lookup_min", 2, MAX_NGRAM), _number(values, "prompt_lookup_max", 4, MAX_NGRAM)
+    if "prompt_lookup_max" not in values:
+        most = max(least, most)
+    elif "prompt_lookup_min" not in values:
+        least = min(least, most)
+    if least > most:
+        raise ConfigError(f"{FLAG}: prompt_lookup_min ({least}) is more than prompt_lookup_max ({most})")
+    is_adaptive = values.get("adaptive", True)
+    if type(is_adaptive) is not bool:
+        raise ConfigError(f"{FLAG}: adaptive must be true or false, got {quote(is_adaptive)}")
+    num_tokens = _number(values, "num_speculative_tokens", 8, MAX_DRAFT)
+    return SpeculationSettings("ngram" if method == "auto" else method, num_tokens, least, most, is_adaptive)
+
+
+_METHODS = "use auto, ngram, suffix or none"
+
+
+def _number(values: dict[str, Any], name: str, default: int, most: int) -> int:
+    value = values.get(name, default)
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{FLAG}: {name} must be a whole number from 1 to {most}, got {quote(value)}")
+    return value

@@ -1,0 +1,43 @@
+"""The seam of speculation: what proposes tokens for one request, and what decides how many of them a step verifies (decision 048)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from octavo.messages import Draft
+from octavo.schedule.step_costs import StepCosts, StepShape
+
+if TYPE_CHECKING:
+    from octavo.schedule.request import Request
+
+
+class Offer(NamedTuple):
+    """Tokens that may come next, and for each the chance that it does if those before it did."""
+
+    tokens: list[int]
+    chances: list[float]
+
+
+class Drafter(Protocol):
+    """Proposes tokens for one request. What it proposes follows from the request's tokens alone, so a replay proposes the same."""
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """`tokens`: all of the request, prompt and output. Those that were passed before are not looked at again."""
+
+    def drafts(self, most: int) -> Offer:
+        """At most `most` tokens that may follow those learned; none if it has no idea."""
+
+
+class Speculation(Protocol):
+    """Decides which requests draft, and how much a step verifies."""
+
+    def attach(self, request: "Request") -> None:
+        """Give a new request its drafter, if it may have one."""
+
+    def choose(
+        self, rows: Sequence[tuple[int, "Request"]], shape: StepShape, costs: StepCosts | None, room: int
+    ) -> list[Draft]:
+        """Drafts for some of the rows (index in the plan, request), ascending by index, `room` tokens in all. `shape`: of the step
+        without drafts. A draft ends before the request's max_len."""
+
+    def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
+        """Whether the plan should be committed before the next one is made, so that the next can have drafts."""

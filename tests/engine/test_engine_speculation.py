@@ -1,0 +1,56 @@
+"""Requests of every kind through the whole engine, with speculation and without: the same tokens, logprobs, texts and ends, to the bit.
+`python -m benchmarks.speculation identity` is the same in thousands."""
+
+import json
+
+import msgspec
+import pytest
+
+from benchmarks.speculation.identity import Campaign
+from octavo import LLM, SamplingParams
+from tests.doubles import write_byte_tokenizer
+from tests.worker.tiny import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    source = write_tiny_llama(folder, vocab_size=258)
+    write_byte_tokenizer(folder)
+    # Near an answer's limit masks are not computed ahead: there must be room before it.
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 320}))
+    return source
+
+
+def test_drafts_change_nothing(source, tmp_path):
+    campaign = Campaign(source, {"kv_cache_memory_bytes": 3 * 2**16, "max_model_len": 320, "cpu_threads": 1}, tmp_path)
+    campaign.check(2, 40, ["ngram", "suffix"])
+    seen = campaign.seen
+    assert not seen.different, seen.different[0]
+    assert seen.drafted > 300 and seen.accepted > 100 and seen.drafted - seen.accepted > 100, seen
+    assert seen.preemptions > 5 and seen.deaths > 0 and seen.replayed_steps > 300, seen
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 16, 40])
+def test_every_position_of_a_draft(source, max_num_seqs):
+    """A prediction that is right up to any place, or all the way: the same tokens, in fewer steps."""
+    prompt = [1, 2, 3, 4, 5]
+    options = {"max_num_seqs": max_num_seqs, "page_size": 4, "kv_cache_memory_bytes": 2**18, "cpu_threads": 1}
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=17, ignore_eos=True, logprobs=1)
+    config = '{"method": "ngram", "num_speculative_tokens": 15, "adaptive": false}'
+    with LLM(str(source.path), speculative_config=config, **options) as llm:
+        plain = llm.generate([prompt], _with(params, ()), use_tqdm=False)[0].outputs[0]
+        num_steps = []
+        for right in range(17):
+            prediction = (*plain.token_ids[:right], 7, *plain.token_ids[right + 1 :])
+            steps = llm._loop.scheduler.num_steps
+            ours = llm.generate([prompt], _with(params, prediction), use_tqdm=False)[0].outputs[0]
+            num_steps.append(llm._loop.scheduler.num_steps - steps)
+            assert ours.token_ids == plain.token_ids and ours.logprobs == plain.logprobs
+    assert num_steps[16] == 2, "the prompt, and one step with a draft of 15"
+    assert max(num_steps) <= 7, "after a mistake, the prediction is found again"
+
+
+def _with(params, prediction):
+    return msgspec.structs.replace(params, prediction_ids=tuple(prediction), use_speculation=bool(prediction))

@@ -1,0 +1,47 @@
+"""--speculative-config: what it becomes, and what is refused."""
+
+import pytest
+
+from octavo.config import Config, replace
+from octavo.errors import ConfigError
+from octavo.messages.speculation import SpeculationSettings, speculation_of
+
+
+def test_auto_is_for_cpus():
+    assert speculation_of("", is_gpu=False) == SpeculationSettings("ngram")
+    assert speculation_of('{"method": "auto", "num_speculative_tokens": 3}', is_gpu=False) == SpeculationSettings(
+        "ngram", 3
+    )
+    assert speculation_of("", is_gpu=True) is None
+    assert speculation_of('{"method": "suffix"}', is_gpu=True) == SpeculationSettings("suffix")
+    assert speculation_of('{"method": "none"}', is_gpu=False) is None
+
+
+def test_vllms_names():
+    given = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 3}'
+    assert speculation_of(given, is_gpu=False) == SpeculationSettings("ngram", 5, 3, 3)
+    one_sided = '{"method": "ngram", "prompt_lookup_max": 1}'
+    assert speculation_of(one_sided, is_gpu=False) == SpeculationSettings("ngram", 8, 1, 1)
+    assert replace(Config(), speculative_config={"method": "none"}).scheduler.speculative_config == '{"method": "none"}'
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ('{"method": "eagle3"}', "the method 'eagle3' is not supported: use auto, ngram, suffix or none"),
+        ('{"method": 3}', "the method 3 is not supported"),
+        ('{"model": "x"}', r"a draft model \(`model`\) is not supported"),
+        ('{"num_tokens": 3}', "'num_tokens' is not known; known are method, num_speculative_tokens"),
+        ('{"num_speculative_tokens": 16}', "num_speculative_tokens must be a whole number from 1 to 15, got 16"),
+        ('{"num_speculative_tokens": 2.5}', "num_speculative_tokens must be a whole number"),
+        (
+            '{"prompt_lookup_min": 5, "prompt_lookup_max": 4}',
+            r"prompt_lookup_min \(5\) is more than prompt_lookup_max \(4\)",
+        ),
+        ('{"adaptive": 1}', "adaptive must be true or false, got 1"),
+        ("[]", "must be a JSON object"),
+    ],
+)
+def test_mistakes_are_named(given, problem):
+    with pytest.raises(ConfigError, match=problem):
+        speculation_of(given, is_gpu=False)

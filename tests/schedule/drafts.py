@@ -1,0 +1,60 @@
+"""Speculation for the oracle: drafts by dice, from what the oracle will say, with mistakes."""
+
+import random
+from collections.abc import Sequence
+
+from octavo.messages import Draft
+from octavo.schedule.drafts.base import Offer
+from octavo.schedule.request import Request
+from octavo.schedule.step_costs import StepCosts, StepShape
+from tests.schedule.oracle import VOCABULARY, reference
+
+
+class Continuation:
+    """Knows what follows a request's tokens."""
+
+    def __init__(self, request: Request, windows: tuple[int, ...]) -> None:
+        self._request, self._windows = request, windows
+        self._all: list[int] = []
+        self._num_learned = 0
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        self._num_learned = len(tokens)
+        if not self._all:
+            request = self._request
+            prompt = list(tokens[: request.prompt_len])
+            # Behind a stop id, too: drafts may go on where the request ends.
+            output = reference(prompt, request.seed, request.max_len - request.prompt_len, [], 0, self._windows)
+            self._all = prompt + output
+
+    def drafts(self, most: int) -> Offer:
+        tokens = self._all[self._num_learned : self._num_learned + most]
+        return Offer(tokens, [1.0] * len(tokens))
+
+
+class DiceSpeculation:
+    def __init__(self, dice: random.Random, windows: tuple[int, ...]) -> None:
+        self._dice, self._windows = dice, windows
+
+    def attach(self, request: Request) -> None:
+        if request.pooling is None and not request.params.use_beam_search and self._dice.random() < 0.8:
+            request.drafter = Continuation(request, self._windows)
+
+    def choose(
+        self, rows: Sequence[tuple[int, Request]], shape: StepShape, costs: StepCosts | None, room: int
+    ) -> list[Draft]:
+        found, dice = [], self._dice
+        for at, request in rows:
+            most = min(room, dice.randrange(6), request.max_len - len(request.tokens) - 1)
+            if most <= 0 or request.drafter is None:
+                continue
+            request.drafter.learn(request.tokens)
+            offer = request.drafter.drafts(most)
+            tokens = [token if dice.random() < 0.7 else dice.randrange(VOCABULARY) for token in offer.tokens]
+            if tokens:
+                room -= len(tokens)
+                found.append(Draft(at, tokens))
+        return found
+
+    def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
+        return False

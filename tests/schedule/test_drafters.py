@@ -1,0 +1,192 @@
+"""Drafters against plain searches through the text, and lengths against what pays."""
+
+import random
+
+import pytest
+
+from octavo.messages import GenerateRequest, SamplingParams
+from octavo.messages.speculation import SpeculationSettings
+from octavo.schedule.drafts import ngram, suffix
+from octavo.schedule.drafts.base import Offer
+from octavo.schedule.drafts.lengths import CostSpeculation
+from octavo.schedule.drafts.luck import Luck
+from octavo.schedule.drafts.ngram import NGramDrafter
+from octavo.schedule.drafts.suffix import Automaton, SuffixDrafter
+from octavo.schedule.request import Request
+from octavo.schedule.step_costs import StepCosts, StepShape
+
+DRAFTERS = [NGramDrafter, SuffixDrafter]
+
+
+def longest_repeated_end(text: list[int]) -> int:
+    for size in range(len(text) - 1, 0, -1):
+        if any(text[at : at + size] == text[-size:] for at in range(len(text) - size)):
+            return size
+    return 0
+
+
+def test_the_automaton_finds_the_longest_end_that_came_before():
+    for seed in range(60):
+        r = random.Random(seed)
+        automaton, text = Automaton(), []
+        for _ in range(r.randrange(2, 60)):
+            token = r.randrange(r.choice([2, 3, 8]))
+            text.append(token)
+            automaton.add(token)
+            size, place = automaton.longest()
+            assert size == longest_repeated_end(text), text
+            assert not size or (text[place - size : place] == text[-size:] and place < len(text)), text
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+def test_what_it_drafts_does_not_depend_on_when_it_is_asked(make):
+    for seed in range(40):
+        r = random.Random(seed)
+        tokens = [r.randrange(4) for _ in range(60)]
+        prediction = [r.randrange(4) for _ in range(r.choice([0, 0, 12]))]
+        prompt_len = r.randrange(1, 30)
+        often, once = make(prompt_len, prediction), make(prompt_len, prediction)
+        for end in range(prompt_len, 61):
+            often.learn(tokens[:end])
+            often.drafts(r.randrange(1, 9))
+        once.learn(tokens)
+        assert often.drafts(8) == once.drafts(8)
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+def test_a_copy_is_drafted_and_a_loop_goes_on(make):
+    drafter = make(6)
+    drafter.learn([1, 2, 3, 4, 5, 6, 9, 1, 2, 3])
+    assert drafter.drafts(3).tokens == [4, 5, 6]
+    loop = make(4)
+    loop.learn([7, 8, 7, 8])
+    assert loop.drafts(5).tokens == [7, 8, 7, 8, 7]
+    unknown = make(3)
+    unknown.learn([1, 2, 3])
+    assert unknown.drafts(5) == Offer([], [])
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+def test_a_prediction_comes_first_and_is_found_again(make):
+    prediction = [10, 11, 12, 13, 14, 15, 16]
+    drafter = make(2, prediction)
+    drafter.learn([1, 2])
+    assert drafter.drafts(3).tokens == [10, 11, 12]
+    assert drafter.drafts(99).tokens == prediction, "it ends where the prediction does"
+    drafter.learn([1, 2, 10, 11, 50])
+    assert drafter.drafts(3).tokens == []
+    drafter.learn([1, 2, 10, 11, 50, 13, 14])
+    assert drafter.drafts(9).tokens == [15, 16]
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+def test_a_request_that_waits_holds_nothing(make):
+    drafter = make(3, list(range(1000)))
+    assert not drafter._text
+    drafter.learn([1, 2, 3])
+    assert len(drafter._text) == 1004
+
+
+@pytest.mark.parametrize(("make", "module"), [(NGramDrafter, ngram), (SuffixDrafter, suffix)])
+def test_memory_is_bounded(make, module, monkeypatch):
+    monkeypatch.setattr(module, "MAX_TEXT", 50)
+    r = random.Random(1)
+    tokens = [r.randrange(1000) for _ in range(180)]
+    drafter = make(120, list(range(90)))
+    for end in range(120, 181):
+        drafter.learn(tokens[:end])
+        assert len(drafter._text) <= 151
+    again = tokens + tokens[140:145]
+    drafter.learn(again)
+    assert drafter.drafts(3).tokens == tokens[145:148]
+
+
+def test_luck_follows_what_happens():
+    luck = Luck()
+    before = luck.chance(3)
+    for _ in range(30):
+        luck.note(3, True)
+        luck.note(20, False)
+    assert before < 0.5 and luck.chance(3) > 0.9 and luck.chance(2) > 0.9, "2 and 3 are one class"
+    assert luck.chance(20) < 0.2 and luck.chance(5) == Luck().chance(5)
+
+
+class Certain:
+    """Offers the same tokens with the same chances at any time."""
+
+    def __init__(self, *chances: float) -> None:
+        self._chances = list(chances)
+
+    def learn(self, tokens) -> None:
+        pass
+
+    def drafts(self, most: int) -> Offer:
+        return Offer([5] * len(self._chances[:most]), self._chances[:most])
+
+
+def request_with(drafter: Certain | None, sequence: int = 0, prompt_len: int = 10) -> Request:
+    params = SamplingParams(seed=0, max_tokens=100)
+    request = Request(sequence, GenerateRequest(str(sequence), [1] * prompt_len, params, []), 0)
+    request.drafter, request.computed = drafter, prompt_len
+    return request
+
+
+def lengths(costs: StepCosts | None, num_rows: int, *drafters: Certain, most: int = 8, room: int = 15) -> list[int]:
+    rows = [(at, request_with(drafter, at)) for at, drafter in enumerate(drafters)]
+    shape = StepShape(num_rows, 0, 10 * num_rows, 0)
+    found = {
+        draft.at: len(draft.tokens)
+        for draft in CostSpeculation(SpeculationSettings("ngram", most)).choose(rows, shape, costs, room)
+    }
+    return [found.get(at, 0) for at in range(len(drafters))]
+
+
+CPU = StepCosts(0.003, 0.001, 0.0005, 0.0, 0.0)
+
+
+def test_length_by_cost_and_chance():
+    """A token pays if it brings more per second than the step has: by 1.1 × 1 token in 4 ms, and a draft of 1 ms, from 0.275 on."""
+    assert lengths(CPU, 1, Certain(0.25, 1.0)) == [0]
+    assert lengths(CPU, 1, Certain(0.3, 0.5)) == [1], "both together have a chance of 0.15"
+    assert lengths(CPU, 1, Certain(*[0.99] * 20)) == [8]
+    assert lengths(CPU, 1, Certain(*[0.95] * 20), most=3) == [3]
+    assert lengths(CPU, 1, Certain(*[0.95] * 20), room=2) == [2]
+    assert lengths(None, 1, Certain(1.0)) == [0], "costs are not known"
+    free = StepCosts(0.003, 0.0, 0.0, 0.0, 0.0)
+    assert lengths(free, 1, Certain(*[0.01] * 20)) == [0], "nothing is free"
+
+
+def test_at_many_rows_nothing_is_drafted():
+    few = lengths(CPU, 8, *[Certain(*[0.95] * 9)] * 8, room=40)
+    assert 0 < sum(few) < 8 * 8, "some pay, and not all of them"
+    assert lengths(CPU, 64, *[Certain(*[1.0] * 9)] * 4) == [0] * 4
+    speculation = CostSpeculation(SpeculationSettings("ngram"))
+    assert speculation.wants_drain(16, StepShape(8, 0, 0, 0), CPU) and not speculation.wants_drain(
+        17, StepShape(8, 0, 0, 0), CPU
+    )
+    assert not speculation.wants_drain(16, StepShape(64, 0, 0, 0), CPU) and not speculation.wants_drain(
+        16, StepShape(8, 0, 0, 0), None
+    )
+
+
+def test_the_likelier_row_drafts_more():
+    short, long = lengths(CPU, 4, Certain(*[0.6] * 9), Certain(*[0.97] * 9))
+    assert 0 <= short < long
+
+
+def test_long_contexts_make_drafts_dearer():
+    dear = StepCosts(0.003, 0.001, 0.0005, 0.0005, 0.0)
+    assert lengths(dear, 1, Certain(*[0.5] * 9)) < lengths(CPU, 1, Certain(*[0.5] * 9))
+
+
+def test_who_drafts():
+    speculation = CostSpeculation(SpeculationSettings("suffix"))
+
+    def drafts(**params) -> bool:
+        source = GenerateRequest("a", [1], SamplingParams(**{"seed": 0, "max_tokens": 4, **params}), [])
+        request = Request(0, source, 0)
+        speculation.attach(request)
+        return request.drafter is not None
+
+    assert drafts() and drafts(prediction_ids=(4, 5))
+    assert not drafts(use_speculation=False) and not drafts(use_beam_search=True)
