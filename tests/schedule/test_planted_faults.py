@@ -322,7 +322,7 @@ def plant(fault: str | None) -> Callable[[int], Workload]:
     finally:
         sys.modules.update({module.__name__: module for module in MODULES})
     # Every second one with windows, every second pair with beam searches, three of five with masks that are late, two of three
-    # with responses of many sequences, three of seven with a limit beside streams, and six of eleven of the others with drafts.
+    # with responses of many sequences, three of seven with a limit beside streams, six of eleven with drafts.
     types_ = (copies[SCHEDULER].Scheduler, copies[CACHE].KVCache)
     return lambda seed: Workload(
         seed,
@@ -333,7 +333,7 @@ def plant(fault: str | None) -> Callable[[int], Workload]:
         has_late=seed % 5 > 1,
         has_responses=seed % 3 > 0,
         has_limit=seed % 7 > 3,
-        has_drafts=seed % 11 > 4 and seed % 7 <= 3,
+        has_drafts=seed % 11 > 4,
     )
 
 

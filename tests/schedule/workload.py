@@ -264,9 +264,8 @@ class Workload:
         drafted = {draft.at: len(draft.tokens) for draft in plan.drafts}
         counts = [count - drafted.get(at, 0) for at, count in enumerate(plan.counts)]
         columns = list(zip(planned.requests, plan.starts, counts, strict=True))
-        came_back = {request for request in planned.admitted if request.has_output}
-        if planned.returned or any(count == 1 and request in came_back for request, _, count in columns):
-            return  # the limit was found with rows that then left, or that came from host pages meanwhile
+        if planned.returned or any(count == 1 and request in planned.admitted for request, _, count in columns):
+            return  # the limit was found with rows that then left, or with those that entered with one token to compute
         streams = [request for request in one if request.sequence in had_output and not search_of(request)]
         chunks = [(request, start, count) for request, start, count in columns if count > 1]
         if not streams:
