@@ -140,9 +140,9 @@ def _open_tier(tier: DiskTier, engine: Engine, executor: Executor) -> None:
     except BaseException:
         executor.close()
         raise
-    loop.tier = TierTraffic(loop.scheduler, mover, loop.observers, clock)
-    loop.take_tier_events()
-    known = loop.tier.stats.num_keys * engine.report.page_size
+    traffic = TierTraffic(loop.scheduler, mover, loop.observers, clock)
+    loop.open_tier(traffic)
+    known = traffic.stats.num_keys * engine.report.page_size
     engine.report.notes.append(
         f"prefixes are kept in {tier.folder} as well, which holds {known:,} tokens for this model"
     )

@@ -17,6 +17,7 @@ from octavo.observe.step_observer import Observers
 from octavo.recording.recorder import Recorder
 from octavo.schedule import Scheduler
 from octavo.schedule.grammar_cache import GrammarJob
+from octavo.schedule.results import Planned
 
 _TIER_WAIT_SECONDS = 0.005  # for a load, before messages are looked at again
 
@@ -56,47 +57,47 @@ class EngineLoop:
         """Make and submit a plan, then take in the results that are due. Returns the tokens that became known. Where all requests
         wait for their grammars, it waits for one."""
         scheduler, executor, observers, in_flight = self.scheduler, self.executor, self.observers, self._in_flight
-        if self.tier is not None and not self._take_tier(self.tier):
+        if not self._take_inputs():
             return []
-        if scheduler.rows.awaiting_grammar or not self._ready_grammars.empty():
-            self._take_ready_grammars()
-        if (costs := self._cost_meter.take()) is not None:
-            scheduler.learn(costs)
-            observers.costs_learned(costs)
-        self.limit_idle()
         observers.began()
         planned = scheduler.plan()
         observers.planned(planned)
-        if self.tier is not None:
-            self.tier.note(planned.pages.stored)
         if not planned.is_empty:
             executor.submit(planned.plan)
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
-        depth = (
-            scheduler.num_stages if executor.overlap and not observers.needs_drain() and not planned.wants_drain else 0
-        )
+        can_overlap = executor.overlap and not observers.needs_drain() and not planned.wants_drain
+        depth = scheduler.num_stages if can_overlap else 0
         if depth:
             observers.submitted()
         deltas: list[TokenDelta] = []
         # An empty plan waits for the result of one step: with several in flight, that gives the next plan something to do.
-        num_due = max(len(in_flight) - depth, int(planned.is_empty and bool(in_flight)))
-        for _ in range(num_due):
+        for _ in range(max(len(in_flight) - depth, int(planned.is_empty and bool(in_flight)))):
             result = executor.collect()
             observers.collected()
             committed = scheduler.commit(in_flight.popleft(), result)
             observers.committed(committed)
-            if self.tier is not None:
-                self.tier.note(committed.pages.stored)
             for job in committed.jobs:
                 self._start(job)
             deltas += committed.deltas
         observers.stepped(planned, len(in_flight))
         if self.tier is not None:
-            self.tier.offer(len(in_flight))
-            if planned.is_empty and scheduler.cache.loads:  # the queue's head may wait for pages of a load
-                self._add_all(self.tier.take(_TIER_WAIT_SECONDS))
+            self._feed_tier(self.tier, planned)
         return deltas
+
+    def _take_inputs(self) -> bool:
+        """Hand the scheduler what came between two steps: requests whose prefix is loaded, compiled grammars, costs, a limit of idle
+        prefixes. False: all requests still wait for their prefixes."""
+        scheduler = self.scheduler
+        if self.tier is not None and not self._take_tier(self.tier):
+            return False
+        if scheduler.rows.awaiting_grammar or not self._ready_grammars.empty():
+            self._take_ready_grammars()
+        if (costs := self._cost_meter.take()) is not None:
+            scheduler.learn(costs)
+            self.observers.costs_learned(costs)
+        self.limit_idle()
+        return True
 
     def add(self, request: GenerateRequest) -> None:
         """Queue the request; or hold it, while its prefix is loaded from a tier."""
@@ -140,6 +141,17 @@ class EngineLoop:
         for request, since, num_loaded in released:
             self.observers.waited_for_load(request.id, since, num_loaded)
             self._add(request)
+
+    def open_tier(self, tier: TierTraffic) -> None:
+        """Load prefixes from a tier, and store them there, from now on."""
+        self.tier = tier
+        self.observers.add(tier)
+        self.take_tier_events()
+
+    def _feed_tier(self, tier: TierTraffic, planned: Planned) -> None:
+        tier.offer(len(self._in_flight))
+        if planned.is_empty and self.scheduler.cache.loads:  # the queue's head may wait for pages of a load
+            self._add_all(tier.take(_TIER_WAIT_SECONDS))
 
     def _take_tier(self, tier: TierTraffic) -> bool:
         """Add the requests whose prefix is loaded. Waits a moment where there is nothing else to do. False: there still is not."""

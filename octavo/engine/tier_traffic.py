@@ -21,8 +21,9 @@ from octavo.executor.base import TierMover
 from octavo.messages import Abort, GenerateRequest
 from octavo.messages.tiers import Copied, Loaded, TierFailed, TierKnown
 from octavo.observe.metrics.gauges import TierState
-from octavo.observe.step_observer import Observers
+from octavo.observe.step_observer import Observers, StepObserver, StepTimes
 from octavo.schedule import Scheduler
+from octavo.schedule.results import Committed, Planned
 from octavo.schedule.step_costs import StepCosts
 
 log = logging.getLogger("octavo.engine")
@@ -84,7 +85,9 @@ class TierStats:
     late: int = 0  # requests that went on before their load was over
 
 
-class TierTraffic:
+class TierTraffic(StepObserver):
+    is_essential = True  # the loop asks it for requests in every step
+
     def __init__(
         self, scheduler: Scheduler, mover: TierMover, observers: Observers, clock: Callable[[], float]
     ) -> None:
@@ -307,7 +310,13 @@ class TierTraffic:
 
     # ── stores ──
 
-    def note(self, stored: Iterable[bytes]) -> None:
+    def planned(self, planned: Planned, now: float) -> None:
+        self._note(planned.pages.stored)
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        self._note(committed.pages.stored)
+
+    def _note(self, stored: Iterable[bytes]) -> None:
         """These pages became findable; they are complete once all plans made so far are committed."""
         for key in stored:
             if key not in self._known:

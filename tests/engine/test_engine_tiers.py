@@ -164,7 +164,7 @@ class Case:
         self.mover.laziness = 0.95 if self.is_slow else 0.5
         observers = Observers([Loads()], lambda: self.now)
         self.loop = EngineLoop(scheduler, OracleExecutor(device, self.overlap), observers)
-        self.loop.tier = self.traffic_type(scheduler, self.mover, observers, lambda: self.now)
+        self.loop.open_tier(self.traffic_type(scheduler, self.mover, observers, lambda: self.now))
         self.recorder: Recorder | None = None
         if self.record_to is not None:
             report = EngineReport(
@@ -327,7 +327,7 @@ def build(tmp_path: Path, costs: StepCosts | None, num_pages: int = 64):
     now = [0.0]
     observers = Observers([], lambda: now[0])
     loop = EngineLoop(scheduler, OracleExecutor(device, False), observers)
-    loop.tier = TierTraffic(scheduler, mover, observers, lambda: now[0])
+    loop.open_tier(TierTraffic(scheduler, mover, observers, lambda: now[0]))
     loop.take_tier_events()
     return loop, mover, now
 
