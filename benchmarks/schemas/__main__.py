@@ -59,7 +59,7 @@ class Answers:
         rng = random.Random(seed)
         compiled = LLMatcher(self._tokenizer, built.grammar, log_level=0, limits=parser_limits())
         matcher = guarded(compiled, built.grammar, self._kinds)
-        proposals = self._ends.proposals(built.grammar)
+        proposals = self._ends.proposals(built.grammar, self._kinds.fewest_tokens)
         shortest, _ = shortest_answer(self._ends, self._kinds, matcher, built.grammar, proposals)
         ending, text = BudgetedEnd.of(shortest, proposals, growth_of_grammar(built.grammar)), b""
         bits = np.zeros(-(-(EOS + 1) // 32), dtype=np.int32)

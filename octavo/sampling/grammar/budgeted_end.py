@@ -19,7 +19,6 @@ says how early to search, and it is the map for all later searches. The code kno
 which open something."""
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,8 +29,7 @@ import numpy as np
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words, is_set, keep_only, tokens_of
 from octavo.sampling.grammar.closing_rank import SIGNS, opens, rank_of, text_rank
 from octavo.sampling.grammar.matcher import Matcher
-from octavo.sampling.grammar.pattern_ends import ends_of_grammar
-from octavo.sampling.grammar.schema_places import marked_schema
+from octavo.sampling.grammar.proposals import Proposals, Spell, proposals_of
 from octavo.sampling.grammar.shortest_completion import CONTEXT, LONGEST, ShortestCompletion
 
 if TYPE_CHECKING:
@@ -66,7 +64,6 @@ _ONWARD = b"01,: " + bytes(sorted({*range(33, 127)} - {*b'01,:"]}'}, key=lambda 
 _REPEATS = 3  # consecutive tokens that neither close nor are forced: then a way out of a repetition is searched
 _TURNS = 12  # of those characters: the number that is followed for a second step
 _ONWARD_FROM = 32  # tokens left: such a search takes tenths of a millisecond, and earlier there is still time
-_NUMBERS = 64  # that are tried for items that must differ
 _MAX_ONWARD = 4  # such searches on one path to an end
 
 
@@ -91,11 +88,11 @@ class BudgetedEnd:
     shortest: ShortestCompletion | None = None  # of its grammar, if that is long
     is_far: bool = False  # near the limit, and the end is out of reach
     is_cut: bool = False  # the limit has banned tokens that the grammar allows
-    proposals: Sequence[list[int]] = ()  # ends of strings by the grammar's patterns
+    proposals: Proposals | None = None  # of its grammar
     growth: int = _GROWTH  # an end moves away by at most about this many tokens with each token of an answer
 
     @staticmethod
-    def of(shortest: ShortestCompletion | None, proposals: Sequence[list[int]] = (), growth: int = 0) -> "BudgetedEnd":
+    def of(shortest: ShortestCompletion | None, proposals: Proposals | None = None, growth: int = 0) -> "BudgetedEnd":
         """The state at the beginning of an answer, given its grammar's shortest completion."""
         growth = max(growth, _GROWTH)
         if shortest is None:
@@ -159,19 +156,11 @@ class Ends:
                 groups.setdefault(single.get(self._spell(token)[:1], token), []).append(token)
         return [([first], tokens) for first, tokens in groups.items()]
 
-    def proposals(self, grammar: str) -> "list[list[int]]":
-        """Ways to complete an item, as tokens: ends of strings that the patterns of a grammar may require before a string can be closed,
-        with the quote; for items that must differ also numbers, and the last property of an object."""
-        proposed = [f'{json.dumps(end, ensure_ascii=False)[1:-1]}"'.encode() for end in ends_of_grammar(grammar)]
-        if marked_schema(grammar) is not None:  # the shortest ones may be taken by earlier items
-            numbers = [b"%d%c" % (number, sign) for number in range(_NUMBERS) for sign in b"]},"]
-            members = [
-                b'"%c":%b}' % (name, value) for name in b"abcdef" for value in (b"0", b'""', b"[]", b"{}", b"true")
-            ]
-            proposed = [*numbers, *members, *proposed]
-        return [[self._single[byte] for byte in end] for end in proposed if all(byte in self._single for byte in end)]
+    def proposals(self, grammar: str, spell: Spell) -> Proposals:
+        """Ways to come nearer to an end where nothing can be closed."""
+        return proposals_of(grammar, self._single, spell)
 
-    def shortest(self, matcher: Matcher, proposals: "Sequence[list[int]]" = ()) -> ShortestCompletion | None:
+    def shortest(self, matcher: Matcher, proposals: Proposals | None = None) -> ShortestCompletion | None:
         """Find the shortest answer of the grammar, with `matcher` at its beginning. None: it is too long or too hard to find. May
         run in another thread than restrict()."""
         own = copy.copy(self)
@@ -345,16 +334,13 @@ class Ends:
                 is_text = all(matcher.validate_tokens([sign]) for sign in self._text_signs)
                 order = text_order if is_text else 0
                 token = _first_of(self._closers[order], matcher)
-                if token < 0 and shortest and (rest := shortest.rest(matcher, after, longest - len(found))):
-                    if not matcher.consume_tokens(rest):
+                way = self._way_on(ending, matcher, token, is_text, longest - len(found))
+                if not way and token < 0 and shortest:
+                    way = shortest.rest(matcher, after, longest - len(found))
+                if way:
+                    if not matcher.consume_tokens(way):
                         return _Miss.LOST
-                    found += rest
-                    num_in_text = num_circles = num_not_closing = 0
-                    continue
-                if token < 0 and (end := _proposed(ending.proposals, matcher, longest - len(found))):
-                    if not matcher.consume_tokens(end):
-                        return _Miss.LOST
-                    found += end
+                    found += way
                     num_in_text = num_circles = num_not_closing = 0
                     continue
                 num_not_closing = num_not_closing + 1 if token < 0 else 0
@@ -373,6 +359,14 @@ class Ends:
                 return _Miss.TEXT if num_in_text else _Miss.LOST
             found.append(token)
         return found
+
+    def _way_on(self, ending: BudgetedEnd, matcher: Matcher, token: int, is_text: bool, longest: int) -> list[int]:
+        """A proposal where nothing closes. `token`: the one that would be taken. Empty: there is none, or a comma is due."""
+        closes = token >= 0 and (is_text or self._spell(token)[:1] != b'"')  # a quote may also begin a string
+        if closes or ending.proposals is None:
+            return []
+        is_comma_due = token < 0 and not is_text and self._comma and matcher.validate_tokens(self._comma)
+        return [] if is_comma_due else ending.proposals.first(matcher, longest)
 
     def _is_text(self, matcher: Matcher) -> bool:
         return all(matcher.validate_tokens([sign]) for sign in self._text_signs)
@@ -436,16 +430,6 @@ def _first_of(groups: _Groups, matcher: Matcher) -> int:
                 if token == first[0] or matcher.validate_tokens([token]):
                     return token
     return -1
-
-
-def _proposed(proposals: Sequence[list[int]], matcher: Matcher, longest: int) -> list[int]:
-    """The shortest proposal that the grammar takes. Empty: none."""
-    for end in proposals:
-        if len(end) > longest:
-            break
-        if matcher.validate_tokens(end) == len(end):
-            return end
-    return []
 
 
 def _pause(end: list[int] | None, room: int, num_left: int, growth: int) -> int:
