@@ -250,7 +250,7 @@ def test_an_answer_with_a_pattern_is_closed_at_its_limit(pattern: str) -> None:
         rng, at = random.Random(seed), LLMatcher(TOKENIZER, grammar, log_level=0)
         shortest = ENDS.shortest(at, proposals)
         assert shortest is not None
-        closing, said = BudgetedEnd.of(shortest, proposals, growth_of_grammar(grammar)), b""
+        closing, said = BudgetedEnd.of(shortest, proposals, growth_of_grammar(grammar, KINDS.fewest_tokens)), b""
         for left in range(len(shortest.tokens) + 5 * (seed % 6), 0, -1):
             bits = np.full(-(-SIZE // 32), -1, dtype=np.int32)
             at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)

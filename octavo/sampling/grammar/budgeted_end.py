@@ -45,13 +45,14 @@ _OPENS_NOTHING = 16  # tokens left beyond those of the end: from here on nothing
 _ENDS = 4  # tokens left beyond those of the end: from here on it ends; a partial character takes three to complete
 _NEAR = 8  # tokens left: from here on search at every token, and on other paths too
 _FEW = 64  # tokens that are tried one by one
-_LOOKED_FOR = 8  # of those: the number that may need a search for their end
+_LOOKED_FOR = 16  # of those: the number that may need a search for their end
 _GROWTH = 4  # an end comes nearer by at most about this many tokens with each token of an answer
 _MAX_CIRCLES = 8  # consecutive tokens that needed a full mask: tokens that close or are forced need none
 _MAX_MASKS = 256  # full masks in failed searches of one answer: some take tenths of a millisecond each
 _MAX_LOOKS = (
     192  # full masks in the search for a grammar's shortest answer: a request waits for it, as for its compilation
 )
+_MANY_MISSES = 8  # … one after another: then half of the remaining tokens are used before the next
 _NEVER = 1 << 20
 _NO_LIMIT = 1 << 62
 # Per order of ranks: tokens below a rank of _CLOSE close something and are tried first; then those below a rank of _TRIED, and
@@ -88,6 +89,7 @@ class BudgetedEnd:
     shortest: ShortestCompletion | None = None  # of its grammar, if that is long
     is_far: bool = False  # near the limit, and the end is out of reach
     is_cut: bool = False  # the limit has banned tokens that the grammar allows
+    num_missed: int = _MANY_MISSES  # searches without success since an end was found
     proposals: Proposals | None = None  # of its grammar
     growth: int = _GROWTH  # an end moves away by at most about this many tokens with each token of an answer
 
@@ -99,7 +101,9 @@ class BudgetedEnd:
             return BudgetedEnd(_LOOKS_FROM + growth, proposals=proposals, growth=growth)
         looks_from = max(_LOOKS_FROM, shortest.looks_from, len(shortest.tokens) + 2 * growth + 32)
         map_to_end = shortest if shortest.looks_from > _LOOKS_FROM else None  # a short one is of no use later on
-        return BudgetedEnd(looks_from, known=shortest.tokens, shortest=map_to_end, proposals=proposals, growth=growth)
+        return BudgetedEnd(
+            looks_from, known=shortest.tokens, shortest=map_to_end, num_missed=0, proposals=proposals, growth=growth
+        )
 
 
 class Ends:
@@ -112,7 +116,7 @@ class Ends:
         # [3, V] ranks, the lower, the nearer to an end: outside strings; inside a string, where all but a quote continues it;
         # inside a string that requires certain characters before it may end, such as an address.
         ranks = [[_NEVER] * vocab_size for _ in range(3)]
-        opening, blank = (bytearray(-(-vocab_size // WORD) * WORD) for _ in range(2))
+        opening, blank, leaving = (bytearray(-(-vocab_size // WORD) * WORD) for _ in range(3))
         single: dict[bytes, int] = {}
         for token in range(min(vocab_size, vocabulary.size)):
             if token not in vocabulary.special_ids and (piece := vocabulary.spell(token)):
@@ -122,12 +126,15 @@ class Ends:
                 ranks[2][token] = text_rank(piece, SIGNS, rank)
                 opening[token] = opens(piece)
                 blank[token] = not piece.strip()
+                leaving[token] = opening[token] and opens(piece.partition(b'"')[2])
                 if len(piece) == 1:
                     single.setdefault(piece, token)
                 if piece in (b"}", b"q"):
                     self._text_signs.append(token)
         self._ranks = np.array(ranks, dtype=np.int32)
         self._opens: Words = np.packbits(np.frombuffer(opening, np.uint8), bitorder="little").view(np.int32)
+        # Tokens that end a string and begin something after it.
+        self._leaves: Words = np.packbits(np.frombuffer(leaving, np.uint8), bitorder="little").view(np.int32)
         self._blank: Words = np.packbits(np.frombuffer(blank, np.uint8), bitorder="little").view(np.int32)
         self._eos_ids = [token for token in vocabulary.eos_ids if token < vocab_size]
         self._bits: Words = np.empty_like(self._opens)
@@ -182,7 +189,9 @@ class Ends:
         room = num_left - len(end or ())
         # Where a single token may begin a part that takes more than the room, each is looked at.
         zone = max(_OPENS_NOTHING, ending.growth)
-        ending.looks_at = max(num_left - _pause(end, room - zone, num_left, ending.growth), min(_NEAR, num_left - 1))
+        ending.num_missed = ending.num_missed + 1 if end is None else 0
+        pause = _pause(end, room - zone, num_left, ending.growth, ending.num_missed)
+        ending.looks_at = max(num_left - pause, min(_NEAR, num_left - 1))
         if end is None:
             if num_left <= _NEAR:
                 self._make_do(ending, matcher, bits, num_left)
@@ -193,12 +202,16 @@ class Ends:
         if room > (zone if end else _ENDS):
             return False
         if room > _ENDS:
-            if ending.growth > _GROWTH and 1 < len(allowed := tokens_of(bits, self._vocab_size)) <= _FEW:
-                if self._forced(allowed) < 0:
+            is_text = self._is_text(matcher)
+            if ending.growth > _GROWTH and not is_text:
+                allowed = tokens_of(bits, self._vocab_size)
+                # `}` and `},` are one text, but the second begins another item.
+                if len(allowed) > 1 and (self._forced(allowed) < 0 or (bits & self._opens).any()):
                     self._narrow(ending, bits, self._fitting(ending, matcher, bits, end, num_left))
                 return False
-            if room > _OPENS_NOTHING and len(end) + _OPENS_NOTHING < num_left and self._is_text(matcher):
-                return False  # within a string nothing is begun, whatever its characters are
+            if room > _OPENS_NOTHING and is_text:
+                bits &= ~self._leaves  # within a string nothing is begun, unless a token ends it
+                return False
             harmless = bits & ~self._opens
             if (harmless & ~self._blank).any():  # else only space could follow, where a comma or a bracket is due
                 bits[:] = harmless
@@ -272,7 +285,7 @@ class Ends:
             after = matcher.deep_copy()
             if not after.consume_token(token):  # its bit was set for a stop token, not by the grammar
                 continue
-            if not after.is_accepting():
+            if not after.is_accepting() and not _is_end(end, after, num_left - 1):
                 num_looked_for += 1
                 if num_left == 1 or num_looked_for > _LOOKED_FOR or self._num_masks > most:
                     continue
@@ -366,7 +379,7 @@ class Ends:
         if closes or ending.proposals is None:
             return []
         is_comma_due = token < 0 and not is_text and self._comma and matcher.validate_tokens(self._comma)
-        return [] if is_comma_due else ending.proposals.first(matcher, longest)
+        return [] if is_comma_due else ending.proposals.first(matcher, longest, is_text)
 
     def _is_text(self, matcher: Matcher) -> bool:
         return all(matcher.validate_tokens([sign]) for sign in self._text_signs)
@@ -432,8 +445,19 @@ def _first_of(groups: _Groups, matcher: Matcher) -> int:
     return -1
 
 
-def _pause(end: list[int] | None, room: int, num_left: int, growth: int) -> int:
-    """Tokens until the next search. `room`: tokens left, without those of the end and those that a part may take."""
+def _is_end(end: list[int], matcher: Matcher, longest: int) -> bool:
+    """Whether an end is one here too. The matcher is of no further use if it is."""
+    return (
+        0 < len(end) <= longest
+        and matcher.validate_tokens(end) == len(end)
+        and (after := matcher.deep_copy()).consume_tokens(end)
+        and after.is_accepting()
+    )
+
+
+def _pause(end: list[int] | None, room: int, num_left: int, growth: int, num_missed: int) -> int:
+    """Tokens until the next search. `room`: tokens left, without those of the end and those that a part may take. A search may
+    fail at one place, as within a character, so the next one comes soon; the more have failed, the later."""
     if end is None:
-        return max(1, num_left // 2)
+        return max(1, min(num_left // 2, 1 << (2 * min(num_missed - 1, _MANY_MISSES))))
     return max(1, room // (growth + 1)) if end else 1

@@ -3,14 +3,16 @@
 import json
 from typing import Any
 
+from octavo.sampling.grammar.proposals import Spell, tokens_per_character
+
 MOST = 400  # tokens; a larger part is not waited for
 _ROUNDS = 12  # of references that lead to each other
-_PER_CHARACTER = 0.6  # tokens: names and brackets of JSON have fewer than one each
+_PER_CHARACTER = 0.6  # tokens at least: names and brackets of JSON have fewer than one each
 _PATTERN = 16  # characters of a string that has a pattern
 _FORMAT = 40
 
 
-def growth_of_grammar(grammar: str) -> int:
+def growth_of_grammar(grammar: str, spell: Spell) -> int:
     """An estimate in tokens, from the schemas in a grammar. 0: it has none."""
     most = 0.0
     at = grammar.find("%json ")
@@ -21,7 +23,9 @@ def growth_of_grammar(grammar: str) -> int:
             break
         most = max(most, _Sizes(schema).most())
         at = grammar.find("%json ", end)
-    return min(MOST, int(_PER_CHARACTER * most))
+    if not most:
+        return 0
+    return min(MOST, int(max(_PER_CHARACTER, tokens_per_character(grammar, spell)) * most))
 
 
 class _Sizes:

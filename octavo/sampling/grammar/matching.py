@@ -94,7 +94,10 @@ class Matching:
         if compiled.is_error():
             return Compiled(error_of(compiled), 0)
         self._is_plain = "start: %json" in grammar and not any(word in grammar for word in _ALTERNATIVES)
-        self._proposals, self._growth = self._ends.proposals(grammar, self._shared.kinds.fewest_tokens), growth_of_grammar(grammar)
+        self._proposals, self._growth = (
+            self._ends.proposals(grammar, self._shared.kinds.fewest_tokens),
+            growth_of_grammar(grammar, self._shared.kinds.fewest_tokens),
+        )
         self._compiled = guarded(compiled, grammar, self._shared.kinds)
         self._shortest, is_compared = shortest_answer(
             self._ends, self._shared.kinds, self._compiled, grammar, self._proposals
