@@ -8,7 +8,7 @@ from octavo.sampling.grammar.proposals import Spell, tokens_per_character
 MOST = 400  # tokens; a larger part is not waited for
 _ROUNDS = 12  # of references that lead to each other
 _PER_CHARACTER = 0.6  # tokens at least: names and brackets of JSON have fewer than one each
-_PATTERN = 16  # characters of a string that has a pattern
+_PATTERN = 24  # characters of a string that has a pattern
 _FORMAT = 40
 
 
@@ -74,6 +74,7 @@ class _Sizes:
             size += _FORMAT if "format" in schema else _PATTERN
         properties = schema.get("properties", {})
         sizes = {name: self._of(part) for name, part in properties.items()}
+        self._most = max([self._most, *(len(name) + 4 + value for name, value in sizes.items())])  # one that is optional
         for part in (*schema.get("patternProperties", {}).values(), schema.get("additionalProperties")):
             self._of(part)
         size += sum(len(name) + 4 + sizes.get(name, 2) for name in schema.get("required", ()))
