@@ -14,13 +14,22 @@ from octavo.text.grammar.references import escaped as _escaped
 from octavo.text.grammar.references import unescaped
 from octavo.text.grammar.regex import ascii_classes
 from octavo.text.grammar.schema_tree import rebuilt
-from octavo.text.grammar.shapes import TYPES, are_strings, is_number, is_type
+from octavo.text.grammar.shapes import (
+    A_BOUND,
+    A_COUNT,
+    A_MULTIPLE,
+    A_TYPE,
+    MAX_COUNT,
+    TYPES,
+    are_strings,
+    is_number,
+    is_type,
+)
 
 Schema = dict[str, Any]
 
 _MAX_PLACE = 4096  # characters of a place: names of nested properties together
 _MAX_SAFE = 2**53  # beyond this, readers of JSON no longer agree on integers
-_MAX_COUNT = 100_000  # characters, items or properties
 
 # These patterns check leap years, the lengths of months and 60 seconds per minute, which the compiler's own formats do not.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -39,13 +48,13 @@ def _is_bound(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return is_number(value) and value == int(value) and 0 <= value <= _MAX_COUNT
+    return is_number(value) and value == int(value) and 0 <= value <= MAX_COUNT
 
 
-_COUNT = (_is_count, f"a whole number from 0 to {_MAX_COUNT}")
-_BOUND = (_is_bound, "a number between -2**53 and 2**53")
+_COUNT = (_is_count, A_COUNT)
+_BOUND = (_is_bound, A_BOUND)
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "type": (is_type, f"one or several of {', '.join(TYPES)}"),
+    "type": (is_type, A_TYPE),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a non-empty list"),
     "const": (lambda value: True, ""),
     "required": (are_strings, "a list of strings"),
@@ -55,7 +64,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "exclusiveMaximum": _BOUND,
     "multipleOf": (
         lambda value: _is_bound(value) and value > 0 and scaled(value) <= MAX_MULTIPLE,
-        f"a number above 0 and, without its decimal point, at most {MAX_MULTIPLE}",
+        A_MULTIPLE,
     ),
     "minLength": _COUNT,
     "maxLength": _COUNT,

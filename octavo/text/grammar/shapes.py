@@ -1,13 +1,19 @@
 """What kind of value each keyword of a JSON schema has. Checked before anything reads the values: lowering, negation and the comparison
-of alternatives rely on it. Limits on the values are json_schema.py's."""
+of alternatives rely on it. Limits on the values are checked in json_schema.py, and named here too."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from octavo.text.grammar.keywords import BY_NAME, LISTS
+from octavo.text.grammar.multiples import MAX_MULTIPLE
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+MAX_COUNT = 100_000  # characters, items or properties
+A_TYPE = f"one or several of {', '.join(TYPES)}"
+A_COUNT = f"a whole number from 0 to {MAX_COUNT}"
+A_BOUND = "a number between -2**53 and 2**53"
+A_MULTIPLE = f"a number above 0 and, without its decimal point, at most {MAX_MULTIPLE}"
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -41,19 +47,19 @@ def _is_string(value: object) -> bool:
 
 
 _Check = tuple[Callable[[Any], bool], str]
-_NUMBER: _Check = (is_number, "a number")
-_COUNT: _Check = (_is_count, "a whole number from 0 on")
+_NUMBER: _Check = (is_number, A_BOUND)
+_COUNT: _Check = (_is_count, A_COUNT)
 _STRING: _Check = (_is_string, "a string")
 _SCHEMAS: _Check = (_is_object, "an object of schemas")
 _LIST: _Check = (_is_full_list, "a non-empty list of schemas")
 _SHAPES: dict[str, _Check] = {
-    "type": (is_type, f"one or several of {', '.join(TYPES)}"),
+    "type": (is_type, A_TYPE),
     "enum": (_is_full_list, "a non-empty list"),
     "required": (are_strings, "a list of strings"),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
-    "multipleOf": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "multipleOf": (lambda value: is_number(value) and value > 0, A_MULTIPLE),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
-    **dict.fromkeys(("minContains", "maxContains"), _COUNT),
+    **dict.fromkeys(("minContains", "maxContains"), (_is_count, "a whole number from 0 on")),
     **dict.fromkeys(("pattern", "$ref", "$dynamicRef", "$recursiveRef"), _STRING),
     **dict.fromkeys((*BY_NAME, "dependentSchemas"), _SCHEMAS),
     **dict.fromkeys((*LISTS, "oneOf"), _LIST),
