@@ -18,7 +18,7 @@ from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.proposals import Proposals
 from octavo.sampling.grammar.protocol import Begin, Compiled, Enter, Fill, Filled, FilledRow, RowToFill
-from octavo.sampling.grammar.shortest_completion import LONGEST, ShortestCompletion
+from octavo.sampling.grammar.shortest_completion import ShortestCompletion
 from octavo.sampling.grammar.shortest_text import shortest_text
 from octavo.text.grammar.limits import parser_limits
 from octavo.text.tokenize.vocabulary import Vocabulary
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _MAX_USED = 32  # used matchers that are kept for later rows
 _MAX_THREADS = 8
-_LONGEST_TEXT = 4096  # bytes of a shortest answer
+_LONGEST_TEXT = 16_384  # bytes of a shortest answer; one that takes more is not known
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
@@ -287,7 +287,7 @@ def shortest_answer(
     if text is None or len(text) > _LONGEST_TEXT:
         return found, False
     tokens, at = kinds.fewest_tokens(text.encode()), matcher.deep_copy()
-    if not tokens or len(tokens) > LONGEST or not at.consume_tokens(tokens) or not at.is_accepting():
+    if not tokens or not at.consume_tokens(tokens) or not at.is_accepting():
         return found, False
     return found if found is not None and len(found.tokens) <= len(tokens) else ShortestCompletion(tokens), True
 

@@ -5,7 +5,9 @@ compares them. It is a proposal: the grammar decides whether it is an answer."""
 
 import contextlib
 import json
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
@@ -236,14 +238,23 @@ def _string(rest: Schema, is_guess: bool) -> str:
 
 
 def _number(rest: Schema, is_guess: bool) -> str:
-    if rest.keys() - {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} and not is_guess:
+    if rest.keys() - {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"} and not is_guess:
         raise _Unknown
-    for number in (0, *range(1, 10), *(rest[key] for key in ("minimum", "maximum") if key in rest)):
+    bounds = [rest[key] for key in ("minimum", "maximum") if key in rest]
+    if step := rest.get("multipleOf"):
+        lowest = max((rest[key] for key in ("minimum", "exclusiveMinimum") if key in rest), default=0)
+        first = math.ceil(Fraction(str(lowest)) / Fraction(str(step)))
+        bounds = [_plain((first + at) * Fraction(str(step))) for at in range(2)]
+    for number in (0, *range(1, 10), *bounds):
         is_above = number >= rest.get("minimum", number) and number > rest.get("exclusiveMinimum", number - 1)
         is_below = number <= rest.get("maximum", number) and number < rest.get("exclusiveMaximum", number + 1)
-        if is_above and is_below:
+        if is_above and is_below and (not step or (Fraction(str(number)) / Fraction(str(step))).denominator == 1):
             return _written(number)
     raise _Unknown
+
+
+def _plain(number: Fraction) -> int | float:
+    return int(number) if number.denominator == 1 else float(number)
 
 
 def _written(value: Any) -> str:
