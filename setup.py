@@ -49,7 +49,8 @@ class BuildNative(Command):
         brought = bring_library(folder)
         self.library = recipe().provide_library(folder)
         compiler = compiler_version() if self.library and self.library.name not in brought else ""
-        (Path(self.build_lib) / BUILD_INFO).write_text(json.dumps(build_info(compiler), indent=2) + "\n")
+        machine = recipe().target_machine() if self.library else platform.machine()
+        (Path(self.build_lib) / BUILD_INFO).write_text(json.dumps(build_info(compiler, machine), indent=2) + "\n")
 
     def get_source_files(self) -> list[str]:
         return [str(path) for path in sorted(PACKAGE.iterdir()) if path.suffix in (".cpp", ".h")]
@@ -86,7 +87,7 @@ class SdistWithCommit(sdist):
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
-        (Path(base_dir) / BUILD_INFO).write_text(json.dumps(build_info(""), indent=2) + "\n")
+        (Path(base_dir) / BUILD_INFO).write_text(json.dumps(build_info("", platform.machine()), indent=2) + "\n")
 
 
 def bring_library(folder: Path) -> set[str]:
@@ -111,12 +112,12 @@ def manylinux_tag(library: Path, otherwise: str) -> str:
     return f"manylinux_{major}_{max(minor, 17)}_{machine}"  # 2.17 is the oldest that the tag has for these machines
 
 
-def build_info(compiler: str) -> dict[str, str]:
+def build_info(compiler: str, machine: str) -> dict[str, str]:
     seconds = os.environ.get("SOURCE_DATE_EPOCH")
     now = (
         datetime.datetime.fromtimestamp(int(seconds), datetime.UTC) if seconds else datetime.datetime.now(datetime.UTC)
     )
-    return {"commit": commit(), "date": now.date().isoformat(), "compiler": compiler, "machine": platform.machine()}
+    return {"commit": commit(), "date": now.date().isoformat(), "compiler": compiler, "machine": machine}
 
 
 def commit() -> str:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.errors import ConfigError
 
@@ -15,6 +15,7 @@ AUTO = "auto"
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
+MAX_REPLICAS = 64
 KEY_VARIABLES = (
     "OCTAVO_API_KEY",
     "VLLM_API_KEY",
@@ -169,6 +170,19 @@ class CacheConfig:
         most=MAX_GIB,
     )
     enable_prefix_caching: bool = knob(True, "reuse the KV pages of prompt prefixes that were computed before")
+    kv_tier: str = knob(
+        "",
+        "where prefixes outlive the KV store, and the server: disk:50GiB:/path keeps KV pages in a folder of this user alone, within "
+        "so many bytes. Pages of a prompt that was computed before are read from there if that is faster than computing them. Needs a CPU, "
+        "one rank, and a model without sliding windows",
+    )
+    idle_prefix_bytes: int | str = knob(
+        AUTO,
+        "most memory that prefixes keep which no request uses, on a CPU, where a page takes memory when it is first used (192M: frugal); "
+        "auto: the whole KV store, and less while memory is scarce",
+        kind="bytes",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +227,97 @@ class ParallelConfig:
     tensor_parallel_size: int = knob(
         1, "ranks (GPUs or processes) that split every layer", flag="tensor-parallel-size,tp", least=1
     )
+    pipeline_parallel_size: int = knob(
+        1,
+        "stages that the layers are divided into, each with its own ranks (GPUs or processes)",
+        flag="pipeline-parallel-size,pp",
+        least=1,
+    )
+    pipeline_layer_split: str = knob(
+        AUTO, "layers of each pipeline stage, such as 14,16; auto: so that the stages take equally long"
+    )
+    enable_expert_parallel: bool = knob(
+        False,
+        "divide the experts of a mixture over the ranks of --tensor-parallel-size, instead of splitting each expert",
+    )
     cpu_threads: int | str = knob(
         AUTO, "compute threads per rank on a CPU; auto: all cores, divided by the ranks", kind="tokens", least=1
     )
     # Off by default: measured, it gains nothing when the server's own processes share the cores (benchmarks/cpu.md).
     cpu_pinning: bool = knob(False, "pin every compute thread, except the first of each rank, to one core")
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one engine. Rank r is number r % tensor_parallel_size of stage r // tensor_parallel_size."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def result_rank(self) -> int:
+        """The rank that returns results: the first of the last stage, whose ranks sample."""
+        return self.num_ranks - self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Several replicas of one model behind one server. A replica is one engine with its ranks."""
+
+    data_parallel_size: int = knob(
+        1,
+        "replicas: engines that each hold the whole model and serve a part of the requests; the machine's cores or GPUs are divided "
+        "among them",
+        flag="data-parallel-size,dp",
+        least=1,
+        most=MAX_REPLICAS,
+    )
+    routing_policy: str = knob(
+        "prefix",
+        "which replica gets a request. prefix: the one that holds its prefix, until it is saturated, then the one with the least work; "
+        "least_work: the one with the least work; round_robin: each in turn",
+        choices=("prefix", "least_work", "round_robin"),
+    )
+    saturation_seconds: float = knob(
+        2.0,
+        "seconds of waiting work from which on a replica is saturated: prefix then prefers others",
+        above=0,
+        most=MAX_SECONDS,
+    )
+    replica_timeout: float = seconds(
+        3.0,
+        "without a sign of life from a replica's process after which its requests go on at others and it is replaced. However long a step "
+        "takes, it is not meant: see --step-timeout. 0: never; without other replicas, never",
+    )
+
+    min_replicas: int = knob(
+        0,
+        "fewest replicas, if their number follows the load: the seconds of work that wait, against --saturation-seconds. 0: "
+        "--data-parallel-size, or 1 with --max-replicas",
+        least=0,
+        most=MAX_REPLICAS,
+    )
+    max_replicas: int = knob(
+        0,
+        "most replicas, if their number follows the load; 0: it stays as it is, until octavo scale changes it",
+        least=0,
+        most=MAX_REPLICAS,
+    )
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether there are, or may be, several replicas: otherwise no router is in the path."""
+        return max(self.data_parallel_size, self.min_replicas, self.max_replicas) > 1
+
+    @property
+    def least_replicas(self) -> int:
+        return self.min_replicas or 1
+
+    @property
+    def most_replicas(self) -> int:
+        return self.max_replicas or MAX_REPLICAS
+
+    @property
+    def first_replicas(self) -> int:
+        """How many are started at first."""
+        return max(self.data_parallel_size, self.min_replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +378,11 @@ class ServerConfig:
     strict_fields: bool = knob(
         False,
         "reject requests with fields that are unknown or have no effect; off: the response lists such fields in ignored_fields",
+    )
+    drop_client_nonces: bool = knob(
+        True,
+        "leave out the line x-anthropic-billing-header that Claude Code puts before its system prompt and changes in every request, so that "
+        "requests share their prefix; the response names it in ignored_fields. Not with --strict-fields",
     )
     stream_interval: int = knob(
         1,
@@ -536,6 +641,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     batches: BatchConfig = field(default_factory=BatchConfig)
@@ -548,7 +654,23 @@ class Config:
                 _check_value(option, getattr(getattr(self, section), option.name))
         for name in ("hf_overrides", "override_generation_config"):
             read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
+        read_tier(self.cache.kv_tier)
         self._check_access()
+        self._check_fleet()
+
+    def _check_fleet(self) -> None:
+        fleet = self.fleet
+        if fleet.max_replicas and fleet.max_replicas < max(fleet.data_parallel_size, fleet.min_replicas):
+            name, number = ("--min-replicas", fleet.min_replicas)
+            if fleet.data_parallel_size > fleet.min_replicas:
+                name, number = ("--data-parallel-size", fleet.data_parallel_size)
+            raise ConfigError(f"--max-replicas {fleet.max_replicas} is below {name} {number}: raise it or leave it out")
+        if fleet.min_replicas and not fleet.max_replicas:
+            raise ConfigError(
+                "--min-replicas needs --max-replicas: the number of replicas follows the load between the two"
+            )
+        if fleet.is_fleet and self.cache.kv_tier:
+            raise ConfigError("--kv-tier cannot be used by a fleet of replicas yet: leave it out, or serve one replica")
 
     def _check_access(self) -> None:
         """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""
@@ -672,6 +794,29 @@ def read_count(text: str) -> int | None:
 def read_size(text: str) -> int | None:
     """A number of bytes: 1048576, 512M, 1.5G, 2GiB. None: it is none; 2GB is ambiguous (10^9 or 2^30)."""
     return _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?")
+
+
+class DiskTier(NamedTuple):
+    max_bytes: int
+    folder: str
+
+
+def read_tier(text: str) -> DiskTier | None:
+    """The value of --kv-tier. None: there is no tier. Raises ConfigError."""
+    if not text:
+        return None
+    kind, _, rest = text.partition(":")
+    size_text, _, folder = rest.partition(":")
+    if kind == "ram":
+        raise ConfigError(
+            "--kv-tier ram: on a CPU pages are in memory already (--kv-cache-memory-bytes), and GPUs have no tier yet: use disk:SIZE:FOLDER"
+        )
+    num_bytes = read_size(size_text)
+    if kind != "disk" or not folder or not num_bytes:
+        raise ConfigError(
+            f"--kv-tier: {text!r} is no tier: give disk:SIZE:FOLDER, for example disk:50GiB:/var/cache/octavo-kv"
+        )
+    return DiskTier(num_bytes, folder)
 
 
 def read_json_object(text: str, what: str) -> dict[str, Any]:

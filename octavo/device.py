@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from octavo.errors import ConfigError
+from octavo.ipc.memory_pressure import read_memory
 
 PATIENCE_SECONDS = 1.0
 """How long a wait may busy-poll. After that it sleeps between polls, which delays the result by at most about 1 %; and a wait that never
@@ -98,7 +98,9 @@ class Device:
         if self.is_cuda:
             free, _ = torch.cuda.mem_get_info(self.torch_device)
             return free + torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return min(_host_available(), _group_available())
+        reading = read_memory()
+        # Not Linux: physical memory is the closest number that every system reports.
+        return reading.available if reading else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def memory_use(self) -> MemoryUse:
         """Measure the GPU's memory after all queued work is done and the allocator has freed its unused blocks."""
@@ -195,40 +197,3 @@ def device_of(place: torch.device | str) -> Device:
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     return Device(place.type, place.index or 0)
-
-
-def _host_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    # Not Linux: physical memory is the closest number that every system reports.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _group_available() -> int:
-    """Bytes left under the control group's limit (a container's); without a limit, more than any machine has."""
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = Path(limit_file).read_text().strip()
-            used = int(Path(used_file).read_text())
-            cache = _group_file_cache(Path(limit_file).parent / "memory.stat")
-        except (OSError, ValueError):
-            continue
-        if limit != "max" and int(limit) < 2**60:
-            return max(0, int(limit) - used + cache)
-    return 2**62
-
-
-def _group_file_cache(stat: Path) -> int:
-    """Bytes of a control group's usage that are cached files, which the kernel reclaims on demand."""
-    for line in stat.read_text().splitlines():
-        key, _, value = line.partition(" ")
-        if key in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0

@@ -51,9 +51,11 @@ def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> 
 _NO_CODE = "code from a checkpoint is never run here; the supported architectures need none"
 _LORA = "adapters (LoRA) are not supported: merge the adapter into the weights and serve the result"
 _SPECULATION = "speculative decoding is not supported"
-_REPLICAS = "one server runs one replica: start several servers behind a load balancer"
+_REPLICAS = (
+    "--data-parallel-size starts and balances all replicas of a server; there is nothing to place or connect by hand"
+)
 _NODES = "a server runs on one machine; --tensor-parallel-size uses its GPUs"
-_PIPELINE = "layers are not split over machines; --tensor-parallel-size splits each layer over the GPUs of one"
+_PIPELINE = "a context is not split over ranks; --tensor-parallel-size splits each layer, --pipeline-parallel-size the list of layers"
 _MEDIA = "only text goes in: images, audio and video are refused"
 _OFFLOAD = "weights are kept on the device that computes; a packed checkpoint (GGUF, AWQ, GPTQ) takes less memory"
 _TIERS = "KV pages are kept on the device; --swap-space keeps those of preempted requests in host memory"
@@ -81,9 +83,8 @@ _SWITCHES_REFUSED = {
     "data-parallel-multi-port-external-lb": _REPLICAS,
     "enable-elastic-ep": _REPLICAS,
     "disable-nccl-for-dp-synchronization": _REPLICAS,
-    "enable-expert-parallel": "experts are split over ranks by --tensor-parallel-size",
-    "enable-eplb": "experts are split evenly over ranks by --tensor-parallel-size",
-    "enable-ep-weight-filter": "experts are split over ranks by --tensor-parallel-size",
+    "enable-eplb": "experts are divided evenly over ranks by --enable-expert-parallel, and stay where they are",
+    "enable-ep-weight-filter": "with --enable-expert-parallel a rank reads only its own experts, always",
     "enable-dbo": "steps are not divided into micro-batches",
     "enable-hc-sp": "sequence parallelism is not supported; --tensor-parallel-size splits each layer",
     "dcp-q-replicate": _PIPELINE,
@@ -120,18 +121,18 @@ _REFUSED = {
     ),
     **dict.fromkeys(("speculative-config", "spec-method", "spec-model", "spec-tokens"), _SPECULATION),
     **dict.fromkeys(
-        ("data-parallel-size", "data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address",
+        ("data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address",
          "data-parallel-rpc-port", "data-parallel-backend", "data-parallel-supervisor-port", "dp-supervisor-probe-interval-s",
          "dp-supervisor-probe-timeout-s", "dp-supervisor-probe-failure-threshold", "dp-sync-interval", "elastic-ep-max-dp-size",
          "fault-tolerance-config"), _REPLICAS,
     ),
     **dict.fromkeys(("nnodes", "node-rank", "master-addr", "master-port"), _NODES),
     **dict.fromkeys(
-        ("pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size", "cp-kv-cache-interleave-size",
+        ("decode-context-parallel-size", "prefill-context-parallel-size", "cp-kv-cache-interleave-size",
          "dcp-kv-cache-interleave-size", "dcp-comm-backend"), _PIPELINE,
     ),
     **dict.fromkeys(("all2all-backend", "eplb-config", "expert-placement-strategy", "ubatch-size", "dbo-decode-token-threshold",
-                     "dbo-prefill-token-threshold"), "experts are split over ranks by --tensor-parallel-size"),
+                     "dbo-prefill-token-threshold"), "experts are divided over ranks by --enable-expert-parallel, with one all-reduce"),
     **dict.fromkeys(
         ("limit-mm-per-prompt", "allowed-local-media-path", "allowed-media-domains", "media-io-kwargs", "mm-device-do-normalize",
          "mm-encoder-attn-backend", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path", "mm-encoder-fp8-scale-save-margin",
@@ -289,8 +290,8 @@ _VALUES = {
     "device-memory-utilization": _renamed("vLLM", "--gpu-memory-utilization"),
 }  # fmt: skip
 _SHORT = {
-    "q": "quantization", "pp": "pipeline-parallel-size", "n": "nnodes", "r": "node-rank", "dp": "data-parallel-size",
-    "ep": "enable-expert-parallel", "sc": "speculative-config", "cc": "compilation-config", "ac": "attention-config",
+    "q": "quantization", "n": "nnodes", "r": "node-rank",
+    "sc": "speculative-config", "cc": "compilation-config", "ac": "attention-config",
     "dc": "diffusion-config", "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size",
     "dpn": "data-parallel-rank", "dpr": "data-parallel-start-rank", "dpl": "data-parallel-size-local", "dpa": "data-parallel-address",
     "dpp": "data-parallel-rpc-port", "dpb": "data-parallel-backend", "dph": "data-parallel-hybrid-lb", "dpe": "data-parallel-external-lb",

@@ -25,10 +25,18 @@ class Limits:
 
 
 def resolve(
-    config: Config, *, device: str, stored_dtype: str, context_len: int, num_cores: int, longest_len: int = 0
+    config: Config,
+    *,
+    device: str,
+    stored_dtype: str,
+    context_len: int,
+    num_cores: int,
+    longest_len: int = 0,
+    num_local_ranks: int = 0,
 ) -> Limits:
     """Resolve the limits. `device` is "cpu" or "cuda"; `stored_dtype` is the checkpoint's dtype ("float32", "bfloat16" or
-    "float16"). `longest_len`: a context beyond the model's own that --max-model-len may ask for; 0: none."""
+    "float16"). `longest_len`: a context beyond the model's own that --max-model-len may ask for; 0: none. `num_local_ranks`: ranks on
+    this machine; 0: all."""
     on_cpu = device == "cpu"
     wanted = config.model.max_model_len
     if isinstance(wanted, int) and wanted > max(context_len, longest_len):
@@ -50,7 +58,9 @@ def resolve(
         max_model_len_is_auto=wanted == AUTO,
         max_num_seqs=rows,
         max_num_batched_tokens=or_else(config.scheduler.max_num_batched_tokens, max(rows, 512 if on_cpu else 8192)),
-        cpu_threads=or_else(config.parallel.cpu_threads, max(1, num_cores // config.parallel.tensor_parallel_size)),
+        cpu_threads=or_else(
+            config.parallel.cpu_threads, max(1, num_cores // (num_local_ranks or config.parallel.num_ranks))
+        ),
     )
 
 

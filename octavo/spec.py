@@ -1,6 +1,6 @@
 """ModelSpec: the sizes and properties of a model that other packages need, whatever its family or file format."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError
 
@@ -24,6 +24,7 @@ class ModelSpec:
     has_softcap: bool = False  # some layer soft-caps its attention scores
     # Every token sees every other token of its prompt, no KV is kept between steps, and there is no LM head.
     is_encoder: bool = False
+    num_experts: int = 0  # of each layer that is a mixture
     has_sinks: bool = False  # some layer has attention sinks: a share of the softmax that goes to no token
 
     def __post_init__(self) -> None:
@@ -95,6 +96,16 @@ class PageLayout:
             place_of.append(place)
             so_far[window] += 1
         return cls(tuple(groups), tuple(group_of), tuple(place_of), num_places)
+
+    def of_stage(self, layers: range) -> "PageLayout":
+        """The layout of a rank that has only these layers. Page tables stay the same for all ranks; its pages hold its own layers."""
+        num_placed = [0] * len(self.windows)
+        place_of = [0] * len(self.group_of)  # other layers' are not used
+        for layer in layers:
+            group = self.group_of[layer]
+            place_of[layer] = num_placed[group]
+            num_placed[group] += 1
+        return replace(self, place_of=tuple(place_of), num_places=max(num_placed))
 
 
 def _is_fitting(counts: list[int], num_places: int) -> bool:

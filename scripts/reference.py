@@ -97,6 +97,7 @@ SECTION_TITLES = {
     "cache": "KV cache",
     "scheduler": "Scheduler",
     "parallel": "Parallelism and threads",
+    "fleet": "Replicas",
     "server": "Server",
     "budget": "Budgets: what one request may take",
     "batches": "Files and batches",
@@ -240,6 +241,14 @@ ROUTES: dict[str, dict[str, str]] = {
         "POST /api/pull": "download a model from the hub, with progress; needs an admin key where keys are used",
         "DELETE /api/delete": "delete a model that was pulled; needs an admin key where keys are used",
     },
+    "llama.cpp's routes": {
+        "POST /completion": "continue a text, token ids, or a list of both; whole or as a stream of events",
+        "POST /completions": "the same",
+        "POST /infill": "fill the gap between two texts, with a model of code that was trained for it",
+        "POST /apply-template": "messages as the text of a prompt",
+        "GET /props": "default settings, the context's size, the chat template",
+        "GET /slots": "the rows of the batch; `fail_on_no_slot=1` answers 503 where none is idle",
+    },
     "Files and batches": {
         "POST /v1/files": "upload a file of requests (`purpose=batch`)",
         "GET /v1/files": "list files",
@@ -264,6 +273,8 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/live": "rows, queue and pages as a feed of events",
         "GET /v1/live/history": "what the server did in the last `seconds`, up to a day, also over restarts of the engine",
         "GET /v1/live/pages/{page}": "which requests hold one KV page",
+        "GET /v1/fleet": "the replicas: status, restarts, place",
+        "POST /v1/fleet": "change the number of `replicas` while serving, or `restart` all of them one after the other",
     },
     "Pages": {
         "GET /": "the cockpit",
@@ -731,6 +742,8 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Prompts": {
         "server.dialects.openai_completions.request.MAX_PROMPTS": ("prompts of a completion", "400"),
+        "server.dialects.llama_cpp.request.MAX_PROMPTS": ("prompts of llama.cpp's `/completion`", "400"),
+        "server.schema.shapes.MAX_EXTRA_FILES": ("files of `input_extra` of `/infill`", "400"),
         "server.generate.embeddings.MAX_INPUTS": ("inputs of an embedding request", "400"),
         "server.endpoints.tokenize.MAX_DETOKENIZED": ("ids to detokenize, or as many as the context holds", "400"),
         "server.generate.requests.MAX_REPEATED_BYTES": ("bytes of sampling parameters, times the prompts", "400"),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.client.client import EngineClient
@@ -25,6 +26,7 @@ from octavo.messages import (
     Ping,
     ReadHistory,
     ReadJourneys,
+    ReadLive,
     ReadMetrics,
     ReadPage,
     ReadPlace,
@@ -35,6 +37,7 @@ from octavo.messages import (
     ToEngine,
     TokenDelta,
 )
+from octavo.observe.live_state import LiveLook, LiveState, LiveTotals
 from octavo.text import Text, load_text
 
 EOS = 256
@@ -58,6 +61,36 @@ REPORT = EngineReport(
     num_host_pages=0,
     weights_bytes=1000,
     page_bytes=100,
+)
+
+
+IDLE_LOOK = LiveLook(
+    LiveState(
+        time=0.0,
+        step=0,
+        totals=LiveTotals(0, 0, 0, 0, 0, 0, 0.0, 0, 0.0, 0, 0.0),
+        num_waiting=0,
+        rows=[],
+        waiting=[],
+        lanes=[],
+        blocked_by=None,
+        advice="",
+        num_pages=REPORT.num_pages,
+        page_size=REPORT.page_size,
+        max_rows=REPORT.max_num_seqs,
+        max_step_tokens=REPORT.max_num_batched_tokens,
+        num_host_pages=0,
+        num_host_pages_used=0,
+        num_shared_pages=0,
+        num_cached_pages=0,
+        num_free_pages=REPORT.num_pages,
+        ended=[],
+        recent=[],
+        pages=bytes(2 * REPORT.num_pages),
+    ),
+    rows=[],
+    waiting=[],
+    ended=[],
 )
 
 
@@ -175,6 +208,7 @@ class ScriptedEngine(EngineClient):
                 | ResetPrefixCache()
                 | ReadJourneys()
                 | ReadHistory()
+                | ReadLive()
                 | ReadPage()
             ):
                 self.num_pings += isinstance(message, Ping)
@@ -185,6 +219,7 @@ class ScriptedEngine(EngineClient):
                         ReadPlace: self.place,
                         ReadJourneys: "[]",
                         ReadHistory: '{"time":0,"interval":1,"since":0,"points":[]}',
+                        ReadLive: msgspec.json.encode(IDLE_LOOK).decode(),
                         ReadPage: "[]",
                     }
                     body = bodies.get(type(message), "pong")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config import Config, replace, sections, without_keys
+from octavo.config import CacheConfig, Config, FleetConfig, replace, sections, without_keys
 from octavo.errors import ConfigError
 from octavo.limits import Limits, resolve
 
@@ -104,3 +104,10 @@ def test_keys_are_in_no_repr_and_not_given_to_those_who_need_none() -> None:
     assert config.server.api_keys == ["sesame", "sesame-too"]
     assert not without_keys(config).server.metrics_keys
     assert not without_keys(config).server.api_keys and without_keys(config).server.port == config.server.port
+
+
+def test_a_fleet_has_no_tier_yet():
+    tier = CacheConfig(kv_tier="disk:1GiB:/tmp/pages")
+    Config(cache=tier)
+    with pytest.raises(ConfigError, match="--kv-tier cannot be used by a fleet"):
+        Config(cache=tier, fleet=FleetConfig(data_parallel_size=2))

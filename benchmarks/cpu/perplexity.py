@@ -119,8 +119,8 @@ class _Hidden:
         self._model = llm._loop.executor._runner.model  # type: ignore[attr-defined]
         forward = self._model.forward
 
-        def looked_at(batch: Any) -> torch.Tensor:
-            hidden: torch.Tensor = forward(batch)
+        def looked_at(batch: Any, before: torch.Tensor | None = None) -> torch.Tensor:
+            hidden: torch.Tensor = forward(batch, before)
             self._taken.append(hidden.clone())  # later operations may overwrite it
             return hidden
 

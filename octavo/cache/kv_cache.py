@@ -84,6 +84,7 @@ class KVCache:
         self.tables: dict[int, list[PageTable]] = {}
         self.num_host_pages = num_host_pages
         self.host_free = list(range(num_host_pages))
+        self.loads: dict[int, list[int]] = {}  # ticket → pages that are being filled from a tier, and those before them
         self.host_tables: dict[int, list[PageTable]] = {}  # swapped-out sequences: where their pages are
         self._is_single_group = windows == (0,)  # without a window
         self._has_windows = any(windows)
@@ -201,6 +202,27 @@ class KVCache:
         self.host_free += host_pages
         device_pages = [page for t, host in zip(tables, hosts, strict=True) for page in t.pages[: len(host.pages)]]
         return Transfer(device_pages, host_pages, [table.padded() for table in tables])
+
+    def begin_load(self, ticket: int, held: list[bytes], count: int) -> list[int] | None:
+        """Take `count` pages, to be filled from a tier with the pages that follow those of the keys `held`, which stay until
+        end_load(). None: fewer are free."""
+        assert self._is_single_group, "tiers keep pages of models without windows"
+        before = [self.pool.index[key] for key in held]
+        num_idle = sum(self.pool.refs[page] == 0 for page in before)
+        if not self.prefix_caching or count > self.pool.num_free - num_idle:
+            return None
+        for page in before:
+            self.pool.share(page)
+        pages = self.pool.take(count)
+        self.loads[ticket] = before + pages
+        return pages
+
+    def end_load(self, ticket: int, count: int, keys: list[bytes]) -> None:
+        """The first of the load's `count` pages hold the pages of these keys, and can be found from now on. The others are free again."""
+        pages = self.loads.pop(ticket)
+        for page, key in zip(pages[len(pages) - count :], keys, strict=False):
+            self.pool.publish(page, key)
+        self.pool.give(pages)
 
     def release(self, sequence: int) -> None:
         """Free everything the sequence owns, on the device or on the host."""

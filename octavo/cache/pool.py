@@ -47,17 +47,21 @@ class PagePool:
 
     Every page is in exactly one of three states: owned (refs > 0), cached (no owner, has a key) or blank.
 
-    The system may not yet have provided memory for a page that was never used. So that cached pages alone do not make memory
-    grow, a page beyond the first `num_warm` is used for the first time only if no cached page can be evicted."""
+    The system provides memory for a page when it is first used, and can get it back while the page is blank (untouch). So that
+    cached pages alone do not make memory grow, a page beyond `num_warm` touched ones is touched only if no cached page can be
+    evicted."""
 
     def __init__(self, num_pages: int, num_warm: int | None = None) -> None:
         self.num_pages = num_pages
-        self._num_warm = num_pages if num_warm is None else num_warm
-        self.num_touched = 0  # pages below this have been used
+        self.num_warm = num_pages if num_warm is None else min(num_warm, num_pages)
+        self.num_touched = 0  # pages that have memory: all owned and cached ones, and the first of the blank ones
         self.refs = [0] * num_pages
         self.keys: list[bytes | None] = [None] * num_pages
         self.index: dict[bytes, int] = {}
-        self.blank: deque[int] = deque(range(num_pages))  # pages that have been used come first
+        self.generations = [
+            0
+        ] * num_pages  # how often each page was unpublished: a copy taken meanwhile may be of anything
+        self.blank: deque[int] = deque(range(num_pages))  # touched pages come first
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.changes: ChangeLog | None = None  # None: nothing listens, and nothing is logged
 
@@ -80,12 +84,29 @@ class PagePool:
     def _prefers_blank(self) -> bool:
         if not self.blank or not self.cached:
             return bool(self.blank)
-        return self.blank[0] < self.num_touched or self.num_touched < self._num_warm
+        return self._num_touched_blank > 0 or self.num_touched < self.num_warm
+
+    @property
+    def _num_touched_blank(self) -> int:
+        return self.num_touched - (self.num_pages - len(self.blank))
 
     def _take_blank(self) -> int:
-        page = self.blank.popleft()
-        self.num_touched = max(self.num_touched, page + 1)
-        return page
+        if not self._num_touched_blank:
+            self.num_touched += 1
+        return self.blank.popleft()
+
+    def limit_touched(self, num_warm: int) -> list[int]:
+        """Let cached pages keep the touched ones at no more than `num_warm` from now on. Evicts cached pages down to that, and returns
+        the blank pages whose memory can be given back: they count as never used."""
+        self.num_warm = min(num_warm, self.num_pages)
+        excess = max(0, self.num_touched - self.num_warm)
+        for _ in range(min(excess - self._num_touched_blank, len(self.cached))):
+            self.blank.appendleft(self._evict())
+        count = min(excess, self._num_touched_blank)
+        pages = [self.blank.popleft() for _ in range(count)]
+        self.blank.extend(pages)
+        self.num_touched -= count
+        return pages
 
     def share(self, page: int) -> None:
         if self.refs[page] == 0:
@@ -118,6 +139,7 @@ class PagePool:
         forgotten = len(self.index)
         for key, page in self.index.items():
             self.keys[page] = None
+            self.generations[page] += 1
             if self.changes is not None:
                 self.changes.evict(key)
         self.index.clear()
@@ -131,6 +153,7 @@ class PagePool:
         assert key is not None
         del self.index[key]
         self.keys[page] = None
+        self.generations[page] += 1
         if self.changes is not None:
             self.changes.evict(key)
         return page

@@ -26,6 +26,8 @@ class CacheState(msgspec.Struct, array_like=True, gc=False):
     num_touched: int
     queried_tokens: int
     hit_tokens: int
+    loads: dict[int, list[int]] = {}
+    num_warm: int = -1  # −1: as the constructor was given; recordings from before decision 047 do not have it
 
 
 def take(cache: KVCache) -> CacheState:
@@ -44,6 +46,8 @@ def take(cache: KVCache) -> CacheState:
         pool.num_touched,
         cache.queried_tokens,
         cache.hit_tokens,
+        cache.loads,
+        pool.num_warm,
     )
 
 
@@ -53,13 +57,17 @@ def restore(cache: KVCache, state: CacheState) -> None:
     cache.tables = {sequence: _tables_of(tables) for sequence, tables in state.tables.items()}
     cache.host_tables = {sequence: _tables_of(tables) for sequence, tables in state.host_tables.items()}
     cache.host_free = list(state.host_free)
+    cache.loads = {ticket: list(pages) for ticket, pages in state.loads.items()}
     cache._published = dict(state.published)
     cache.queried_tokens, cache.hit_tokens = state.queried_tokens, state.hit_tokens
     pool.blank, pool.cached = deque(state.blank), OrderedDict.fromkeys(state.cached)
     pool.num_touched = state.num_touched
+    if state.num_warm >= 0:
+        pool.num_warm = state.num_warm
     for page, key in state.keys.items():
         pool.keys[page], pool.index[key] = key, page
     owned = Counter(page for tables in cache.tables.values() for table in tables for page in table.pages)
+    owned.update(page for pages in cache.loads.values() for page in pages)
     for page, count in owned.items():
         pool.refs[page] = count
 

@@ -105,6 +105,14 @@ class Remote:
             except (OSError, http.client.HTTPException) as error:
                 raise self._ended_early(error) from None
 
+    def send(self, path: str, body: bytes) -> dict[str, Any]:
+        """POST a JSON object, and return the one that comes back."""
+        with self._open(path, body) as response:
+            try:
+                return self._chunk(response.read())
+            except (OSError, http.client.HTTPException) as error:
+                raise self._ended_early(error) from None
+
     def _chunk(self, data: bytes) -> dict[str, Any]:
         try:
             chunk = json.loads(data)

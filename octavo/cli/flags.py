@@ -54,6 +54,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self._file = ""  # of --config, while its settings are parsed
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -78,7 +79,11 @@ class Parser(argparse.ArgumentParser):
         arguments = arguments_in(file)
         if any(argument.startswith("--config=") for argument in arguments):
             raise ConfigError(f"--config {file} names another file: put all settings into one")
-        in_file, _ = self.parse_known_args(arguments, argparse.Namespace())
+        self._file = file
+        try:
+            in_file, _ = self.parse_known_args(arguments, argparse.Namespace())
+        finally:
+            self._file = ""
         return options_from(in_file)
 
     def _about_unknown(self, text: str) -> str:
@@ -92,7 +97,8 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.match(r"(\S+): invalid choice: '(.*?)' \(choose from (.*)\)$", message):
             name, value, names = wrong[1], wrong[2], wrong[3].replace("'", "")
             message = f"{name}: {value!r} is not one of {names}{_nearest(value, names.split(', '))}"
-        sys.stderr.write(f"octavo: error: {message}\n")
+        where = f"--config {self._file}: " if self._file else ""
+        sys.stderr.write(f"octavo: error: {where}{message}\n")
         raise SystemExit(2)
 
 

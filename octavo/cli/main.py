@@ -4,6 +4,7 @@ errors into one line and an exit code. torch, HTTP frameworks and the engine are
 `octavo --help` must be instant."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _accept_terminal()
     try:
         if wants_json_lines(sys.argv[1:] if argv is None else argv, os.environ):
             # Before anything can be written: notes and errors about the flags are lines of the log, too.
@@ -55,6 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PIPE
 
 
+def _accept_terminal() -> None:
+    """Write a question mark for a character that the terminal's encoding does not have, and read what is not in it as U+FFFD. Both
+    would end the command otherwise."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("_", "-") not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="replace")
+
+
 def _complain(error: OctavoError, code: int) -> int:
     say(f"error: {' '.join(error.message.split())}")
     return code
@@ -71,6 +81,7 @@ def build_parser() -> Parser:
     add_models(commands)
     _add_complete(commands)
     _add_top(commands)
+    _add_scale(commands)
     add_bench(commands)
     _add_run_batch(commands)
     _add_doctor(commands)
@@ -275,6 +286,40 @@ def _top(arguments: argparse.Namespace) -> int:
 
     key = arguments.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
     return top.run(arguments.url, key, once=arguments.once)
+
+
+# ── scale ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_scale(commands: Any) -> None:
+    parser = commands.add_parser(
+        "scale",
+        help="change the number of a server's replicas while it serves, or start them again one after the other",
+        description="Have a running server serve with N replicas, and wait until it does. Replicas that are removed finish their requests "
+        "first, or pass them on: nothing is lost. Exit code 1: it did not come to that; the message says why.",
+    )
+    parser.add_argument("replicas", metavar="N", nargs="?", type=count, help="how many replicas there should be")
+    parser.add_argument(
+        "--restart", action="store_true", help="start all replicas again, one after the other: for new weights"
+    )
+    parser.add_argument(
+        "--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="an admin key of the server; environment: OCTAVO_ADMIN_KEY")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=number, default=1800.0, help="how long to wait (default: 1800)"
+    )
+    parser.set_defaults(run=_scale)
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from octavo.cli import scale
+
+    if arguments.replicas is None and not arguments.restart:
+        raise ConfigError("give the number of replicas, or --restart")
+    keys = os.environ.get("OCTAVO_ADMIN_KEY", "") or os.environ.get("OCTAVO_API_KEY", "")
+    key = arguments.api_key or keys.split(",")[0]
+    return scale.run(arguments.url, key, arguments.replicas, arguments.restart, arguments.timeout)
 
 
 # ── run-batch ───────────────────────────────────────────────────────────────────────────────────────

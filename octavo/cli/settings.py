@@ -12,7 +12,14 @@ from octavo.errors import ConfigError
 
 PREFIX = "OCTAVO_"
 OTHER_VARIABLES = frozenset(
-    {"OCTAVO_CACHE", "OCTAVO_NATIVE", "OCTAVO_PLAIN_LAUNCH", "OCTAVO_TEST_MODELS", "OCTAVO_PYTHON"}
+    {
+        "OCTAVO_CACHE",
+        "OCTAVO_NATIVE",
+        "OCTAVO_PLAIN_LAUNCH",
+        "OCTAVO_TEST_MODELS",
+        "OCTAVO_PYTHON",
+        "OCTAVO_RANK_SECRET",
+    }
 )
 """Variables that are no flags. The last two are read by tests."""
 MAX_FILE_BYTES = 2**20
@@ -96,12 +103,20 @@ def arguments_in(file: str) -> list[str]:
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"--config {file} is not valid YAML: {' '.join(str(error).split())[:200]}") from None
+        raise ConfigError(f"--config {file} is not valid YAML: {_problem(error)}") from None
     if content is None:
         return []
     if not isinstance(content, dict) or not all(isinstance(name, str) and name for name in content):
         raise ConfigError(f"--config {file} must be a mapping of flag names to values, for example 'port: 9000'")
     return [argument for name, value in content.items() for argument in _argument(file, name, value)]
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong with a YAML file, and where."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not problem:
+        return " ".join(str(error).split())[:200]
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"[:200]
 
 
 def _argument(file: str, name: str, value: object) -> list[str]:

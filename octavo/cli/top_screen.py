@@ -78,7 +78,7 @@ class Screen:
             f"between tokens {_mean(rates['token_gap_seconds'], rates['token_gaps'])}",
             f"finished {rates['finished']:.1f}/s", f"preempted {rates['preemptions']:.1f}/s",
         ]  # fmt: skip
-        lines = [*_flow(figures, width), *self._spark(width)]
+        lines = [*_flow(figures, width), *self._spark(width), *self._replica_lines(max(1, height // 6))]
         news = self._lost or state["advice"] or self._calm()
         news_lines = textwrap.wrap(news, max(1, width)) or [""]
         at_news = (len(lines), len(lines) + len(news_lines))
@@ -131,6 +131,23 @@ class Screen:
         top = max(rates)
         bars = "".join(BARS[min(7, int(8 * rate / top))] if rate else " " for rate in rates)
         return [f"tokens/s {bars} up to {top:.0f}"]
+
+    def _replica_lines(self, num_lines: int) -> list[str]:
+        """A line for each replica of a fleet; the last one counts those that do not fit."""
+        replicas = self._state.get("replicas") or []
+        lines = []
+        for each in replicas:
+            line = f"replica {each['replica']} {each['status']}"
+            if each["totals"] is not None:
+                used = each["num_pages"] - each["num_free_pages"] - each["num_cached_pages"]
+                prompt, cached = each["totals"]["prompt_tokens"], each["totals"]["cached_tokens"]
+                line += f"  {each['num_rows']}/{each['max_rows']} rows  {each['num_waiting']} waiting"
+                line += f"  {each['waiting_seconds']:.1f} s of work  {used}/{each['num_pages']} pages"
+                line += f"  {cached / prompt if prompt else 0:.0%} of prompts cached"
+            lines.append(f"{line}  {each['place']}" if each["place"] else line)
+        if len(lines) > num_lines:
+            lines[num_lines - 1 :] = [f"and {len(lines) - num_lines + 1} more replicas"]
+        return lines
 
     def _legend(self) -> list[str]:
         state = self._state

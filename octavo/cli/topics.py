@@ -42,7 +42,9 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "a crowded one alive",
         "OMP_NUM_THREADS": "one thread in the processes that compute grammars' masks",
         "OPENBLAS_NUM_THREADS": "the same",
-        "GLOO_SOCKET_IFNAME": "the loopback interface, for the ranks of one machine",
+        "GLOO_SOCKET_IFNAME": "the loopback interface for the ranks of one machine; for ranks that a launcher starts, that of their connection to the engine",
+        "NCCL_SOCKET_IFNAME": "the same, for GPUs, where a launcher starts ranks",
+        "OCTAVO_RANK_SECRET": "a rank that a launcher starts finds its engine's secret here, and removes it",
     },
 }
 OF_OTHERS = {

@@ -6,15 +6,16 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from octavo.client.inflight_limit import InflightLimit
+from octavo.client.link import EngineLink, listen
 from octavo.client.streams import Streams
-from octavo.errors import EngineDead, EngineError, EngineUnavailable
+from octavo.errors import EngineDead, EngineError, EngineUnavailable, Unsupported
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import (
     Abort,
@@ -26,13 +27,19 @@ from octavo.messages import (
     EngineStarted,
     Finish,
     FinishReason,
+    FleetChanged,
+    FleetState,
     FromEngine,
     FromSupervisor,
     GenerateRequest,
     Hello,
     LeaveQueue,
+    PageEvents,
+    PageSnapshot,
+    ReplicaDrains,
     Reply,
     Responded,
+    ScaleFleet,
     StepDeltas,
     ToEngine,
     TokenDelta,
@@ -41,7 +48,17 @@ from octavo.messages import (
 
 log = logging.getLogger("octavo.engine")
 
-_LAST_TOKENS_SECONDS = 0.05
+LAST_TOKENS_SECONDS = 0.05
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Which replica of a fleet has a request, and why."""
+
+    replica: int
+    reason: str  # octavo.routing.policy.Reason
+    expected_tokens: int = 0  # of its prompt, in the replica's prefix cache
+    waiting_seconds: float = 0.0  # of work that was there before it
+    moved: str = ""  # why it left the replica before; empty: this is its first
 
 
 class EngineObserver:
@@ -50,11 +67,14 @@ class EngineObserver:
     def travelled(self, journey_part: bytes) -> None:
         """A request has ended in the engine. `journey_part`: an encoded EngineJourney; it comes before the last tokens."""
 
-    def lost(self) -> None:
-        """The engine has ended. Its requests continue in the next one."""
+    def lost(self, request_ids: Collection[str] | None = None) -> None:
+        """The engine has ended. Its requests (None: all) continue in the next one."""
 
     def found(self) -> None:
         """Another engine has taken over."""
+
+    def moved(self, request_id: str, placement: Placement) -> None:
+        """A request of a replica that has ended or drains goes on at another."""
 
 
 class EngineClient(ABC):
@@ -65,6 +85,7 @@ class EngineClient(ABC):
         self.heartbeat: Heartbeat | None = None  # None: not shared; only control calls tell how the engine is doing
         self.is_recovering = False  # the engine has ended and another starts: requests are accepted and wait for it
         self.num_restarts = 0
+        self.fleet: FleetState | None = None  # None: there is one engine
         self.can_be_replaced = False  # whether another engine takes over when this one ends
         self.origin = origin
         self.observer = EngineObserver()
@@ -85,6 +106,21 @@ class EngineClient(ABC):
     def num_running(self) -> int:
         """Open requests that the engine has not finished yet."""
         return self._streams.num_growing
+
+    def scale(self, wish: ScaleFleet) -> None:
+        """Have the supervisor change the number of replicas, or start them again. Raises Unsupported where there is one engine."""
+        raise Unsupported(
+            "this server has one engine and no router: start it with --data-parallel-size, or with --max-replicas",
+            param="replicas",
+        )
+
+    def heartbeats(self) -> list[Heartbeat]:
+        """Of all engines that take requests, if they are shared."""
+        return [] if self.heartbeat is None else [self.heartbeat]
+
+    def placement(self, request_id: str) -> Placement | None:
+        """The replica of an open request. None: there is one engine, or it waits for a replica."""
+        return None
 
     async def ready(self) -> EngineReport:
         """Wait for the engine's report. Raises EngineDead if the engine ends first."""
@@ -202,6 +238,8 @@ class EngineClient(ABC):
                 self._is_ready.set()
             case Dying():
                 self._fail(EngineDead(message.message))
+            case PageEvents() | PageSnapshot():
+                pass  # for routers
 
     def _fail(self, error: EngineDead) -> None:
         self._failure, self.report = error, None
@@ -233,21 +271,17 @@ class ZmqClient(EngineClient):
         super().__init__(origin)
         self.heartbeat = heartbeat
         self._inflight_limit = inflight_limit
-        self._context = zmq.Context()
-        self._async_context = zmq.asyncio.Context(self._context)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._to_engine: zmq.Socket[bytes] | None = None  # None: not connected to an engine
-        self._from_engine: zmq.asyncio.Socket | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._link: EngineLink | None = None  # None: not connected to an engine
         self._supervisor: zmq.asyncio.Socket | None = None
-        self._reader: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._addresses = (engine_address, reply_address)
         self.can_be_replaced = bool(supervisor_address)
         if supervisor_address:
-            self._supervisor = self._listen(supervisor_address)
+            self._supervisor = listen(zmq.asyncio.Context(self._context), supervisor_address)
 
     async def ready(self) -> EngineReport:
-        if self._reader is None and self._to_engine is None:
+        if self._link is None:
             self._connect(*self._addresses)
             if self._supervisor is not None:
                 self._listener = asyncio.create_task(self._follow_supervisor(self._supervisor))
@@ -263,8 +297,8 @@ class ZmqClient(EngineClient):
         self._context.term()
 
     def _send(self, message: ToEngine) -> None:
-        if self._to_engine is not None:  # otherwise the Hello to the next engine covers it
-            self._to_engine.send(self._encoder.encode(message))
+        if self._link is not None:  # otherwise the Hello to the next engine covers it
+            self._link.send(message)
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -278,42 +312,23 @@ class ZmqClient(EngineClient):
             case _:
                 super()._receive(message)
 
-    def _listen(self, address: str) -> zmq.asyncio.Socket:
-        socket = self._async_context.socket(zmq.PULL)
-        socket.set_hwm(0)
-        socket.bind(address)
-        return socket
-
     def _connect(self, engine_address: str, reply_address: str) -> None:
         """Connect to a new engine and send it a Hello with the open requests. Messages may be sent before it has loaded."""
-        self._from_engine = self._listen(reply_address)
-        self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.set_hwm(0)  # InflightLimit bounds what is sent
-        self._to_engine.connect(engine_address)
-        self._reader = asyncio.create_task(self._read(self._from_engine))
-        self._reader.add_done_callback(self._reader_ended)
+        self._link = EngineLink(self._context, engine_address, reply_address, self._receive, self._reader_ended)
         newcomers = [] if self._inflight_limit is None else self._streams.untaken(self._inflight_limit.was_taken)
         survivors = self._streams.survivors({request.id for request in newcomers})
         self._send(Hello(self.origin, reply_address, survivors, newcomers))
 
     def _disconnect(self, linger: int = 0) -> None:
         """Drop the connection and the tokens still in it: the next engine computes the same tokens again."""
-        if self._reader is not None:
-            self._reader.cancel()
-        for socket in (self._from_engine, self._to_engine):
-            if socket is not None:
-                socket.close(linger=linger)
-        self._reader = self._from_engine = self._to_engine = None
+        if self._link is not None:
+            self._link.close(linger)
+        self._link = None
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         """Fail the open requests if a reader task has raised: nothing would arrive for them any more."""
         if not reader.cancelled() and (error := reader.exception()) is not None:
             self._fail(EngineDead(f"the connection to the engine has failed: {type(error).__name__}: {error}"))
-
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        while True:
-            self._receive(decoder.decode(await socket.recv()))
 
     async def _follow_supervisor(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromSupervisor)
@@ -325,7 +340,7 @@ class ZmqClient(EngineClient):
             case EngineLost():
                 # The engine's last tokens may still be in the socket. Read them: they need not be computed again, and they
                 # show which requests made progress.
-                await asyncio.sleep(_LAST_TOKENS_SECONDS)
+                await asyncio.sleep(LAST_TOKENS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
                 self.observer.lost()
@@ -339,3 +354,5 @@ class ZmqClient(EngineClient):
             case EngineGone():
                 self._disconnect()
                 self._fail(EngineDead(notice.message))
+            case ReplicaDrains() | FleetChanged():
+                pass  # there is one engine, and it is not drained without its server

@@ -16,6 +16,8 @@ from octavo.messages import Finish, GenerateRequest, TokenDelta
 PROOF_TOKENS = 8
 """A request that has received this many more tokens, in all of its choices together, is not the cause of the earlier crash: it
 would have crashed the next engine before."""
+SUSPICIOUS = 2
+"""A request that held a row in this many engines when they ended, without progress in between, is a suspect."""
 MAX_ALONE = 2
 """A request that was alone in this many engines when they ended is failed."""
 BAN_SECONDS = 600.0
@@ -148,19 +150,25 @@ class Streams:
 
     # ── when an engine has ended ──
 
-    def strike(self, seated: Collection[str]) -> list[str]:
+    def strike(self, seated: Collection[str], suspects: Collection[str] | None = None) -> list[str]:
         """Count the end of an engine against the requests that held a row. Fails those that were alone in MAX_ALONE engines, and
-        returns their ids."""
+        returns their ids. `suspects`: those that held a row in another replica when that ended; of a fleet, a request is failed as soon
+        as it is the only one, because the next victim would be one more replica. None: there is no fleet."""
         failed = []
         for name, stream in self._streams.items():
             if not stream.open_choices:
                 continue
             stream.strike(seated)
-            if stream.alone >= MAX_ALONE:
-                message = (
-                    f"request {name} was alone in the engine {stream.alone} times in a row when the engine ended: it is failed, "
-                    "the others continue"
+            if suspects is not None:
+                is_cause = stream.strikes >= SUSPICIOUS and is_named(name, seated) and 1 in (len(seated), len(suspects))
+                how = (
+                    f"{stream.strikes} engines have ended with request {name}, and no other request was in all of them"
                 )
+            else:
+                is_cause = stream.alone >= MAX_ALONE
+                how = f"request {name} was alone in the engine {stream.alone} times in a row when the engine ended"
+            if is_cause:
+                message = f"{how}: it is failed, the others continue"
                 self.end(name, Finish("error", message=message))
                 failed.append(name)
                 self._ban(stream.request)
@@ -187,6 +195,11 @@ class Streams:
         return [
             stream.request for stream in self._streams.values() if stream.is_untouched and not was_taken(stream.request)
         ]
+
+    def survivor(self, request_id: str) -> GenerateRequest | None:
+        """An open request with its tokens so far, as another engine continues it. None: it has ended."""
+        stream = self._streams.get(request_id)
+        return stream.as_survivor() if stream is not None and stream.open_choices else None
 
     def survivors(self, untaken: Collection[str] = ()) -> list[GenerateRequest]:
         """Open requests, with their tokens so far, that the next engine continues."""

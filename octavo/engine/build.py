@@ -5,25 +5,34 @@ import importlib
 import os
 import time
 from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
-from octavo.config import Config
+from octavo.cache.page_keys import fleet_root
+from octavo.config import Config, DiskTier, read_tier
 from octavo.engine.control import EngineControl
 from octavo.engine.cost_meter import CostMeter
+from octavo.engine.idle_memory import IdleMemory
 from octavo.engine.live_view import LiveView
 from octavo.engine.loop import EngineLoop
 from octavo.engine.step_heartbeat import StepHeartbeat
+from octavo.engine.tier_traffic import TierTraffic
+from octavo.errors import ConfigError
 from octavo.executor.base import Executor
 from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.launch import FleetMember
+from octavo.kv_tier.folder import folder_secret
 from octavo.messages import EngineReport
 from octavo.observe.history import History
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing
 from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.replica_feed import ReplicaFeed
 from octavo.observe.step_observer import Observers, StepObserver
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.stall_limit import StallLimit
@@ -45,8 +54,11 @@ def start_engine(
     heartbeat: Heartbeat | None = None,
     queue_limit: QueueLimit | None = None,
     history: History | None = None,
+    member: FleetMember | None = None,
+    epoch: int = 0,
 ) -> Engine:
-    """Load the model and be ready to step. Raises ConfigError for what a person must change."""
+    """Load the model and be ready to step. Raises ConfigError for what a person must change. `member`: its place in a fleet, of which it
+    is engine number `epoch`; None: it is alone."""
     executor = load_executor(config, source)
     try:
         policy = config.scheduler.scheduling_policy
@@ -56,6 +68,15 @@ def start_engine(
     except BaseException:
         executor.close()
         raise
+    tier = read_tier(config.cache.kv_tier)
+    try:
+        root = os.urandom(16) if tier is None else _tier_root(tier, report)
+    except BaseException:
+        executor.close()
+        raise
+    if member is not None:
+        report = msgspec.structs.replace(report, replica=member.replica, epoch=epoch)
+        root = fleet_root(member.secret, report.system_fingerprint)
     cache = KVCache(
         report.num_pages,
         report.page_size,
@@ -64,7 +85,7 @@ def start_engine(
         report.num_warm_pages,
         report.windows,
         report.max_num_batched_tokens,
-        os.urandom(16),
+        root,
     )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(
@@ -74,10 +95,11 @@ def start_engine(
         swap_min_tokens=report.page_size,
         policy=POLICIES[policy],
         stall_limit=StallLimit.of(report.max_inter_token_ms),
+        num_stages=report.num_stages,
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
-    return build_engine(
+    engine = build_engine(
         scheduler,
         executor,
         metrics,
@@ -85,7 +107,45 @@ def start_engine(
         queue_limit=queue_limit,
         max_ring_bytes=max_ring_bytes,
         history=history,
+        idle_memory=None if report.num_warm_pages is None else IdleMemory(cache.pool, report.page_bytes),
     )
+    if tier is not None:
+        _open_tier(tier, engine, executor)
+    if member is not None:
+        feed_routers(engine)
+    return engine
+
+
+def _tier_root(tier: DiskTier, report: EngineReport) -> bytes:
+    """The root of page keys that all engines with this folder and equal pages share. Raises ConfigError where pages cannot be stored."""
+    if report.memory is not None or report.windows != (0,) or not report.num_pages:
+        why = "a GPU's pages" if report.memory is not None else "pages of this model (it has sliding windows, or none)"
+        raise ConfigError(f"--kv-tier does not store {why}: leave it out")
+    pages = (report.system_fingerprint, report.page_size, report.page_bytes, report.kv_dtype, report.dtype)
+    return fleet_root(folder_secret(Path(tier.folder)), repr(pages))
+
+
+def _open_tier(tier: DiskTier, engine: Engine, executor: Executor) -> None:
+    loop, clock = engine.loop, time.monotonic
+    layout = blake2b(loop.scheduler.cache.root, digest_size=16, person=b"octavo layout").hexdigest()
+    try:
+        mover = executor.open_tier(tier.folder, tier.max_bytes, layout)
+    except BaseException:
+        executor.close()
+        raise
+    loop.tier = TierTraffic(loop.scheduler, mover, loop.observers, clock)
+    loop.take_tier_events()
+    known = loop.tier.stats.num_keys * engine.report.page_size
+    engine.report.notes.append(
+        f"prefixes are kept in {tier.folder} as well, which holds {known:,} tokens for this model"
+    )
+
+
+def feed_routers(engine: Engine) -> None:
+    """Have the engine's driver send routers which pages it holds and how much work waits."""
+    feed = ReplicaFeed(engine.loop.scheduler, engine.report.replica, engine.report.epoch)
+    engine.loop.observers.add(feed)
+    engine.control.feed = feed
 
 
 def build_engine(
@@ -97,9 +157,11 @@ def build_engine(
     queue_limit: QueueLimit | None = None,
     max_ring_bytes: int = MAX_RING_BYTES,
     history: History | None = None,
+    idle_memory: IdleMemory | None = None,
 ) -> Engine:
     """Put an engine together around an executor that has started. `heartbeat`: None: nothing outside this process reads it.
-    `queue_limit`: None: any number of requests may wait. `history`: None: it ends with this engine."""
+    `queue_limit`: None: any number of requests may wait. `history`: None: it ends with this engine. `idle_memory`: None: idle prefixes
+    keep their memory."""
     heartbeat = Heartbeat() if heartbeat is None else heartbeat
     queue_limit = QueueLimit() if queue_limit is None else queue_limit
     history = History() if history is None else history
@@ -115,7 +177,7 @@ def build_engine(
         live_view,
         cost_meter,
     ]
-    loop = EngineLoop(scheduler, executor, Observers(observers, clock), cost_meter)
+    loop = EngineLoop(scheduler, executor, Observers(observers, clock), cost_meter, idle_memory)
     ring = JourneyRing(max_ring_bytes)
     control = EngineControl(loop, metrics, journal, live_view, queue_limit, heartbeat, ring, clock)
     return Engine(loop, metrics.report, control)
@@ -126,7 +188,7 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
     # A bounded spin keeps a quiet machine fast and a crowded one alive; benchmarks/cpu.md has what each bound costs.
     # Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    name = "local" if config.parallel.tensor_parallel_size == 1 else "processes"
+    name = "local" if config.parallel.num_ranks == 1 else "processes"
     module, _, attribute = EXECUTORS[name].partition(":")
     executor: Executor = getattr(importlib.import_module(module), attribute)(config, source)
     return executor

@@ -31,7 +31,8 @@ from octavo.messages import (
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import JourneyRing, journeys_json
 from octavo.observe.metrics.engine_metrics import EngineMetrics
-from octavo.observe.metrics.gauges import EngineState
+from octavo.observe.metrics.gauges import EngineState, TierState
+from octavo.observe.replica_feed import ReplicaFeed
 from octavo.schedule import Scheduler
 
 log = logging.getLogger("octavo.engine")
@@ -70,6 +71,7 @@ class EngineControl:
     ) -> None:
         self.metrics, self.journal, self.live_view = metrics, journal, live_view
         self.queue_limit, self.heartbeat, self.ring = queue_limit, heartbeat, ring
+        self.feed: ReplicaFeed | None = None  # for routers; None: none listens
         self.audits = PageAudits(loop.scheduler)
         self._loop, self._scheduler, self._clock = loop, loop.scheduler, clock
         self._num_trimmed = 0  # steps before memory was given back last
@@ -125,6 +127,8 @@ class EngineControl:
     def rest(self) -> None:
         """No message has come for a while. If anything was computed since the last time, audit the pages and give memory back."""
         self._audit()
+        self._loop.limit_idle()
+        self._loop.take_tier_events()
         if not self._loop.has_work and self._num_trimmed != self._scheduler.num_steps:
             self._num_trimmed = self._scheduler.num_steps
             trim_heap()
@@ -154,6 +158,7 @@ class EngineControl:
             refusals=self.heartbeat.refusals(),
             rejections=self.queue_limit.rejections,
             blocked_seconds=self.journal.waits(self._clock()),
+            tier=TierState() if self._loop.tier is None else self._loop.tier.state(),
         )
 
     def _audit(self) -> None:

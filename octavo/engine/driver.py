@@ -3,6 +3,7 @@ processes that asked for them."""
 
 import logging
 import queue
+import time
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
@@ -35,8 +36,10 @@ from octavo.messages import (
     ToEngine,
     TokenDelta,
     Travelled,
+    WantSnapshot,
 )
 from octavo.observe.journeys.stages import EngineJourney
+from octavo.observe.replica_feed import ReplicaFeed
 
 log = logging.getLogger("octavo.engine")
 
@@ -48,6 +51,9 @@ class Wake(NamedTuple):
 Inbox = queue.SimpleQueue[ToEngine | Wake | None]
 """None: stop."""
 _REST_SECONDS = 1.0  # how often an idle engine beats: silence means that it hangs
+
+EVENT_SECONDS = 0.02
+"""Between two messages to routers while steps go on. A router counts what it sends in the meantime itself."""
 
 
 class Outbox(Protocol):
@@ -64,12 +70,17 @@ class Driver:
     def __init__(self, engine: Engine, inbox: Inbox, outbox: Outbox, num_origins: int = 0) -> None:
         """`num_origins`: how many API processes must send their Hello before anything is computed."""
         self._loop, self._report, self._control = engine
+        self._feed = engine.control.feed
+        self._has_news = False  # for routers: something has happened since the last events
+        self._published = 0.0  # when they were sent
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
         self._listening: dict[int, str] = {}  # API process → where it listens
         self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
         self._loop.on_grammar_ready = lambda: inbox.put(Wake())
+        if self._loop.tier is not None:
+            self._loop.tier.on_event(lambda: inbox.put(Wake()))
         self._control.journal.on_end = self._travelled
 
     def run(self) -> None:
@@ -81,6 +92,10 @@ class Driver:
                     self._continue_requests(self._recovery)
                 while loop.has_work:
                     self._send(loop.step())
+                    if self._feed is not None:
+                        self._has_news = True
+                        if time.monotonic() - self._published >= EVENT_SECONDS:
+                            self._publish(self._feed)
                     if self._recovery is not None or not inbox.empty():
                         break
         except BaseException as error:
@@ -92,12 +107,15 @@ class Driver:
         is_idle = not self._loop.has_work
         if is_idle:
             self._control.heartbeat.rest()
+            if self._has_news and self._feed is not None:
+                self._publish(self._feed)
         try:
             message = self._inbox.get(is_idle, _REST_SECONDS)
         except queue.Empty:
             if is_idle:
                 self._control.rest()
             return True
+        self._has_news = self._feed is not None
         while message is not None:
             self._handle(message)
             try:
@@ -109,7 +127,7 @@ class Driver:
     def _handle(self, message: ToEngine | Wake) -> None:
         match message:
             case Wake():
-                pass
+                self._loop.take_tier_events()
             case GenerateRequest():
                 if self._recovery is None:
                     self._add(message)
@@ -127,8 +145,11 @@ class Driver:
                 self._listening[message.origin] = message.reply_to
                 self._outbox.connect(message)
                 self._outbox.send(message.origin, self._report)
+                self._send_snapshot(message.origin)
                 if self._recovery is not None:
                     self._recovery.hello(message)
+            case WantSnapshot():
+                self._send_snapshot(message.origin)
             case ServerGone():
                 if self._listening.get(message.origin) == message.reply_to:  # else its successor is here already
                     self._lose(message.origin)
@@ -146,6 +167,17 @@ class Driver:
                 | ReadPage()
             ):
                 self._outbox.send(message.origin, Reply(message.call, self._control.reply(message)))
+
+    def _publish(self, feed: ReplicaFeed) -> None:
+        """Send routers what has changed in the prefix cache, and the load."""
+        events = feed.take()
+        self._outbox.send_all(events)
+        self._control.heartbeat.set_backlog(events.load.seconds)
+        self._has_news, self._published = False, time.monotonic()
+
+    def _send_snapshot(self, origin: int) -> None:
+        if self._feed is not None:
+            self._outbox.send(origin, self._feed.snapshot())
 
     def _lose(self, origin: int) -> None:
         """An API process has ended: abort its requests."""
@@ -218,7 +250,7 @@ class Driver:
         self._outbox.send(journey.origin, Travelled(self._encode(journey)))
 
     def _forget_if_done(self, request_id: str) -> None:
-        if not self._loop.scheduler.has(request_id):
+        if not self._loop.has(request_id):
             self._origins.pop(request_id, None)
             if self._recovery is not None:
                 self._recovery.forget(request_id)

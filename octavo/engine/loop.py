@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from octavo.engine.cost_meter import CostMeter
+from octavo.engine.idle_memory import IdleMemory
+from octavo.engine.tier_traffic import Released, TierTraffic
 from octavo.executor.base import Executor
 from octavo.messages import Abort, GenerateRequest, StepPlan, TokenDelta
 from octavo.observe.step_observer import Observers
@@ -16,60 +18,102 @@ from octavo.recording.recorder import Recorder
 from octavo.schedule import Scheduler
 from octavo.schedule.grammar_cache import GrammarJob
 
+_TIER_WAIT_SECONDS = 0.005  # for a load, before messages are looked at again
+
 
 class EngineLoop:
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, observers: Observers, cost_meter: CostMeter | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        observers: Observers,
+        cost_meter: CostMeter | None = None,
+        idle_memory: IdleMemory | None = None,
     ) -> None:
-        """`cost_meter`: one of the observers; None: costs of steps are not measured."""
+        """`cost_meter`: one of the observers; None: costs of steps are not measured. `idle_memory`: None: idle prefixes keep their
+        memory."""
         self.scheduler, self.executor, self.observers = scheduler, executor, observers
         self._cost_meter = CostMeter() if cost_meter is None else cost_meter
+        self._idle_memory = idle_memory
         self.on_grammar_ready: Callable[[], None] = lambda: None  # called by any thread: there is work again
         self._ready_grammars: queue.SimpleQueue[str] = queue.SimpleQueue()  # compiled; the scheduler does not know yet
         self._in_flight: deque[StepPlan] = deque()
+        self.tier: TierTraffic | None = None  # None: prefixes live in the KV store alone
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work or not self._ready_grammars.empty()
+        return (
+            bool(self._in_flight)
+            or self.scheduler.has_work
+            or not self._ready_grammars.empty()
+            or (self.tier is not None and self.tier.num_held > 0)
+        )
+
+    def has(self, request_id: str) -> bool:
+        return self.scheduler.has(request_id) or (self.tier is not None and self.tier.holds(request_id))
 
     def step(self) -> list[TokenDelta]:
         """Make and submit a plan, then take in the results that are due. Returns the tokens that became known. Where all requests
         wait for their grammars, it waits for one."""
         scheduler, executor, observers, in_flight = self.scheduler, self.executor, self.observers, self._in_flight
+        if self.tier is not None and not self._take_tier(self.tier):
+            return []
         if scheduler.rows.awaiting_grammar or not self._ready_grammars.empty():
             self._take_ready_grammars()
         if (costs := self._cost_meter.take()) is not None:
             scheduler.learn(costs)
             observers.costs_learned(costs)
+        self.limit_idle()
         observers.began()
         planned = scheduler.plan()
         observers.planned(planned)
+        if self.tier is not None:
+            self.tier.note(planned.pages.stored)
         if not planned.is_empty:
             executor.submit(planned.plan)
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
-        depth = 1 if executor.overlap and not observers.needs_drain() else 0
+        depth = scheduler.num_stages if executor.overlap and not observers.needs_drain() else 0
         if depth:
             observers.submitted()
         deltas: list[TokenDelta] = []
-        while len(in_flight) > depth or (in_flight and planned.is_empty):
+        # An empty plan waits for the result of one step: with several in flight, that gives the next plan something to do.
+        num_due = max(len(in_flight) - depth, int(planned.is_empty and bool(in_flight)))
+        for _ in range(num_due):
             result = executor.collect()
             observers.collected()
             committed = scheduler.commit(in_flight.popleft(), result)
             observers.committed(committed)
+            if self.tier is not None:
+                self.tier.note(committed.pages.stored)
             for job in committed.jobs:
                 self._start(job)
             deltas += committed.deltas
         observers.stepped(planned, len(in_flight))
+        if self.tier is not None:
+            self.tier.offer(len(in_flight))
+            if planned.is_empty and scheduler.cache.loads:  # the queue's head may wait for pages of a load
+                self._add_all(self.tier.take(_TIER_WAIT_SECONDS))
         return deltas
 
     def add(self, request: GenerateRequest) -> None:
+        """Queue the request; or hold it, while its prefix is loaded from a tier."""
+        if self.tier is None or not self.tier.hold(request):
+            self._add(request)
+
+    def _add(self, request: GenerateRequest) -> None:
         added = self.scheduler.add(request)
         self.observers.arrived(request, added.awaits_grammar)
         for job in added.jobs:
             self._start(job)
 
     def abort(self, abort: Abort) -> None:
+        if self.tier is not None:
+            was_held, request = self.tier.drop(abort)
+            if was_held and request is None:
+                return
+            if request is not None:
+                self._add(request)
         removed = self.scheduler.abort(abort.request_id, abort.index)
         if removed is not None:
             self.observers.removed(abort, removed)
@@ -79,8 +123,37 @@ class EngineLoop:
     def reset_prefixes(self) -> int:
         """Forget cached prefixes. Returns how many pages that freed."""
         num_pages = self.scheduler.cache.reset_prefixes()
+        if self.tier is not None:
+            self.tier.reset()
         self.observers.prefixes_reset()
         return num_pages
+
+    def take_tier_events(self) -> None:
+        """Take in what the tier's mover tells, and store pages while nothing runs. Called between two steps."""
+        if self.tier is not None:
+            self._add_all(self.tier.take())
+            self.tier.offer(len(self._in_flight))
+
+    def _add_all(self, released: list[Released]) -> None:
+        for request, since, num_loaded in released:
+            self.observers.waited_for_load(request.id, since, num_loaded)
+            self._add(request)
+
+    def _take_tier(self, tier: TierTraffic) -> bool:
+        """Add the requests whose prefix is loaded. Waits a moment where there is nothing else to do. False: there still is not."""
+        is_idle = not (self._in_flight or self.scheduler.has_work or self.scheduler.rows.awaiting_grammar)
+        self._add_all(tier.take(_TIER_WAIT_SECONDS if is_idle and tier.num_held else 0.0))
+        return bool(not is_idle or self.scheduler.has_work or self.scheduler.rows.awaiting_grammar or not tier.num_held)
+
+    def limit_idle(self) -> None:
+        """Give memory of idle prefixes back where it is scarce. Called between two steps, and now and then while nothing runs."""
+        if self._idle_memory is None or (num_warm := self._idle_memory.take()) is None:
+            return
+        pages = self.scheduler.cache.pool.limit_touched(num_warm)
+        self.observers.idle_limited(num_warm)
+        # A step in flight may still write to these pages for a request that has ended: nothing reads that.
+        self.executor.give_back(pages)
+        self._idle_memory.num_given_back += len(pages)
 
     def record(self, recorder: Recorder) -> None:
         """Record from the present state on. Nothing may be in flight."""
@@ -88,6 +161,8 @@ class EngineLoop:
         self.observers.add(recorder)
 
     def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
         self.executor.close()
         self.observers.closed()
 

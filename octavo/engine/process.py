@@ -26,7 +26,7 @@ from octavo.engine.build import Engine, start_engine
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.lazy_torch import can_be_lazy, lazy_torch
 from octavo.errors import ConfigError
-from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.heartbeat import PULSE_SECONDS, Heartbeat
 from octavo.ipc.launch import EngineLaunch
 from octavo.ipc.memory_trim import drop_library_pages, keep_one_heap
 from octavo.ipc.subprocesses import signal_at_parents_end
@@ -85,13 +85,17 @@ def main() -> int:
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineLaunch)
     # Temporary files go to a folder that the supervisor removes, in case this process is killed.
     tempfile.tempdir = str(_folder(launch.address))
+    if launch.member is not None and launch.member.cores:
+        os.sched_setaffinity(0, launch.member.cores)
     report_pipe = _claim_stdout()
     logs.install(logging.WARNING, launch.config.server.log_format)
     sys.stdout = sys.stderr
     limits = launch.config.scheduler
     queue_limit = QueueLimit(limits.max_waiting_requests, limits.max_waiting_tokens)
-    heartbeat = Heartbeat(launch.heartbeat_fd)
+    heartbeat = Heartbeat(launch.heartbeat_fd, 0 if launch.member is None else launch.member.replica)
     heartbeat.reset()
+    if launch.member is not None:
+        threading.Thread(target=_pulse, args=(heartbeat,), daemon=True).start()
     inbox: Inbox = queue.SimpleQueue()
     is_stepping = threading.Event()
     threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping, launch.address), daemon=True).start()
@@ -100,7 +104,16 @@ def main() -> int:
     try:
         with lazy_torch() if can_be_lazy(launch.config) else contextlib.nullcontext():
             history = History(launch.history_fd)
-            engine = start_engine(launch.config, source, launch.served_name, heartbeat, queue_limit, history)
+            engine = start_engine(
+                launch.config,
+                source,
+                launch.served_name,
+                heartbeat,
+                queue_limit,
+                history,
+                launch.member,
+                launch.number,
+            )
     except ConfigError as error:
         log.error("%s", error.message)
         return 2
@@ -155,6 +168,12 @@ def _claim_stdout() -> int:
     return report_pipe
 
 
+def _pulse(heartbeat: Heartbeat) -> None:
+    while True:
+        heartbeat.pulse()
+        time.sleep(PULSE_SECONDS)
+
+
 def _receive(address: str, inbox: Inbox) -> None:
     decoder = msgspec.msgpack.Decoder(ToEngine)
     socket = zmq.Context().socket(zmq.PULL)
@@ -172,10 +191,12 @@ def _receive(address: str, inbox: Inbox) -> None:
 
 
 def _watch_supervisor(inbox: Inbox, is_stepping: threading.Event, address: str) -> None:
+    was_asked = False
     while os.read(sys.stdin.fileno(), 4096):
-        pass
+        was_asked = True  # to stop: the supervisor goes on
     # The supervisor removes the sockets' folder when it stops; if it was killed, this process has to.
-    shutil.rmtree(_folder(address), ignore_errors=True)
+    if not was_asked:
+        shutil.rmtree(_folder(address), ignore_errors=True)
     if not is_stepping.is_set():  # still loading: there is nothing to close
         os._exit(0)
     inbox.put(None)

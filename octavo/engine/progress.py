@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from octavo.messages import ReplicaState
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
@@ -36,6 +37,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     oldest_waiting: Quiet | None = None
     without_progress: list[Quiet] = []  # the ones that have waited longest
     page_problems: list[str] = []  # what the last audit of the pages found
+    replicas: list[ReplicaState] = []  # of a fleet
+    target_replicas: int = 1  # how many there should be
 
 
 def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float, owner: bytes | None = None) -> Progress:

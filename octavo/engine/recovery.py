@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from octavo.client.streams import PROOF_TOKENS
+from octavo.client.streams import PROOF_TOKENS, SUSPICIOUS
 from octavo.messages import Abort, GenerateRequest, Hello, TokenDelta
-
-SUSPICIOUS = 2  # strikes
 
 
 class Recovery:

@@ -1,9 +1,37 @@
 """Executor: the interface to what computes steps. Every submit is followed by one collect, in order."""
 
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Protocol
 
 from octavo.messages import EngineReport, StepPlan, StepResult
+from octavo.messages.tiers import TierEvent
+
+
+class TierMover(Protocol):
+    """Moves KV pages to a tier and back, beside the steps."""
+
+    events: SimpleQueue[TierEvent]
+    on_event: Callable[[], None]
+    """Called by any thread after an event was put."""
+
+    def load(self, ticket: int, keys: list[bytes], pages: list[int]) -> None:
+        """Read the pages of these keys into `pages`, which nothing else uses until a Loaded event tells how many are right."""
+
+    def store(self, keys: list[bytes], pages: list[int]) -> None:
+        """Copy these pages, and ask for approval by a Copied event. One at a time."""
+
+    def approve(self, are_right: list[bool]) -> None:
+        """Which of the copied pages held what they were to hold until now: those are stored."""
+
+    def delete_all(self) -> None:
+        """Delete all pages of this layout."""
+
+    def counts(self) -> tuple[int, int, int]:
+        """(bytes in the folder, files that were bad, files that made room for others)."""
+
+    def close(self) -> None:
+        """Stop; idempotent."""
 
 
 class Executor(Protocol):
@@ -14,7 +42,7 @@ class Executor(Protocol):
         """Load the weights, then size and allocate the KV store. Raises ConfigError for what the user must change."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Start one step. At most two steps may be uncollected."""
+        """Start one step. At most one more than there are stages (EngineReport.num_stages) may be uncollected."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest uncollected step and return its result. Raises EngineDead if a worker has ended."""
@@ -22,6 +50,12 @@ class Executor(Protocol):
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
         """Compile a grammar in the background, so that no step waits for it, and drop the grammars in `forgets`. `done` is called,
         from any thread, when it is ready or has failed."""
+
+    def give_back(self, pages: list[int]) -> None:
+        """Give the memory of blank pages back to the system, where this executor can: they are zero when they are used again."""
+
+    def open_tier(self, folder: str, max_bytes: int, layout: str) -> TierMover:
+        """Open the tier of this folder for pages of this layout. Raises ConfigError where this executor has none."""
 
     def close(self) -> None:
         """Free everything; idempotent."""

@@ -8,10 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from octavo.config import Config
+from octavo.errors import ConfigError
 from octavo.messages import EngineReport, StepPlan, StepResult
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import settle
+from octavo.worker.page_mover import PageMover, open_mover
 from octavo.worker.runner import Runner
 from octavo.worker.step import LaunchedStep
 
@@ -52,6 +54,17 @@ class LocalExecutor:
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
         assert self._runner is not None, "closed"
         self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
+
+    def give_back(self, pages: list[int]) -> None:
+        assert self._runner is not None, "closed"
+        self._runner.pages.give_back(pages)
+
+    def open_tier(self, folder: str, max_bytes: int, layout: str) -> PageMover:
+        assert self._runner is not None, "closed"
+        try:
+            return open_mover(self._runner.pages, folder, max_bytes, layout)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"--kv-tier: {folder} cannot be used here: {error}") from None
 
     def close(self) -> None:
         if self._thread is not None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
+from octavo.ipc.secure_channel import SecureConnection
 from octavo.messages import PrepareGrammar
 
 
@@ -20,7 +21,7 @@ class _Preparing:
 
 
 class Preparations:
-    def __init__(self, lines: "Sequence[Connection[Any, Any]]") -> None:
+    def __init__(self, lines: "Sequence[Connection[Any, Any] | SecureConnection]") -> None:
         self._lines = lines
         self._encoder = msgspec.msgpack.Encoder()
         self._preparing: dict[int, _Preparing] = {}  # by the message's number
@@ -44,7 +45,7 @@ class Preparations:
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while not self._is_over:
-                for line in wait(self._lines):
+                for line in wait(cast("Sequence[Connection[Any, Any]]", self._lines)):
                     number = int(cast("Connection[Any, Any]", line).recv_bytes())
                     preparing = self._preparing[number]
                     preparing.num_left -= 1

@@ -1,4 +1,5 @@
-"""ProcessExecutor: every rank is a child process. The same plan bytes go to each, and rank 0 returns the result."""
+"""ProcessExecutor: every rank is a process: a child of this one, or wherever a launcher starts it. The same plan bytes go to each, and the first rank of the last stage returns the
+result."""
 
 import os
 import selectors
@@ -19,12 +20,15 @@ import msgspec
 import octavo
 from octavo.config import Config
 from octavo.errors import ConfigError, EngineDead
+from octavo.executor.base import TierMover
 from octavo.executor.preparations import Preparations
+from octavo.executor.remote import Gathering, RankLauncher, RemoteRank
 from octavo.messages import Allocate, EngineReport, LoadReport, RankFailed, RankStart, StepPlan, StepResult
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.main import FAILED
 from octavo.worker.memory.page_count import settle
 
+_GATHER_S = 120.0  # that launched ranks have to connect
 _GRACE = 5.0  # seconds that a rank has to exit by itself
 _STDERR = 2  # ranks print there: this process's stdout may carry a protocol
 
@@ -32,10 +36,13 @@ _STDERR = 2  # ranks print there: this process's stdout may carry a protocol
 class ProcessExecutor:
     overlap = True  # a submitted plan waits in the ranks' pipes
 
-    def __init__(self, config: Config, source: ModelSource) -> None:
+    def __init__(self, config: Config, source: ModelSource, launcher: RankLauncher | None = None) -> None:
+        """`launcher`: starts the ranks; None: they are children of this process."""
         self._config = config
         self._source = source
-        self._ranks: list[_Rank] = []
+        self._launcher = launcher
+        self._gathering: Gathering | None = None
+        self._ranks: list[_Rank | RemoteRank] = []
         self._folder = ""
         self._selector = selectors.DefaultSelector()
         self._encoder = msgspec.msgpack.Encoder()
@@ -63,8 +70,15 @@ class ProcessExecutor:
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
         if self._preparations is None:
-            self._preparations = Preparations([rank.side for rank in self._ranks])
+            sampling = self._ranks[self._config.parallel.result_rank :]  # the last stage's
+            self._preparations = Preparations([rank.side for rank in sampling])
         self._preparations.prepare(grammar, forgets, done)
+
+    def give_back(self, pages: list[int]) -> None:
+        """Ranks keep the memory of their pages: idle prefixes stop growing, and that is all."""
+
+    def open_tier(self, folder: str, max_bytes: int, layout: str) -> TierMover:
+        raise ConfigError("--kv-tier needs one rank (--tensor-parallel-size 1): pages of several ranks are not stored")
 
     def close(self) -> None:
         if self._is_closed:
@@ -75,19 +89,29 @@ class ProcessExecutor:
         deadline = time.monotonic() + _GRACE
         for rank in self._ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
+        if self._gathering is not None:
+            self._gathering.close()
         self._selector.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spawn(self) -> None:
-        # Ranks meet through a file: a port could be taken between choosing and using it.
-        self._folder = tempfile.mkdtemp(prefix="octavo-")
-        num_ranks = self._config.parallel.tensor_parallel_size
-        for number in range(num_ranks):
-            rank = _Rank(number)
-            self._ranks.append(rank)
-            self._selector.register(rank.connection, selectors.EVENT_READ, rank)
+        num_ranks = self._config.parallel.num_ranks
+        if self._launcher is None:
+            # Ranks meet through a file: a port could be taken between choosing and using it.
+            self._folder = tempfile.mkdtemp(prefix="octavo-")
+            rendezvous = f"file://{self._folder}/rendezvous"
+            places = [(number, num_ranks) for number in range(num_ranks)]
+            for number in range(num_ranks):
+                self._ranks.append(_Rank(number))
+        else:
+            self._gathering = Gathering(self._launcher, num_ranks)
+            self._ranks.extend(self._gathering.ranks)
+            rendezvous = self._gathering.wait(_GATHER_S)
+            places = [(rank.place.local_rank, rank.place.num_local_ranks) for rank in self._gathering.ranks]
         for rank in self._ranks:
+            self._selector.register(rank.connection, selectors.EVENT_READ, rank)
+        for rank, (local_rank, num_local_ranks) in zip(self._ranks, places, strict=True):
             start = RankStart(
                 self._config,
                 str(self._source.path),
@@ -95,7 +119,9 @@ class ProcessExecutor:
                 self._source.kind,
                 rank.number,
                 num_ranks,
-                f"file://{self._folder}/rendezvous",
+                rendezvous,
+                local_rank,
+                num_local_ranks,
             )
             self._send_to(rank, msgspec.msgpack.encode(start))
 
@@ -103,7 +129,7 @@ class ProcessExecutor:
         for rank in self._ranks:
             self._send_to(rank, message)
 
-    def _send_to(self, rank: "_Rank", message: bytes) -> None:
+    def _send_to(self, rank: "_Rank | RemoteRank", message: bytes) -> None:
         try:
             rank.connection.send_bytes(message)
         except OSError as error:
@@ -124,7 +150,7 @@ class ProcessExecutor:
         if self._is_closed:
             raise EngineDead("the executor is closed")
         key, _ = self._selector.select()[0]
-        rank: _Rank = key.data
+        rank: _Rank | RemoteRank = key.data
         try:
             reply = rank.connection.recv_bytes()
         except (EOFError, OSError) as error:
@@ -136,7 +162,7 @@ class ProcessExecutor:
             raise ConfigError(failed.message)
         raise EngineDead(f"{self._describe_end(rank)}: {failed.message}")
 
-    def _describe_end(self, first: "_Rank") -> str:
+    def _describe_end(self, first: "_Rank | RemoteRank") -> str:
         """Describe which rank ended, and how. When one rank is killed the others fail too: name the killed one, not the one that
         was noticed first."""
         deadline = time.monotonic() + 0.5
@@ -144,13 +170,15 @@ class ProcessExecutor:
         killed = [(rank, code) for rank, code in endings if code is not None and code < 0]
         rank, code = killed[0] if killed else endings[0]
         if code is None:
-            return f"rank {rank.number} failed"
+            return f"rank {rank.number}{rank.where} failed"
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"rank {rank.number} {how}"
+        return f"rank {rank.number}{rank.where} {how}"
 
 
 class _Rank:
     """One rank's process, the pipes to it, and a pipe whose closing tells it that this process is gone."""
+
+    where = ""  # on this machine
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -14,6 +14,7 @@ from octavo.ipc.anonymous_memory import anonymous_memory
 
 _WORDS = 64
 _PID, _BEAT, _IS_STEPPING, _LAST_STEP, _NUM_STEPS, _NUM_RUNNING, _NUM_WAITING, _STALLED, _NUM_TOKENS, _SEEN = range(10)
+_PULSE, _BACKLOG = 10, 11
 _RESTARTS = 16  # the first of the words that a new engine does not reset
 _LONGEST = 32  # among them the time of the slowest recent step, one word for each size bucket
 _NUM_SIZES = 24  # size buckets by powers of two; the last also holds all larger steps
@@ -47,19 +48,21 @@ REFUSALS = (
 """Requests that API processes refuse before their key or their content is looked at, and why."""
 _REFUSED = _TAKEN + 8 * _MAX_SERVERS  # offset of their counts, one word per API process and reason
 _SIZE = _REFUSED + 8 * _MAX_SERVERS * len(REFUSALS)
+_BLOCK = -(-_SIZE // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY  # where blocks begin
+PULSE_SECONDS = 0.25
 
 
-def shared_memory() -> int:
-    """Return a descriptor of fresh memory that processes can inherit. The caller closes it."""
-    return anonymous_memory("octavo-heartbeat", _SIZE)
+def shared_memory(num_blocks: int = 1) -> int:
+    """Return a descriptor of fresh memory that processes can inherit: one block for each replica. The caller closes it."""
+    return anonymous_memory("octavo-heartbeat", num_blocks * _BLOCK)
 
 
 class Heartbeat:
     """The shared block. All times are CLOCK_MONOTONIC nanoseconds, comparable between processes of one machine; 0: never."""
 
-    def __init__(self, fd: int = -1) -> None:
-        """`fd`: from `shared_memory()`. −1: private memory."""
-        self._memory = mmap.mmap(fd, _SIZE)
+    def __init__(self, fd: int = -1, block: int = 0) -> None:
+        """`fd`: from `shared_memory()`. −1: private memory. `block`: the replica's number."""
+        self._memory = mmap.mmap(fd, _SIZE, offset=block * _BLOCK if fd >= 0 else 0)
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
         self._beats = memoryview(self._memory)[_BEATS:_TAKEN].cast("q")
         self._taken = memoryview(self._memory)[_TAKEN:_REFUSED].cast("q")
@@ -76,6 +79,14 @@ class Heartbeat:
         self._memory[8 * _WORDS : _BEATS] = bytes(_BEATS - 8 * _WORDS)
         self._words[_PID] = os.getpid()
         self._num_tokens, self._noted, self._is_long = 0, -1, False
+
+    def pulse(self) -> None:
+        """Report that the process runs, whatever its steps do. A thread calls this every PULSE_SECONDS."""
+        self._words[_PULSE] = time.monotonic_ns()
+
+    def set_backlog(self, seconds: float) -> None:
+        """Set how many seconds of work wait in the engine."""
+        self._words[_BACKLOG] = _nanoseconds(seconds)
 
     def rest(self) -> None:
         """Report an idle engine. To be called about once a second."""
@@ -189,6 +200,15 @@ class Heartbeat:
     def beat(self) -> int:
         """Time of the engine's last heartbeat."""
         return self._words[_BEAT]
+
+    @property
+    def last_pulse(self) -> int:
+        """Time of the process's last pulse. 0: it sends none."""
+        return self._words[_PULSE]
+
+    @property
+    def backlog_seconds(self) -> float:
+        return self._words[_BACKLOG] / 1e9
 
     @property
     def is_stepping(self) -> bool:

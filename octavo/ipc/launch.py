@@ -1,10 +1,30 @@
-"""What the supervisor writes to the standard input of a process that it starts, as one line of JSON."""
+"""What the supervisor writes to the standard input of a process that it starts, as one line of JSON, and how an API process answers."""
 
+import sys
 from typing import Literal
 
 import msgspec
 
 from octavo.config import Config
+from octavo.messages import ToSupervisor
+
+
+class FleetMember(msgspec.Struct, frozen=True):
+    """An engine's place in a fleet."""
+
+    replica: int
+    secret: bytes  # the fleet's: page keys are made from it
+    cores: list[int] = []  # that it may use; empty: all
+
+
+class ReplicaAddress(msgspec.Struct, frozen=True):
+    """Where an API process reaches a replica's current engine."""
+
+    replica: int
+    epoch: int
+    engine_address: str
+    reply_address: str
+    is_lost: bool = False  # its engine has ended, and another one follows
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
@@ -22,6 +42,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     record_to: str = ""  # folder; empty: nothing is recorded
     ring_fd: int = -1  # inherited memory; see octavo.recording.ring
     history_fd: int = -1  # inherited memory; see octavo.observe.history
+    member: FleetMember | None = None  # None: it is the only engine, and no router listens
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -47,3 +68,11 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     heartbeat_fd: int = -1  # inherited memory; see octavo.ipc.heartbeat
     patience: Patience = Patience()
     num_servers: int = 1  # API processes of this server, including this one
+    replicas: list[ReplicaAddress] = []  # of a fleet
+    fleet_secret: bytes = b""  # as in FleetMember; empty: there is one engine, and no router
+
+
+def tell_supervisor(message: ToSupervisor) -> None:
+    """Write a line to standard output, which the supervisor reads. For API processes."""
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()

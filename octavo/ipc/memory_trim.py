@@ -3,11 +3,13 @@
 import ctypes
 import functools
 import gc
+import mmap
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _ARENA_MAX = -8  # M_ARENA_MAX of mallopt(), in malloc.h
+_PAGE = mmap.PAGESIZE
 _DONTNEED = 4  # MADV_DONTNEED of madvise(), in mman.h
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (.{4}) \S+ \S+ \d+ *(.*)$")
 
@@ -34,6 +36,14 @@ def drop_library_pages() -> None:
     if (advise := _libc("madvise")) is not None:
         for begin, end in _clean_ranges():
             advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
+
+
+def give_back_range(begin: int, num_bytes: int) -> None:
+    """Return the whole system pages within this range of private, anonymous memory to the system. They read as zero afterwards."""
+    first = -(-begin // _PAGE) * _PAGE
+    last = (begin + num_bytes) // _PAGE * _PAGE
+    if last > first and (advise := _libc("madvise")) is not None:
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONTNEED)
 
 
 def _clean_ranges() -> Iterator[tuple[int, int]]:

@@ -7,6 +7,7 @@ import torch
 from octavo.attention.base import AttentionBackend
 from octavo.kernels.device_ops import DeviceOps
 from octavo.parallel import Group
+from octavo.stage import WHOLE, Stage
 from octavo.weights.methods.registry import Methods
 
 
@@ -16,6 +17,8 @@ class BuildContext:
     attention: AttentionBackend
     methods: Methods  # how weights are held and multiplied
     max_len: int = 0  # tokens that a request can have at most; 0: as many as the model was trained for
+    stage: Stage = WHOLE  # the layers that this rank computes
+    splits_experts: bool = False  # ranks divide the experts among them, instead of each expert's inner width
 
     @property
     def ops(self) -> DeviceOps:

@@ -1,11 +1,12 @@
 """Many small gated networks of one shape, each given the tokens that were chosen for it: products grouped by expert.
-Ranks share every expert's inner width."""
+Ranks share every expert's inner width or, with expert parallelism, have different experts."""
 
 import torch
 from torch import nn
 
 from octavo.layers.context import BuildContext
 from octavo.layers.sharding import WeightSlot, WeightSlots, share, share_columns, share_rows, share_size
+from octavo.parallel import Group
 from octavo.quants import Quants, Weight
 from octavo.weights.methods.base import ExpertsRequest, Gate
 
@@ -29,16 +30,32 @@ class Experts(nn.Module):
         packed_type: str = "",
     ) -> None:
         super().__init__()
-        self.group = context.group
+        group = self.group = context.group
         self.num_experts, self.hidden_size, self.full_inner = num_experts, hidden_size, inner_size
-        self.inner_size = share_size(inner_size, context.group)
-        self._is_first = context.group.rank == 0  # adds the residual and down's bias, which ranks must count once
+        # The ranks that share one expert, and the experts that this rank has.
+        self._sharing = Group.single() if context.splits_experts else group
+        assert not context.splits_experts or num_experts % group.size == 0, "refused when the model was opened"
+        num_held = num_experts // group.size if context.splits_experts else num_experts
+        self.held = (
+            range(num_held * group.rank, num_held * (group.rank + 1)) if context.splits_experts else range(num_held)
+        )
+        self.inner_size = share_size(inner_size, self._sharing)
+        self._is_first = group.rank == 0  # adds the residual, which ranks must count once
         self.has_bias = bias
-        self.gate_up_bias = context.empty(num_experts, 2 * self.inner_size) if bias else None
-        self.down_bias = context.empty(num_experts, hidden_size) if bias and self._is_first else None
+        self.gate_up_bias = context.empty(num_held, 2 * self.inner_size) if bias else None
+        # Of the ranks that share an expert, one adds the bias of down.
+        self.down_bias = context.empty(num_held, hidden_size) if bias and self._sharing.rank == 0 else None
         self.weights = context.methods.experts(
             ExpertsRequest(
-                num_experts, hidden_size, self.inner_size, gate, self.gate_up_bias, self.down_bias, packed_type
+                num_held,
+                hidden_size,
+                self.inner_size,
+                gate,
+                self.gate_up_bias,
+                self.down_bias,
+                packed_type,
+                num_experts,
+                self.held.start,
             )
         )
 
@@ -54,21 +71,24 @@ class Experts(nn.Module):
 
     def fill_gate_up(self, expert: int, part: int, tensor: Weight) -> None:
         """Part 0: the whole gate [inner, hidden]; 1: up."""
-        self.weights.fill_gate_up(expert, part, share_rows(tensor, self.group))
+        if expert in self.held:
+            self.weights.fill_gate_up(expert - self.held.start, part, share_rows(tensor, self._sharing))
 
     def fill_down(self, expert: int, tensor: Weight) -> None:
         """The whole down [hidden, inner]."""
-        self.weights.fill_down(expert, share_columns(tensor, self.group))
+        if expert in self.held:
+            self.weights.fill_down(expert - self.held.start, share_columns(tensor, self._sharing))
 
     def fill_biases(self, gate: torch.Tensor, up: torch.Tensor) -> None:
         """[experts, inner] each, whole."""
         assert self.gate_up_bias is not None
-        self.gate_up_bias[:, : self.inner_size] = share(gate, 1, self.group)
-        self.gate_up_bias[:, self.inner_size :] = share(up, 1, self.group)
+        held = slice(self.held.start, self.held.stop)
+        self.gate_up_bias[:, : self.inner_size] = share(gate[held], 1, self._sharing)
+        self.gate_up_bias[:, self.inner_size :] = share(up[held], 1, self._sharing)
 
     def fill_down_bias(self, tensor: torch.Tensor) -> None:
         if self.down_bias is not None:
-            self.down_bias.copy_(tensor)
+            self.down_bias.copy_(tensor[self.held.start : self.held.stop])
 
     def alike(self, stack: Weight) -> Weight:
         """All experts' rows, as they are to be given to fill_gate_up and fill_down."""
@@ -78,7 +98,7 @@ class Experts(nn.Module):
         """Part 0: gates [experts · inner, hidden]; 1: ups; 2: downs [experts · hidden, inner]."""
         stack = self.alike(stack)
         num_rows = self.hidden_size if part == 2 else self.full_inner
-        for expert in range(self.num_experts):
+        for expert in self.held:
             rows = narrow(stack, expert * num_rows, num_rows)
             if part == 2:
                 self.fill_down(expert, rows)
@@ -100,8 +120,15 @@ class Experts(nn.Module):
     def weight_slots(self, expert: int, gate: str, up: str, down: str) -> WeightSlots:
         """Weight slots of one expert's tensors, for families that store each expert by itself."""
         rows, columns = (self.full_inner, self.hidden_size), (self.hidden_size, self.full_inner)
+        is_elsewhere = expert not in self.held
         return {
-            f"{gate}.weight": WeightSlot(rows, lambda tensor: self.fill_gate_up(expert, 0, tensor)),
-            f"{up}.weight": WeightSlot(rows, lambda tensor: self.fill_gate_up(expert, 1, tensor)),
-            f"{down}.weight": WeightSlot(columns, lambda tensor: self.fill_down(expert, tensor)),
+            f"{gate}.weight": WeightSlot(
+                rows, lambda tensor: self.fill_gate_up(expert, 0, tensor), is_elsewhere=is_elsewhere
+            ),
+            f"{up}.weight": WeightSlot(
+                rows, lambda tensor: self.fill_gate_up(expert, 1, tensor), is_elsewhere=is_elsewhere
+            ),
+            f"{down}.weight": WeightSlot(
+                columns, lambda tensor: self.fill_down(expert, tensor), is_elsewhere=is_elsewhere
+            ),
         }

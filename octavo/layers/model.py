@@ -43,23 +43,34 @@ class DecoderModel(nn.Module):
         *,
         embedding_size: int = 0,  # 0: the hidden size
         embedding_factor: float = 1.0,
+        needs_embedding: bool = False,  # even if this is not the first stage
     ) -> None:
         super().__init__()
         self.attention_backend = context.attention
-        self.embedding = Embedding(spec.vocab_size, embedding_size or spec.hidden_size, context, embedding_factor)
+        self.stage, self.num_layers = context.stage, spec.num_layers
+        self.hidden_size, self.dtype = spec.hidden_size, context.dtype  # of hidden states
+        self.embedding: Embedding | None = None
+        if context.stage.is_first or needs_embedding:
+            self.embedding = Embedding(spec.vocab_size, embedding_size or spec.hidden_size, context, embedding_factor)
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """→ hidden states [T, D]."""
+    @property
+    def layer_numbers(self) -> range:
+        """Which of the model's layers these are."""
+        return self.stage.layers(self.num_layers)
+
+    def forward(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """→ hidden states [T, D]. `hidden`: those of the stage before, which may be changed; None: this is the first."""
         self.attention_backend.plan(batch)
         rotations = self.rotations(batch.positions)
-        x = self.embed(batch)
+        x = self.embed(batch) if hidden is None else hidden
         for layer, rotation in zip(self.layers, rotations, strict=True):
             x = layer(x, batch, rotation)
         return x
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """→ the first layer's input [T, D]."""
+        assert self.embedding is not None, "this is not the first stage"
         embedded: torch.Tensor = self.embedding(batch.input_ids)
         return embedded
 
@@ -77,13 +88,13 @@ class DecoderModel(nn.Module):
         raise NotImplementedError
 
     def weight_slots(self) -> WeightSlots:
-        """Every tensor the model takes from a checkpoint, by its HF name, with its whole shape."""
+        """Every tensor that this stage of the model takes from a checkpoint, by its HF name, with its whole shape."""
         raise NotImplementedError
 
     def layer_slots(self, name: str) -> WeightSlots:
-        """Those of all layers; `name`: the list's, which a layer's index follows."""
+        """Those of this stage's layers; `name`: the list's, which a layer's index follows."""
         slots: WeightSlots = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in zip(self.layer_numbers, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
             slots |= layer.weight_slots(f"{name}.{index}")
         return slots
@@ -97,7 +108,8 @@ class DecoderModel(nn.Module):
         return False
 
     def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
-        """Take this rank's shares. Missing, unexpected or mis-shaped tensors are a ConfigError that names them."""
+        """Take this rank's shares. Missing, unexpected or mis-shaped tensors are a ConfigError that names them. Where there are several
+        stages, `tensors` are without those of the others."""
         with torch.no_grad():
             fill(self.weight_slots(), ((self.hf_name(name), tensor) for name, tensor in tensors), self.is_ignored)
             self.finish_loading()
@@ -143,11 +155,23 @@ class CausalModel(DecoderModel):
         embedding_factor: float = 1.0,
         logits_softcap: float = 0.0,
     ) -> None:
-        super().__init__(spec, context, layers, embedding_size=embedding_size, embedding_factor=embedding_factor)
-        self.norm = norm
-        self.head = Head(embedding_size or spec.hidden_size, spec.vocab_size, context, is_tied, logits_softcap)
+        is_last = context.stage.is_last
+        super().__init__(
+            spec,
+            context,
+            layers,
+            embedding_size=embedding_size,
+            embedding_factor=embedding_factor,
+            needs_embedding=is_tied and is_last,
+        )
+        self.norm = norm if is_last else None
+        self.is_tied = is_tied
+        self.head: Head | None = None
+        if is_last:
+            self.head = Head(embedding_size or spec.hidden_size, spec.vocab_size, context, is_tied, logits_softcap)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None, "this is not the last stage"
         logits: torch.Tensor = self.head(hidden, self.norm)
         return logits
 
@@ -156,12 +180,15 @@ class CausalModel(DecoderModel):
 
     def weight_slots(self) -> WeightSlots:
         names = self.names
-        slots = self.embedding.weight_slots(names.embedding) | self.head.weight_slots(names.head)
+        slots = {} if self.embedding is None else self.embedding.weight_slots(names.embedding)
+        if self.head is not None:
+            slots |= self.head.weight_slots(names.head)
         return slots | self.layer_slots(names.layers) | norm_slots(self.norm, names.norm)
 
     def is_ignored(self, name: str) -> bool:
         # Some checkpoints hold a tied head all the same.
-        return self.head.is_tied and name == f"{self.names.head}.weight"
+        return self.is_tied and name == f"{self.names.head}.weight"
 
     def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
+        if self.head is not None and self.embedding is not None:
+            self.head.tie(self.embedding)

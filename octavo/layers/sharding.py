@@ -18,6 +18,7 @@ class WeightSlot:
     shape: tuple[int, ...]  # of the whole tensor, as it stands in the checkpoint
     store: Callable[[Any], None]  # a Tensor; where weights come packed and the tensor is a matrix, Quants
     is_optional: bool = False
+    is_elsewhere: bool = False  # other ranks keep it: this one need not be given it
 
 
 WeightSlots = dict[str, WeightSlot]  # checkpoint name → slot
@@ -101,7 +102,7 @@ def fill(slots: WeightSlots, tensors: Iterator[tuple[str, Weight]], is_ignored: 
             )
         else:
             slot.store(tensor)
-    missing = [name for name, slot in open_slots.items() if not slot.is_optional]
+    missing = [name for name, slot in open_slots.items() if not (slot.is_optional or slot.is_elsewhere)]
     if missing:
         raise ConfigError(
             f"the checkpoint lacks {_listed(missing)}: it is incomplete, or not of the family config.json names"

@@ -3,6 +3,8 @@
 Pages travel as the first eight bytes of their keys. That is enough to tell them apart; where two keys ever agree in these, a router
 expects a page that is not there, and the replica computes it."""
 
+from typing import Literal
+
 import msgspec
 
 PAGE_ID_BYTES = 8
@@ -15,6 +17,11 @@ class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seconds_per_token: float = 0.0  # measured, in full steps; 0: not measured yet
     num_open: int = 0  # requests
     num_taken: dict[int, int] = {}  # number of an API process → requests that came from it in this epoch
+
+    @property
+    def seconds(self) -> float:
+        """Of work that waits. 0 while nothing was measured."""
+        return self.uncached_tokens * self.seconds_per_token
 
 
 class PageEvents(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -36,3 +43,29 @@ class PageSnapshot(msgspec.Struct, frozen=True, tag=True, gc=False):
     number: int
     pages: bytes
     load: ReplicaLoad
+
+
+# ── the fleet as its supervisor sees it ─────────────────────────────────────────────────────────────
+
+ReplicaStatus = Literal["starting", "ready", "draining", "restarting", "failed"]
+"""starting: for the first time; restarting: its engine has ended or was stopped, and another one starts; failed: it is not started
+again."""
+
+
+class ReplicaState(msgspec.Struct, frozen=True, gc=False):
+    """One replica."""
+
+    replica: int
+    status: ReplicaStatus
+    epoch: int  # of its current engine
+    restarts: int = 0
+    place: str = ""  # where it runs and on what: cores, GPUs, a node
+    pid: int = 0  # of its engine's process; 0: it has none
+
+
+class FleetState(msgspec.Struct, frozen=True, gc=False):
+    """All replicas, and how many there should be."""
+
+    replicas: list[ReplicaState]
+    target: int
+    note: str = ""  # what is being done: a rolling restart, or why there are fewer

@@ -35,9 +35,22 @@ class RankStart(msgspec.Struct, frozen=True, gc=False):
     model_path: str
     model_name: str
     model_kind: Literal["folder", "gguf"]
-    rank: int
+    rank: int  # number r % tensor_parallel_size of stage r // tensor_parallel_size
     num_ranks: int
     rendezvous: str  # address at which the ranks meet
+    local_rank: int = 0  # its number among the ranks on its machine
+    num_local_ranks: int = 1
+
+
+class RankHello(msgspec.Struct, frozen=True, gc=False):
+    """What a rank that was launched elsewhere says of itself when it connects."""
+
+    rank: int
+    channel: Literal["steps", "side", "lifeline"]
+    version: str = ""  # of octavo
+    torch: str = ""
+    address: str = ""  # of its host, as the executor's network has it
+    rendezvous_port: int = 0  # rank 0: the port on which the ranks can meet
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +81,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     windows: tuple[int, ...] = (
         0,
     )  # window of each group of layers with its own page table; 0: the group keeps all pages
+    stage: int = 0  # of the pipeline
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):
@@ -125,6 +139,9 @@ class ForcedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: int
 
 
+NO_INPUT = -1
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """The plan of one step, the same bytes for every rank. Columns of equal length describe the rows that advance."""
 
@@ -141,6 +158,9 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     page_ids: list[int]  # ┘
     page_groups: list[int] = []  # group whose page table entry j changes; empty: there is one group
     forced: list[ForcedToken] = []
+    # With several stages: the token at starts[i], which an earlier stage cannot know because the last one sampled it; NO_INPUT: it came
+    # when the row was entered, or is forced. Empty: there is one stage.
+    inputs: list[int] = []
 
     @property
     def is_empty(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from octavo.messages.fleet import FleetState, PageEvents, PageSnapshot
 from octavo.messages.params import PoolingParams, SamplingParams
 from octavo.messages.plans import DeviceMemory, Logprobs
 
@@ -66,6 +67,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True, gc=False):
     reply_to: str  # address at which it listens for deltas
     survivors: list[GenerateRequest] = []  # requests that an earlier engine had not finished
     newcomers: list[GenerateRequest] = []  # requests that no engine has received
+
+
+class WantSnapshot(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Sent by a router that has lost events: the engine answers with a PageSnapshot."""
+
+    origin: int
 
 
 class ServerGone(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -172,7 +179,7 @@ class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):
 Control = (
     ReadMetrics | ReadProgress | ReadPlace | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadHistory | ReadPage
 )
-ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | ServerGone | Responded | Control
+ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | WantSnapshot | ServerGone | Responded | Control
 
 
 # ── engine → API process ────────────────────────────────────────────────────────────────────────────
@@ -263,7 +270,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     hidden_size: int = 0  # numbers in an embedding
     can_generate: bool = True  # False: an encoder, which gives embeddings and keeps no pages
     num_warm_pages: int | None = (
-        None  # cached pages alone take no memory beyond these; None: all memory is taken already
+        None  # cached pages alone take no memory beyond these; None: all memory is taken already, and is never given back
     )
     windows: tuple[int, ...] = (
         0,
@@ -272,6 +279,11 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     max_inter_token_ms: float | str = 0  # as the flag; 0: no limit
     one_row_seconds: float = 0.0  # what a step of one row and one token took before the first request; 0: not measured
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits
+    replica: int = 0  # its number in a fleet
+    epoch: int = 0  # counts the engines of a fleet: a replica's next one has a higher number
+    num_stages: int = (
+        1  # that a plan goes through (pipeline parallelism); as many plans are in flight while the next is made
+    )
 
     @property
     def system_fingerprint(self) -> str:
@@ -286,17 +298,19 @@ class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
     message: str
 
 
-FromEngine = StepDeltas | Travelled | Reply | EngineReport | Dying
+FromEngine = StepDeltas | Travelled | Reply | EngineReport | Dying | PageEvents | PageSnapshot
 
 
 # ── supervisor → API process ────────────────────────────────────────────────────────────────────────
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The engine has ended and will be restarted: open requests wait for the new one."""
+    """The engine has ended and will be restarted: open requests wait for the new one, or go on at other replicas."""
 
     message: str
     seated: list[str]  # requests that held a row; one of them may have been the cause
+    replica: int = 0
+    suspects: list[str] = []  # those of `seated` that held a row in another replica when that ended, not long ago
 
 
 class EngineStarted(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -304,12 +318,54 @@ class EngineStarted(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     engine_address: str
     reply_address: str
+    replica: int = 0
+    epoch: int = 0
 
 
 class EngineGone(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The engine will not be restarted: every open request fails with this message."""
+    """The engine will not be restarted: every open request fails with this message, unless another replica can continue it."""
 
     message: str
+    replica: int = 0
 
 
-FromSupervisor = EngineLost | EngineStarted | EngineGone
+class ReplicaDrains(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A replica gets no more requests. Those that are there may finish; after `seconds` the rest go on at other replicas. API processes
+    answer with ReplicaIdle when none of theirs is left there."""
+
+    replica: int
+    epoch: int
+    seconds: float
+
+
+class FleetChanged(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The replicas as the supervisor sees them, whenever that changes."""
+
+    state: FleetState
+
+
+FromSupervisor = EngineLost | EngineStarted | EngineGone | ReplicaDrains | FleetChanged
+
+
+# ── API process → supervisor, as lines of JSON on its standard output ───────────────────────────────
+
+
+class ServerReady(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The API process accepts requests."""
+
+
+class ReplicaIdle(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """No request of this API process is left at a replica that drains."""
+
+    replica: int
+    epoch: int
+
+
+class ScaleFleet(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A client wants so many replicas, or all of them started again one after the other."""
+
+    replicas: int = 0  # 0: as many as there are
+    restart: bool = False
+
+
+ToSupervisor = ServerReady | ReplicaIdle | ScaleFleet

@@ -91,7 +91,7 @@ class Model(DecoderModel):
             num_attention_heads=spec.num_heads,
             intermediate_size=spec.intermediate_size,
         )
-        layers = (Layer(index, config, spec, context) for index in range(spec.num_layers))
+        layers = (Layer(index, config, spec, context) for index in context.stage.layers(spec.num_layers))
         super().__init__(spec, context, layers)
         self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
         self.token_types = context.empty(positive(config, "type_vocab_size", 2), spec.hidden_size)
@@ -113,6 +113,7 @@ class Model(DecoderModel):
         def store_types(tensor: Weight) -> None:
             self.token_types.copy_(plain(tensor))
 
+        assert self.embedding is not None, "an encoder has one stage"
         slots = self.embedding.weight_slots("embeddings.word_embeddings") | self.norm.weight_slots(
             "embeddings.LayerNorm"
         )

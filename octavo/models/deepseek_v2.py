@@ -83,6 +83,7 @@ def common_spec(config: dict[str, Any], family: str) -> ModelSpec:
         vocab_size=positive(config, "vocab_size"),
         context_len=positive(config, "max_position_embeddings"),
         longest_len=longest_len(rope_settings(config)),
+        num_experts=positive(config, "n_routed_experts"),
     )
 
 
@@ -260,16 +261,17 @@ class Model(CausalModel):
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         config = self.defaults | config
+        inner_size = positive(config, "moe_intermediate_size")
         check_shares(
             context.group.size,
             num_attention_heads=spec.num_heads,
             intermediate_size=spec.intermediate_size,
-            moe_intermediate_size=positive(config, "moe_intermediate_size"),
+            moe_intermediate_size=inner_size * (positive(config, "n_shared_experts") if context.splits_experts else 1),
         )
         super().__init__(
             spec,
             context,
-            (self.layer_type(index, config, spec, context) for index in range(spec.num_layers)),
+            (self.layer_type(index, config, spec, context) for index in context.stage.layers(spec.num_layers)),
             RMSNorm(spec.hidden_size, llama.epsilon(config), context),
             is_tied=bool(config.get("tie_word_embeddings", False)),
         )
@@ -281,5 +283,5 @@ class Model(CausalModel):
     def is_ignored(self, name: str) -> bool:
         # Layers for multi-token prediction come after the last one.
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        is_beyond = layer is not None and int(layer[1]) >= len(self.layers)
+        is_beyond = layer is not None and int(layer[1]) >= self.num_layers
         return is_beyond or name.endswith("rotary_emb.inv_freq") or super().is_ignored(name)

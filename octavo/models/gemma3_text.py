@@ -78,7 +78,7 @@ class Model(gemma2.Model):
 
     def rotations(self, positions: torch.Tensor) -> list[torch.Tensor | None]:
         global_, local = self.rope.rotation(positions), self.local_rope.rotation(positions)
-        return [local if is_local else global_ for is_local in self._is_local]
+        return [local if self._is_local[index] else global_ for index in self.layer_numbers]
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────

@@ -89,18 +89,22 @@ class Model(CausalModel):
         super().__init__(
             spec,
             context,
-            (Layer(index, config, spec, context) for index in range(spec.num_layers)),
+            (Layer(index, config, spec, context) for index in context.stage.layers(spec.num_layers)),
             LayerNorm(spec.hidden_size, _epsilon(config), context),
             is_tied=bool(config.get("tie_word_embeddings", True)),
         )
-        self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
+        self.positions: LearnedPositions | None = None
+        if context.stage.is_first:
+            self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
 
     def embed(self, batch: Batch) -> torch.Tensor:
+        assert self.positions is not None, "this is not the first stage"
         embedded: torch.Tensor = self.positions(super().embed(batch), batch.positions)
         return embedded
 
     def weight_slots(self) -> WeightSlots:
-        return super().weight_slots() | self.positions.weight_slots("transformer.wpe")
+        slots = super().weight_slots()
+        return slots if self.positions is None else slots | self.positions.weight_slots("transformer.wpe")
 
     def is_ignored(self, name: str) -> bool:
         # Old checkpoints store the causal mask.

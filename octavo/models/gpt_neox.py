@@ -122,7 +122,7 @@ class Model(CausalModel):
         super().__init__(
             spec,
             context,
-            (Layer(index, config, spec, context) for index in range(spec.num_layers)),
+            (Layer(index, config, spec, context) for index in context.stage.layers(spec.num_layers)),
             LayerNorm(spec.hidden_size, _epsilon(config), context),
             is_tied=bool(config.get("tie_word_embeddings", False)),
         )

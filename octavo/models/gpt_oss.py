@@ -45,9 +45,11 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 def spec(config: dict[str, Any]) -> ModelSpec:
     config = _with_defaults(config)
     base = llama.spec(config)
-    routing(config)
+    num_experts = routing(config).num_experts
     gate(config)
-    return dataclasses.replace(base, family="gpt_oss", windows=windows(config, base.num_layers), has_sinks=True)
+    return dataclasses.replace(
+        base, family="gpt_oss", windows=windows(config, base.num_layers), has_sinks=True, num_experts=num_experts
+    )
 
 
 def windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -126,7 +128,7 @@ class Layer(llama.Layer):
         assert isinstance(self.mlp, SparseMLP)
         experts = self.mlp.experts
         tensor = experts.alike(tensor)
-        for expert in range(experts.num_experts):
+        for expert in experts.held:
             rows = self._rows(tensor, expert, 2 * experts.full_inner)
             for part in range(2):
                 experts.fill_gate_up(expert, part, _every_second(rows, part))
@@ -135,7 +137,7 @@ class Layer(llama.Layer):
         assert isinstance(self.mlp, SparseMLP)
         experts = self.mlp.experts
         tensor = experts.alike(tensor)
-        for expert in range(experts.num_experts):
+        for expert in experts.held:
             experts.fill_down(expert, self._rows(tensor, expert, experts.hidden_size))
 
     def _rows(self, tensor: Weight, expert: int, num_rows: int) -> Weight:
@@ -154,6 +156,7 @@ def _every_second(rows: Weight, first: int) -> Weight:
 
 class Model(llama.Model):
     layer_type = Layer
+    expert_widths = ("intermediate_size",)
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__(_with_defaults(config), spec, context)

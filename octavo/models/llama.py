@@ -202,6 +202,8 @@ class Model(CausalModel):
 
     names = TensorNames("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     layer_type: type[Layer] = Layer
+    expert_widths: tuple[str, ...] = ()
+    """Of shares(), those that only experts have: they are not split where ranks have different experts."""
     rope: Rope
 
     def __init__(
@@ -214,12 +216,15 @@ class Model(CausalModel):
         logits_factor: float = 1.0,
         logits_softcap: float = 0.0,
     ) -> None:
-        check_shares(context.group.size, **self.shares(config, spec))
+        shares = self.shares(config, spec)
+        if context.splits_experts:
+            shares = {name: extent for name, extent in shares.items() if name not in self.expert_widths}
+        check_shares(context.group.size, **shares)
         offset = self.layer_type.norm_offset
         super().__init__(
             spec,
             context,
-            (self.layer_type(index, config, spec, context) for index in range(spec.num_layers)),
+            (self.layer_type(index, config, spec, context) for index in context.stage.layers(spec.num_layers)),
             # Multiplied into the last norm's weight, the logits' factor costs nothing.
             RMSNorm(spec.hidden_size, epsilon(config), context, offset=offset, factor=logits_factor),
             is_tied=bool(config.get("tie_word_embeddings", False)),

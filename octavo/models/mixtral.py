@@ -17,9 +17,10 @@ _THETA, _EPSILON, _CONTEXT = 1e6, 1e-5, 131072  # defaults for config.json
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     base = llama.spec(config | {"max_position_embeddings": positive(config, "max_position_embeddings", _CONTEXT)})
-    routing(config)
+    num_experts = routing(config).num_experts
     window = 0 if config.get("sliding_window") is None else positive(config, "sliding_window")
-    return dataclasses.replace(base, family="mixtral", windows=(window,) * base.num_layers if window else ())
+    windows = (window,) * base.num_layers if window else ()
+    return dataclasses.replace(base, family="mixtral", windows=windows, num_experts=num_experts)
 
 
 def routing(config: dict[str, Any]) -> Routing:
@@ -59,6 +60,7 @@ class Layer(llama.Layer):
 
 class Model(llama.Model):
     layer_type = Layer
+    expert_widths = ("intermediate_size",)
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         given = {key: value for key, value in config.items() if value is not None}

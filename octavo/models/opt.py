@@ -93,30 +93,36 @@ class Model(CausalModel):
         super().__init__(
             spec,
             context,
-            (Layer(index, config, spec, context) for index in range(spec.num_layers)),
+            (Layer(index, config, spec, context) for index in context.stage.layers(spec.num_layers)),
             _norm(config, spec, context) if has_norm else None,
             is_tied=_flag(config, "tie_word_embeddings"),
             embedding_size=width,
         )
-        self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context, _NUM_SKIPPED)
-        self.widen = self.narrow = None
+        stage = context.stage
+        self.positions: LearnedPositions | None = None
+        if stage.is_first:
+            self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context, _NUM_SKIPPED)
+        self.widen: ColumnLinear | None = None
+        self.narrow: ColumnLinear | None = None
         if width != spec.hidden_size:
             # Small, and read once a step: held whole on every rank instead of gathered.
             alone = dataclasses.replace(context, group=Group.single())
-            self.widen = ColumnLinear(width, (spec.hidden_size,), alone)
-            self.narrow = ColumnLinear(spec.hidden_size, (width,), alone)
+            self.widen = ColumnLinear(width, (spec.hidden_size,), alone) if stage.is_first else None
+            self.narrow = ColumnLinear(spec.hidden_size, (width,), alone) if stage.is_last else None
             self.vector_size = width
 
     def embed(self, batch: Batch) -> torch.Tensor:
         x = super().embed(batch)
         if self.widen is not None:
             x = self.widen(x)
+        assert self.positions is not None, "this is not the first stage"
         embedded: torch.Tensor = self.positions(x, batch.positions)
         return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.narrow is None:
             return super().logits(hidden)
+        assert self.head is not None, "this is not the last stage"
         logits: torch.Tensor = self.head(self.narrow(hidden, self.norm))
         return logits
 
@@ -127,11 +133,13 @@ class Model(CausalModel):
         return narrow
 
     def weight_slots(self) -> WeightSlots:
-        slots = super().weight_slots() | self.positions.weight_slots("model.decoder.embed_positions")
-        if self.widen is not None and self.narrow is not None:
-            slots |= self.widen.weight_slots("model.decoder.project_in") | self.narrow.weight_slots(
-                "model.decoder.project_out"
-            )
+        slots = super().weight_slots()
+        if self.positions is not None:
+            slots |= self.positions.weight_slots("model.decoder.embed_positions")
+        if self.widen is not None:
+            slots |= self.widen.weight_slots("model.decoder.project_in")
+        if self.narrow is not None:
+            slots |= self.narrow.weight_slots("model.decoder.project_out")
         return slots
 
     def hf_name(self, name: str) -> str:

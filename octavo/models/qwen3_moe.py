@@ -20,10 +20,10 @@ _STACKED = "octavo_stacked_experts"  # our own key, for GGUF files: all experts'
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     base = qwen3.spec(_as_qwen3(config))
-    routing(config)
+    num_experts = routing(config).num_experts
     has_experts(config, base.num_layers)
     positive(config, "moe_intermediate_size")
-    return dataclasses.replace(base, family="qwen3_moe")
+    return dataclasses.replace(base, family="qwen3_moe", num_experts=num_experts)
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +81,7 @@ class Layer(qwen3.Layer):
 
 class Model(llama.Model):
     layer_type = Layer
+    expert_widths = ("moe_intermediate_size",)
 
     def shares(self, config: dict[str, Any], spec: ModelSpec) -> dict[str, int]:
         shares = super().shares(config, spec)

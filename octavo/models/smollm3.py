@@ -62,7 +62,7 @@ class Model(llama.Model):
 
     def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
         rotation = self.rope.rotation(positions)
-        return [rotation if has_rope else None for has_rope in self._has_rope]
+        return [rotation if self._has_rope[index] else None for index in self.layer_numbers]
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────

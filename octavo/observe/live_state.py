@@ -100,6 +100,26 @@ class LiveTotals(msgspec.Struct, frozen=True, gc=False):
     token_gap_seconds: float
 
 
+class LiveReplica(msgspec.Struct, frozen=True, gc=False):
+    """One replica of a fleet. Its rows and pages are a part of the state's lists, from the first ones named here on."""
+
+    replica: int
+    status: str  # octavo.messages.ReplicaStatus; in all states but ready and draining, the figures below are 0
+    epoch: int = 0  # counts the fleet's engines
+    restarts: int = 0
+    place: str = ""
+    first_row: int = 0
+    max_rows: int = 0
+    num_rows: int = 0
+    num_waiting: int = 0
+    first_page: int = 0
+    num_pages: int = 0
+    num_cached_pages: int = 0
+    num_free_pages: int = 0
+    waiting_seconds: float = 0.0  # of work, as the router counts it
+    totals: LiveTotals | None = None  # None: it does not answer
+
+
 class LiveState(msgspec.Struct, frozen=True, gc=False):
     time: float
     step: int
@@ -122,6 +142,7 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     ended: list[LiveEnd]  # since the last look
     recent: list[LivePast]  # the last seconds of the history
     pages: bytes  # a 16-bit code for each page, little endian (cache/page_map.py): 0 free, 1 cached, 2 shared, else an owner's
+    replicas: list[LiveReplica] = []  # of a fleet; empty: there is one engine
 
 
 class LiveLook(msgspec.Struct, frozen=True, gc=False):

@@ -62,6 +62,18 @@ class StepObserver:
     def costs_learned(self, costs: "StepCosts", now: float) -> None:
         """The scheduler was given new costs of steps."""
 
+    def idle_limited(self, num_warm: int, now: float) -> None:
+        """The cache was given a new limit of the pages that keep memory (PagePool.limit_touched)."""
+
+    def load_began(self, ticket: int, held: list[bytes], count: int, now: float) -> None:
+        """The cache has taken `count` pages, to be filled from a tier (KVCache.begin_load)."""
+
+    def load_ended(self, ticket: int, count: int, keys: list[bytes], now: float) -> None:
+        """The pages of a load are filled, as far as the keys go, and can be found (KVCache.end_load)."""
+
+    def waited_for_load(self, request_id: str, since: float, num_tokens: int) -> None:
+        """A request that waited for so many tokens from a tier arrives next."""
+
     def began(self) -> None:
         """A step begins."""
 
@@ -123,6 +135,10 @@ class Observers:
         self._on_grammars_ready = self._overriding("grammars_ready")
         self._on_prefixes_reset = self._overriding("prefixes_reset")
         self._on_costs_learned = self._overriding("costs_learned")
+        self._on_idle_limited = self._overriding("idle_limited")
+        self._on_load_began = self._overriding("load_began")
+        self._on_load_ended = self._overriding("load_ended")
+        self._on_waited_for_load = self._overriding("waited_for_load")
         self._on_began = self._overriding("began")
         self._on_rows_changed = self._overriding("rows_changed")
         self._on_planned = self._overriding("planned")
@@ -188,6 +204,37 @@ class Observers:
         for notify in self._on_costs_learned:
             try:
                 notify(costs, now)
+            except Exception:
+                self._drop(notify)
+
+    def load_began(self, ticket: int, held: list[bytes], count: int) -> None:
+        now = self._clock()
+        for notify in self._on_load_began:
+            try:
+                notify(ticket, held, count, now)
+            except Exception:
+                self._drop(notify)
+
+    def load_ended(self, ticket: int, count: int, keys: list[bytes]) -> None:
+        now = self._clock()
+        for notify in self._on_load_ended:
+            try:
+                notify(ticket, count, keys, now)
+            except Exception:
+                self._drop(notify)
+
+    def waited_for_load(self, request_id: str, since: float, num_tokens: int) -> None:
+        for notify in self._on_waited_for_load:
+            try:
+                notify(request_id, since, num_tokens)
+            except Exception:
+                self._drop(notify)
+
+    def idle_limited(self, num_warm: int) -> None:
+        now = self._clock()
+        for notify in self._on_idle_limited:
+            try:
+                notify(num_warm, now)
             except Exception:
                 self._drop(notify)
 

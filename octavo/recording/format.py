@@ -96,6 +96,31 @@ class Costed(msgspec.Struct, array_like=True, tag=9, gc=False):
     costs: StepCosts
 
 
+class Limited(msgspec.Struct, array_like=True, tag=10, gc=False):
+    """The pages that may keep memory were limited, because memory was scarce, or no longer is."""
+
+    micros: int
+    num_warm: int
+
+
+class LoadBegan(msgspec.Struct, array_like=True, tag=11, gc=False):
+    """Pages were taken, to be filled from a tier."""
+
+    micros: int
+    ticket: int
+    held: list[bytes]  # keys of the pages before them
+    count: int
+
+
+class LoadEnded(msgspec.Struct, array_like=True, tag=12, gc=False):
+    """The first of these pages can be found by these keys; the others are free again."""
+
+    micros: int
+    ticket: int
+    count: int
+    keys: list[bytes]
+
+
 class Outcome(msgspec.Struct, array_like=True, gc=False):
     """The result of a step, as far as later plans depend on it."""
 
@@ -147,7 +172,20 @@ class Lost(msgspec.Struct, array_like=True, tag=6, gc=False):
     micros: int
 
 
-Record = Arrived | Aborted | Forgotten | Prepared | Costed | Stepped | Ticked | Marked | Lost
+Record = (
+    Arrived
+    | Aborted
+    | Forgotten
+    | Prepared
+    | Costed
+    | Limited
+    | LoadBegan
+    | LoadEnded
+    | Stepped
+    | Ticked
+    | Marked
+    | Lost
+)
 KEY_BYTES = 16
 
 _encode = msgspec.msgpack.Encoder().encode

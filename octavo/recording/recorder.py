@@ -24,6 +24,9 @@ from octavo.recording.format import (
     Costed,
     Forgotten,
     Header,
+    Limited,
+    LoadBegan,
+    LoadEnded,
     Lost,
     Marked,
     Outcome,
@@ -126,6 +129,15 @@ class Recorder(StepObserver):
 
     def costs_learned(self, costs: StepCosts, now: float) -> None:
         self._put(Costed(int(now * 1e6), costs))
+
+    def idle_limited(self, num_warm: int, now: float) -> None:
+        self._put(Limited(int(now * 1e6), num_warm))
+
+    def load_began(self, ticket: int, held: list[bytes], count: int, now: float) -> None:
+        self._put(LoadBegan(int(now * 1e6), ticket, held, count))
+
+    def load_ended(self, ticket: int, count: int, keys: list[bytes], now: float) -> None:
+        self._put(LoadEnded(int(now * 1e6), ticket, count, keys))
 
     def needs_drain(self) -> bool:
         return self.is_due

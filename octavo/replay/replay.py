@@ -19,6 +19,9 @@ from octavo.recording.format import (
     Costed,
     Forgotten,
     Header,
+    Limited,
+    LoadBegan,
+    LoadEnded,
     Marked,
     Outcome,
     Prepared,
@@ -61,7 +64,19 @@ class ReplayedCommit(NamedTuple):
     candidates: dict[tuple[str, int, int], Candidates]  # of beams: request, place in its group, tokens so far
 
 
-Happening = Arrived | Aborted | Forgotten | Prepared | Costed | Marked | ReplayedPlan | ReplayedCommit
+Happening = (
+    Arrived
+    | Aborted
+    | Forgotten
+    | Prepared
+    | Costed
+    | Limited
+    | LoadBegan
+    | LoadEnded
+    | Marked
+    | ReplayedPlan
+    | ReplayedCommit
+)
 
 
 def prompt_token(first_sequence: int) -> int:
@@ -134,6 +149,7 @@ class Replay:
             swap_min_tokens=report.page_size,
             policy=POLICIES[report.scheduling_policy],
             stall_limit=StallLimit.of(report.max_inter_token_ms),
+            num_stages=report.num_stages,
         )
         self._records = recording.records
         self.sources: dict[str, GenerateRequest] = {}  # the request of the Arrived that was yielded last
@@ -181,6 +197,15 @@ class Replay:
                     self._start_all(self.scheduler.prepared([record.grammar]).jobs)
                 case Costed():
                     self.scheduler.learn(record.costs)
+                    yield record
+                case LoadBegan():
+                    self.cache.begin_load(record.ticket, record.held, record.count)
+                    yield record
+                case LoadEnded():
+                    self.cache.end_load(record.ticket, record.count, record.keys)
+                    yield record
+                case Limited():
+                    self.cache.pool.limit_touched(record.num_warm)
                     yield record
                 case Marked():
                     self._num_rows, self.cache._head = -1, (-1, 0, [])

@@ -48,7 +48,7 @@ class SimulatedRun:
         self._cache.known, self._cache.has_recorded_keys = learned.keys, not header.with_tokens
         self._scheduler = Scheduler(
             self._cache, settings.max_num_seqs, settings.max_num_batched_tokens, report.page_size,
-            POLICIES[settings.scheduling_policy], StallLimit.of(settings.max_inter_token_ms),
+            POLICIES[settings.scheduling_policy], StallLimit.of(settings.max_inter_token_ms), report.num_stages,
         )  # fmt: skip
         self._scheduler.learn(pace)
         self._now = learned.start
@@ -72,7 +72,7 @@ class SimulatedRun:
                 flight.append(planned)
             elif not flight and not planned.returned and not self._wait():
                 break  # nothing will ever change
-            while len(flight) > self._learned.depth or (flight and is_empty):
+            for _ in range(max(len(flight) - self._learned.depth, int(is_empty and bool(flight)))):
                 self._commit(flight.popleft())
         tally.end(scheduler)
         tally.queried_tokens, tally.hit_tokens = self._cache.queried_tokens, self._cache.hit_tokens

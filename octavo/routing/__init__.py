@@ -3,6 +3,6 @@ Pure: no clock, no sockets. Equal inputs give equal choices."""
 
 from octavo.routing.policy import POLICIES
 from octavo.routing.prefix_index import PrefixIndex
-from octavo.routing.router import Choice, Router
+from octavo.routing.router import Choice, PageScheme, Router
 
-__all__ = ["POLICIES", "Choice", "PrefixIndex", "Router"]
+__all__ = ["POLICIES", "Choice", "PageScheme", "PrefixIndex", "Router"]

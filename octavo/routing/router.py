@@ -1,6 +1,7 @@
 """Router: chooses a replica for each request, and follows what replicas report. It holds no socket and reads no clock: its owner
 passes on messages, and tells it when replicas come and go."""
 
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -22,6 +23,13 @@ class Choice(NamedTuple):
     seconds: float  # of work that waits there before it
 
 
+class PageScheme(NamedTuple):
+    """How a replica names its pages. Replicas of one fingerprint name them alike."""
+
+    root: bytes
+    page_size: int
+
+
 class Router:
     def __init__(
         self,
@@ -32,10 +40,11 @@ class Router:
         origin: int = 0,
         num_pages: int = 0,
     ) -> None:
-        """`root`: of the replicas' page keys. `saturation`: seconds of work. `origin`: this router's number among several; they begin
+        """`root`, `page_size`: of the page keys of replicas that do not say otherwise. `saturation`: seconds of work. `origin`: this router's number among several; they begin
         their turns at different replicas. `num_pages`: of the whole fleet, to make room at once."""
         self.index = PrefixIndex(num_pages)
-        self._root, self._page_size = root, page_size
+        self._pages = PageScheme(root, page_size)
+        self._schemes: dict[int, PageScheme] = {}  # by replica
         self._policy, self._saturation, self._origin = policy, saturation, origin
         self._loads: dict[int, Load] = {}
         self._chosen: dict[int, int] = {}  # replica → the choice at which it was chosen last
@@ -43,11 +52,12 @@ class Router:
 
     # ── replicas ──
 
-    def join(self, replica: int, epoch: int) -> None:
+    def join(self, replica: int, epoch: int, scheme: PageScheme | None = None) -> None:
         """A replica takes requests from now on. One that was there before is another now: what it held, and what was sent there, is gone."""
         assert replica >= 0
         self.index.open(replica, epoch)
         self._loads[replica] = Load()
+        self._schemes[replica] = scheme or self._pages
         # Before its first request a replica's place among the others is by its number and the router's, so that several routers do not
         # begin with the same one.
         digest = blake2b(b"%d %d" % (self._origin, replica), digest_size=4).digest()
@@ -57,6 +67,7 @@ class Router:
         """It gets no more requests, and what it still says is not believed."""
         self.index.close(replica)
         self._loads.pop(replica, None)
+        self._schemes.pop(replica, None)
         self._chosen.pop(replica, None)
 
     @property
@@ -85,33 +96,37 @@ class Router:
 
     # ── requests ──
 
-    def route(self, request_id: str, prompt: list[int]) -> Choice | None:
-        """Choose a replica. Its work counts there at once. None: there is none."""
-        if not self._loads:
+    def route(self, request_id: str, prompt: list[int], among: Collection[int] | None = None) -> Choice | None:
+        """Choose a replica. Its work counts there at once. `among`: those that may be chosen; None: all. None: there is none."""
+        loads = self._loads if among is None else {each: self._loads[each] for each in among if each in self._loads}
+        if not loads:
             return None
-        pages = page_ids(keys_of(self._root, prompt, self._page_size))
-        held = self.index.held(pages)
-        options = self._options(len(prompt), held)
-        option, reason = self._policy(options, self._saturation)
+        schemes = self._schemes
+        by_scheme = {scheme: page_ids(keys_of(scheme.root, prompt, scheme.page_size)) for scheme in {*schemes.values()}}
+        held: dict[int, int] = {}
+        for pages in by_scheme.values():
+            held |= self.index.held(pages)  # no page has a name in two schemes
+        option, reason = self._policy(self._options(len(prompt), held, loads), self._saturation)
         self._num_choices += 1
         self._chosen[option.replica] = self._num_choices
-        num_held = option.num_held * self._page_size
+        scheme = schemes[option.replica]
+        num_held = option.num_held * scheme.page_size
         self._loads[option.replica].send(len(prompt) - num_held)
-        self.index.expect(request_id, pages, option.replica, option.num_held)
+        self.index.expect(request_id, by_scheme[scheme], option.replica, option.num_held)
         return Choice(option.replica, reason, num_held, option.seconds)
 
     def settle(self, request_id: str) -> None:
         """Its first token has come, or it has ended. Until then, its pages count as held where it was sent."""
         self.index.settle(request_id)
 
-    def _options(self, prompt_len: int, held: dict[int, int]) -> list[Option]:
-        slowest, page_size, chosen = self._slowest(), self._page_size, self._chosen
+    def _options(self, prompt_len: int, held: dict[int, int], loads: Mapping[int, Load]) -> list[Option]:
+        slowest, schemes, chosen = self._slowest(), self._schemes, self._chosen
         new = tuple.__new__  # half the time of calling Option; a decision over many replicas makes many
         options = []
-        for replica, load in self._loads.items():
+        for replica, load in loads.items():
             pace = load.report.seconds_per_token or slowest
             num_held = held.get(replica, 0)
-            own = (prompt_len - num_held * page_size) * pace
+            own = (prompt_len - num_held * schemes[replica].page_size if num_held else prompt_len) * pace
             options.append(
                 new(Option, (load.num_tokens * pace, load.num_open, chosen[replica], own, num_held, replica))
             )

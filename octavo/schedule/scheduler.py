@@ -1,5 +1,5 @@
 """Continuous batching, first come first served: plan() decides a step, commit() takes in what it sampled. One plan may be in flight
-while the next is made.
+while the next is made; where plans go through several stages, as many as there are stages.
 
 The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
 A prompt token whose logprobs are wanted takes as much of the budget as several others.
@@ -11,7 +11,9 @@ Its other sequences are younger than all primaries, and give way: a primary is a
 A request whose grammar is not ready stays out of the queue, and enters it at its own place once the grammar is.
 A request for a vector ends when its prompt is computed; some must be computed whole, in one step.
 A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step.
-A row whose mask was late has sampled nothing: it computes its last token again, in a later step, and samples after that."""
+A row whose mask was late has sampled nothing: it computes its last token again, in a later step, and samples after that.
+With several stages (pipeline parallelism) the first one does not see what the last one samples: a row that waits for a token is in no
+other plan, and the running rows are spread over the plans in flight, so that every stage has one (decision 045)."""
 
 import math
 from bisect import bisect
@@ -23,6 +25,7 @@ import msgspec
 
 from octavo.cache import Growth, KVCache
 from octavo.messages import (
+    NO_INPUT,
     Candidates,
     Entering,
     Finish,
@@ -66,9 +69,10 @@ class Scheduler:
         swap_min_tokens: int = 0,
         policy: Policy = arrival,
         stall_limit: StallLimit | None = None,
+        num_stages: int = 1,
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped. `stall_limit`: None:
-        a step may take any time."""
+        a step may take any time. `num_stages`: that every plan goes through; as many plans may be in flight while the next is made."""
         assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
         self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
         self.swap_min_tokens = swap_min_tokens
@@ -86,8 +90,10 @@ class Scheduler:
         self._next_sequence = 0
         self.num_steps = 0  # plans that are to be carried out, so far
         self.stall_limit = stall_limit
+        self.num_stages = num_stages
         self.costs: StepCosts | None = None  # None: not known yet
         self._allowance: PromptAllowance | None = None  # of the plan that is being made; None: it has no prompts yet
+        self._num_decodes = self._most_decodes = 0  # rows of that plan that compute one token; only with several stages
 
     # ── verbs ──
 
@@ -162,7 +168,9 @@ class Scheduler:
         draft = StepPlan(self.num_steps, [], [], [], [], [], [], [], [], [], [], [])
         planned = Planned(draft, [], [], [], [], [], [])
         resting: list[Request] = []
-        self._allowance = None
+        self._allowance, self._num_decodes = None, 0
+        if self.num_stages > 1:
+            self._most_decodes = self._share_of_rows()
         self._plan_in_order(draft, planned, resting)
         if resting and not planned.returned and not draft.rows and not self._in_flight:
             self._plan_late(resting[: self.max_step_tokens], draft, planned)
@@ -327,6 +335,7 @@ class Scheduler:
     ) -> int:
         """Advance requests that run, oldest first. Returns the budget left."""
         search: BeamGroup | None = None  # the last that was planned: its beams are next to each other
+        is_pipelined = self.num_stages > 1
         for request in running:
             if budget == 0:
                 break
@@ -337,6 +346,8 @@ class Scheduler:
             if request.row < 0 or length >= request.max_len or count == 0:
                 continue
             cost = count
+            if is_pipelined and count == 1 and not self._has_turn(request):
+                continue
             if count > 1:
                 if isinstance(request.special, BeamGroup):
                     if request.special is not search:
@@ -373,6 +384,24 @@ class Scheduler:
             self._issue(request, count, draft, planned)
             budget -= cost
         return budget
+
+    def _has_turn(self, request: Request) -> bool:
+        """Whether a row that computes one token may be in this plan, where plans go through several stages. Not if the token is on its
+        way; nor if the plan has its share of the rows, so that the next plan has some, too.
+
+        A row that is left out for that is in one of the next `num_stages` plans: no other row has two turns meanwhile, and all of these
+        plans together have room for every row."""
+        if isinstance(request.special, BeamGroup):
+            return True  # a search advances as a whole
+        return not request.pending and self._num_decodes < self._most_decodes
+
+    def _share_of_rows(self) -> int:
+        """How many rows that compute one token a plan may have: its share of all that run and, until as many plans are in flight as
+        there are stages, of those that are not in one of them."""
+        rows = self.rows.running
+        num_ready = sum(not request.pending and request.length - request.computed == 1 for request in rows)
+        num_missing = max(1, self._num_turns - len(self._in_flight))  # plans, with this one
+        return min(-(-len(rows) // self._num_turns), -(-num_ready // num_missing))
 
     def _plan_late(self, resting: list[Request], draft: StepPlan, planned: Planned) -> None:
         """Advance requests that would sit out this plan: there is nothing else to compute."""
@@ -431,6 +460,8 @@ class Scheduler:
         """Give the request (and the beams of its search) rows, and pages for every token it has."""
         # A prompt that must be computed whole waits for a step that has room for all of it; none overtakes it meanwhile.
         if budget < (request.length if request.needs_one_step else 1):
+            return "budget"
+        if request.pending and self.num_stages > 1:  # it was preempted, and its last token is still in a later stage
             return "budget"
         beams = request.special if isinstance(request.special, BeamGroup) else None
         others = [] if beams is None else beams.others
@@ -502,6 +533,8 @@ class Scheduler:
             num_rows = num_streams = context = 0
             for request in self.rows.running:
                 is_planned, length = request.row in planned, len(request.tokens) + request.pending
+                if request.pending and not is_planned and self.num_stages > 1:  # in another plan
+                    continue
                 if is_planned or (length - request.computed == 1 and length < request.max_len):
                     num_rows += 1
                     context += request.computed - is_planned
@@ -514,8 +547,15 @@ class Scheduler:
                 self._allowance = PromptAllowance(NO_COSTS, math.inf, 0.0, tokens // UNKNOWN_PART)
             else:
                 seconds = costs.seconds(StepShape(num_rows, 0, context, 0))
-                self._allowance = PromptAllowance(costs, stall_limit.within(costs, seconds), seconds, tokens)
+                # A stream gets a token from one of the plans in flight, and every one of them may have prompts.
+                limit = stall_limit.within(costs, seconds * self._num_turns) / self._num_turns
+                self._allowance = PromptAllowance(costs, limit, seconds, tokens)
         return self._allowance
+
+    @property
+    def _num_turns(self) -> int:
+        """Plans from one token of a row to the next."""
+        return 1 if self.num_stages == 1 else self.num_stages + 1
 
     def _issue(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> None:
         start = request.computed
@@ -527,6 +567,10 @@ class Scheduler:
         draft.samples.append(samples)
         planned.requests.append(request)
         planned.epochs.append(request.epoch)
+        if self.num_stages > 1:
+            has_input = start >= request.prompt_len and not isinstance(request.special, BeamGroup)
+            draft.inputs.append(request.tokens[start] if has_input else NO_INPUT)
+            self._num_decodes += count == 1
         request.computed = end
         if samples:
             request.pending += 1

@@ -23,11 +23,11 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from octavo.client.client import ZmqClient
+from octavo.client.client import EngineClient, ZmqClient
 from octavo.client.inflight_limit import InflightLimit
 from octavo.errors import ConfigError, EngineDead
 from octavo.ipc.heartbeat import Heartbeat
-from octavo.ipc.launch import ApiLaunch
+from octavo.ipc.launch import ApiLaunch, tell_supervisor
 from octavo.ipc.memory_trim import drop_library_pages, keep_one_heap, trim_heap
 from octavo.ipc.stderr import settle_standard_error
 from octavo.ipc.subprocesses import signal_at_parents_end
@@ -97,14 +97,7 @@ async def _run(launch: ApiLaunch) -> int:
     drop_library_pages()  # read by imports; pages that serving needs fault back while the engine loads
     folder = Path(launch.reply_address.removeprefix("ipc://")).parent
     stop = StopRequest(folder)
-    heartbeat = Heartbeat(launch.heartbeat_fd) if launch.heartbeat_fd >= 0 else None
-    limits, inflight_limit = launch.config.scheduler, None
-    if heartbeat is not None:
-        most = (limits.max_waiting_requests, limits.max_waiting_tokens)
-        inflight_limit = InflightLimit(heartbeat, launch.origin, *most, launch.num_servers)
-    client = ZmqClient(
-        launch.engine_address, launch.reply_address, launch.origin, launch.supervisor_address, heartbeat, inflight_limit
-    )
+    client = _client(launch)
     try:
         preparing = prepare(client, launch.model_path, launch.model_name, launch.config, launch.default_sampling)
         app = await _unless_stopped(stop, preparing)
@@ -123,6 +116,31 @@ async def _run(launch: ApiLaunch) -> int:
         client.close()
         if stop.abandoned.is_set():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _client(launch: ApiLaunch) -> EngineClient:
+    limits = launch.config.scheduler
+    most = (limits.max_waiting_requests, limits.max_waiting_tokens)
+    if launch.fleet_secret:
+        from octavo.client.fleet import FleetClient  # it brings numpy, which one engine needs no router for
+
+        return FleetClient(
+            launch.config.fleet,
+            launch.replicas,
+            launch.fleet_secret,
+            launch.origin,
+            launch.supervisor_address,
+            launch.heartbeat_fd,
+            most,
+            launch.num_servers,
+            tell_supervisor,
+        )
+    heartbeat = Heartbeat(launch.heartbeat_fd) if launch.heartbeat_fd >= 0 else None
+    inflight_limit = None
+    if heartbeat is not None:
+        inflight_limit = InflightLimit(heartbeat, launch.origin, *most, launch.num_servers)
+    addresses = (launch.engine_address, launch.reply_address)
+    return ZmqClient(*addresses, launch.origin, launch.supervisor_address, heartbeat, inflight_limit)
 
 
 async def _unless_stopped(stop: StopRequest, work: Coroutine[Any, Any, FastAPI]) -> FastAPI | None:

@@ -8,20 +8,32 @@ import contextlib
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from octavo.ipc.heartbeat import Heartbeat
-from octavo.ipc.launch import ApiLaunch
+from octavo.ipc.launch import ApiLaunch, ReplicaAddress
 from octavo.ipc.subprocesses import spawn
 from octavo.messages import EngineStarted, FromSupervisor, ServerGone
 from octavo.supervisor.acceptor import Acceptor
+from octavo.supervisor.launcher import LineReader
 from octavo.supervisor.watchdog import Restarts, ServerWatch
 
 API_MODULE = "octavo.server.process"  # tests replace it by the same process with a planted fault
 _LINGER_MS = 1000
+
+
+class EngineAddress(NamedTuple):
+    """Where an engine listens."""
+
+    replica: int
+    epoch: int  # number of the engine among all of the server's
+    address: str
+    is_lost: bool = False  # it has ended, and another one follows
 
 
 class ApiProcess:
@@ -37,6 +49,7 @@ class ApiProcess:
         self.is_ready = False
         self.restart_at: float | None = None
         self.channel: socket.socket | None = None  # passes connections; the acceptor owns it once it is ready
+        self.output: LineReader | None = None
 
     def close_channel(self) -> None:
         """Close the channel of a process that never became ready."""
@@ -75,10 +88,17 @@ class ApiProcesses:
         return [slot.process for slot in self.slots if slot.process is not None]
 
     @property
+    def origins(self) -> set[int]:
+        """Numbers of the processes that run."""
+        return {slot.origin for slot in self.slots if not slot.has_ended}
+
+    @property
     def has_ended(self) -> bool:
         return all(slot.has_ended for slot in self.slots)
 
-    def start(self, slot: ApiProcess, engine_address: str, num_engines: int) -> subprocess.Popen[bytes]:
+    def start(self, slot: ApiProcess, engines: Sequence[EngineAddress], is_fleet: bool) -> subprocess.Popen[bytes]:
+        """`engines`: the current ones. Without a fleet there is one; a fleet may have none for a moment."""
+        first = engines[0] if engines else EngineAddress(0, 0, "")
         slot.number += 1
         slot.is_ready, slot.restart_at, slot.started, slot.kill_reason = False, None, time.monotonic(), ""
         self._heartbeat.forget(slot.origin)
@@ -88,8 +108,15 @@ class ApiProcesses:
             self._template,
             fd=channel.fileno(),
             origin=slot.origin,
-            engine_address=engine_address,
-            reply_address=self._reply_address(slot, num_engines),
+            engine_address=first.address,
+            reply_address=self.reply_address(slot, first.epoch),
+            replicas=[
+                ReplicaAddress(
+                    each.replica, each.epoch, each.address, self.reply_address(slot, each.epoch), each.is_lost
+                )
+                for each in engines
+                if is_fleet
+            ],
             supervisor_address=f"ipc://{self._folder}/notices-{slot.origin}-{slot.number}",
         )
         if slot.notices is not None:
@@ -98,6 +125,8 @@ class ApiProcesses:
         slot.notices.set_hwm(0)
         slot.notices.connect(launch.supervisor_address)
         slot.process = spawn(API_MODULE, launch, pass_fds=(channel.fileno(), launch.heartbeat_fd))
+        assert slot.process.stdout is not None
+        slot.output = LineReader(slot.process.stdout.fileno())
         channel.close()
         return slot.process
 
@@ -134,15 +163,16 @@ class ApiProcesses:
         for slot in self.slots:
             self._send(slot, notice)
 
-    def announce_engine(self, engine_address: str, num_engines: int) -> None:
+    def announce_engine(self, engine: EngineAddress) -> None:
         for slot in self.slots:
-            self._send(slot, EngineStarted(engine_address, self._reply_address(slot, num_engines)))
+            reply_address = self.reply_address(slot, engine.epoch)
+            self._send(slot, EngineStarted(engine.address, reply_address, engine.replica, engine.epoch))
 
-    def announce_end(self, slot: ApiProcess, engine_address: str, num_engines: int) -> None:
+    def announce_end(self, slot: ApiProcess, engine: EngineAddress) -> None:
         """Tell the engine that this process has ended, so that it aborts the process's requests."""
         socket = self._context.socket(zmq.PUSH)
-        socket.connect(engine_address)
-        socket.send(msgspec.msgpack.encode(ServerGone(slot.origin, self._reply_address(slot, num_engines))))
+        socket.connect(engine.address)
+        socket.send(msgspec.msgpack.encode(ServerGone(slot.origin, self.reply_address(slot, engine.epoch))))
         socket.close(linger=_LINGER_MS)
 
     def terminate(self) -> None:
@@ -159,5 +189,5 @@ class ApiProcesses:
         if not slot.has_ended:  # its successor gets the current addresses in its launch
             slot.notices.send(msgspec.msgpack.encode(notice))
 
-    def _reply_address(self, slot: ApiProcess, num_engines: int) -> str:
-        return f"ipc://{self._folder}/api-{slot.origin}-{slot.number}-{num_engines}"
+    def reply_address(self, slot: ApiProcess, epoch: int) -> str:
+        return f"ipc://{self._folder}/api-{slot.origin}-{slot.number}-{epoch}"

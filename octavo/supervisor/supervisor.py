@@ -1,33 +1,43 @@
 """The supervisor of `octavo serve`: starts the API processes and the engine, restarts them when they end, stops them in order."""
 
-import contextlib
 import logging
 import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import zmq
 
-from octavo.config import AUTO, Config, ServerConfig, without_keys
+from octavo.config import AUTO, MAX_REPLICAS, Config, ServerConfig, without_keys
+from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
 from octavo.ipc.heartbeat import Heartbeat, shared_memory
-from octavo.ipc.launch import ApiLaunch, EngineLaunch
+from octavo.ipc.launch import ApiLaunch, EngineLaunch, FleetMember
 from octavo.ipc.memory_trim import drop_library_pages
 from octavo.ipc.stderr import hold_standard_streams, settle_standard_error
-from octavo.ipc.subprocesses import describe_exit, spawn
-from octavo.messages import EngineGone, EngineLost, EngineReport
+from octavo.ipc.subprocesses import describe_exit
+from octavo.messages import (
+    EngineGone,
+    EngineLost,
+    EngineReport,
+    FleetChanged,
+    FleetState,
+    ReplicaDrains,
+    ReplicaIdle,
+    ScaleFleet,
+    ServerReady,
+    ToSupervisor,
+)
 from octavo.observe import logs
-from octavo.observe.history import history_memory
-from octavo.recording.crash_files import CrashFiles
 from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit
-from octavo.supervisor.api_processes import ApiProcess, ApiProcesses
+from octavo.supervisor.api_processes import ApiProcess, ApiProcesses, EngineAddress
+from octavo.supervisor.autoscale import Autoscale
+from octavo.supervisor.launcher import Launcher, LocalLauncher
 from octavo.supervisor.listen import (
     access_note,
     cannot_listen,
@@ -38,13 +48,16 @@ from octavo.supervisor.listen import (
     url_of,
 )
 from octavo.supervisor.memory_report import budget_lines
+from octavo.supervisor.replica import Replica
 from octavo.supervisor.runtime_dir import RuntimeDir, ServerRecord, files_folder, remove_abandoned, write_record
-from octavo.supervisor.watchdog import LOOK_SECONDS, Restarts, Watch, for_clients
+from octavo.supervisor.shares import gpus, own_cores, share_of
+from octavo.supervisor.watchdog import LOOK_SECONDS, CommonRequests, for_clients
 from octavo.weights.sources.source import ModelSource, resolve
 
 log = logging.getLogger("octavo.supervisor")
 
 BACKLOG = 2048
+STOP_SECONDS = 5.0  # that a drained engine has to end
 ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front replaces it by the same process without a model
 
 
@@ -86,13 +99,18 @@ def serve(config: Config) -> int:
         settle_standard_error()
 
 
-def _serve(config: Config, listener: socket.socket, started: float) -> int:
-    source = resolve(
+def find_model(config: Config) -> ModelSource:
+    """Find the model's files, or download them. Raises ConfigError."""
+    return resolve(
         config.model.model,
         config.model.revision,
         allow_missing_weights=config.model.load_format == "dummy",
         download_dir=config.model.download_dir,
     )
+
+
+def _serve(config: Config, listener: socket.socket, started: float) -> int:
+    source = find_model(config)
     remove_abandoned()
     folder = RuntimeDir()
     acceptor = Acceptor(listener)
@@ -120,27 +138,31 @@ class _Supervisor:
         self._listener, self._acceptor = listener, acceptor
         self._served_name = config.model.name_of(source.name)
         self._num_servers = config.server.num_api_processes(usable_cores())
-        self._engine: subprocess.Popen[bytes] | None = None
+        self._is_fleet = config.fleet.is_fleet
+        self._secret = os.urandom(32)
+        self._launcher: Launcher = LocalLauncher()
         self._num_engines = 0
-        self._engine_started = 0.0
-        self._is_engine_ready = False
-        self._engine_ready_at = 0.0
-        self._was_engine_ready = False  # the current engine or an earlier one
         self._has_served = False
-        self._restarts = Restarts(config.server.max_engine_restarts)
-        self._restart_at: float | None = None
-        self._kill_reason = ""  # why we killed the engine; empty: we did not
         self._drain_until: float | None = None  # None: not draining
-        self._close_until: float | None = None  # None: the engine has not been asked to stop
+        self._close_until: float | None = None  # None: the engines have not been asked to stop
         self._exit_code: int | None = None  # None: not stopping
         self._is_over = False
-        self._heartbeat_fd = shared_memory()
-        self._heartbeat = Heartbeat(self._heartbeat_fd)
-        self._history_fd = history_memory()
-        self._watch = Watch(self._heartbeat, config.server.step_timeout)
-        self._crash_files = CrashFiles(config.recorder)
+        self._heartbeat_fd = shared_memory(MAX_REPLICAS if self._is_fleet else 1)
+        self._heartbeat = Heartbeat(self._heartbeat_fd)  # the first replica's block has the words of the server, too
+        self._common = CommonRequests()
         self._selector = selectors.DefaultSelector()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._replicas: dict[int, Replica] = {}
+        self._announced: FleetState | None = None
+        self._target = config.fleet.first_replicas
+        self._to_restart: list[int] = []  # replicas that are to be started again, one after the other
+        self._note = ""  # about the fleet, for people
+        self._autoscale: Autoscale | None = None
+        if config.fleet.max_replicas:
+            limits = (config.fleet.least_replicas, config.fleet.max_replicas)
+            self._autoscale = Autoscale(*limits, config.fleet.saturation_seconds)
+        for number in range(self._target):
+            self._add_replica(number)
         template = ApiLaunch(
             config,
             -1,
@@ -152,6 +174,7 @@ class _Supervisor:
             dict(source.default_sampling),
             heartbeat_fd=self._heartbeat_fd,
             num_servers=self._num_servers,
+            fleet_secret=self._secret if self._is_fleet else b"",
         )
         self._api_processes = ApiProcesses(
             self._num_servers, template, acceptor, folder, self._context, self._heartbeat
@@ -162,28 +185,32 @@ class _Supervisor:
 
     def __exit__(self, *exc_info: object) -> None:
         """Kill and reap every process, and release the shared memory and the recordings."""
-        for process in self._all():
+        for process in self._api_processes.processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        for replica in self._replicas.values():
+            replica.kill()
         self._context.destroy(linger=0)
         self._selector.close()
+        for replica in self._replicas.values():
+            replica.close()
         self._heartbeat.close()
         os.close(self._heartbeat_fd)
-        os.close(self._history_fd)
-        self._crash_files.close(self._num_engines)
 
     def run(self, signals: socket.socket, started: float) -> int:
         self._started = started
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(len(signals.recv(64))))
-        self._start_engine()
+        for replica in self._replicas.values():
+            self._start_engine(replica)
         for slot in self._api_processes.slots:
             self._start_server(slot)
-        drop_library_pages()  # while the engine loads
+        drop_library_pages()  # while the engines load
         while not self._is_over:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 key.data()
             self._look()
+            self._announce_fleet()
         assert self._exit_code is not None
         if self._exit_code in (0, 3):
             self._say("stopped" if self._exit_code == 0 else "stopped; some requests were cut off")
@@ -191,73 +218,101 @@ class _Supervisor:
 
     # ── starting ──
 
-    def _start_engine(self) -> None:
+    def _add_replica(self, number: int) -> Replica:
+        share = None
+        if self._is_fleet:
+            most = self._config.fleet.max_replicas or self._config.fleet.first_replicas
+            share = share_of(self._config, number, most, gpus(), own_cores())
+        replica = self._replicas[number] = Replica(number, self._config, self._heartbeat_fd, share)
+        return replica
+
+    def _start_engine(self, replica: Replica) -> None:
         self._num_engines += 1
-        self._restart_at = None
-        self._is_engine_ready = False
-        self._engine_started = time.monotonic()
+        epoch, share = self._num_engines, replica.share
+        member = None
+        if share is not None:
+            member = FleetMember(replica.number, self._secret, share.cores)
+        ring_fds = replica.crash_files.ring_fds
         launch = EngineLaunch(
-            without_keys(self._config),
+            without_keys(self._config if share is None else share.config),
             str(self._source.path),
             self._source.kind,
             self._source.name,
             self._served_name,
-            self._engine_address(),
+            self._address_of(epoch),
             self._num_servers,
             self._heartbeat_fd,
-            self._num_engines,
-            str(self._crash_files.live_folder or ""),
-            ring_fd=next(iter(self._crash_files.ring_fds), -1),
-            history_fd=self._history_fd,
+            epoch,
+            str(replica.crash_files.live_folder or ""),
+            ring_fd=next(iter(ring_fds), -1),
+            history_fd=replica.history_fd,
+            member=member,
         )
-        inherited = (self._heartbeat_fd, self._history_fd, *self._crash_files.ring_fds)
-        self._engine = spawn(ENGINE_MODULE, launch, pass_fds=inherited)
-        self._listen_to(self._engine, self._on_engine_output)
+        inherited = (self._heartbeat_fd, replica.history_fd, *ring_fds)
+        environment = {} if share is None else share.environment
+        engine = self._launcher.start(ENGINE_MODULE, launch, inherited, environment)
+        replica.begin(engine, epoch)
+        self._selector.register(engine.fileno(), selectors.EVENT_READ, partial(self._on_engine_output, replica))
 
     def _start_server(self, slot: ApiProcess) -> None:
-        server = self._api_processes.start(slot, self._engine_address(), self._num_engines)
-        self._listen_to(server, partial(self._on_server_output, slot))
-
-    def _listen_to(self, process: subprocess.Popen[bytes], on_output: Callable[[], None]) -> None:
-        assert process.stdout is not None
-        self._selector.register(process.stdout, selectors.EVENT_READ, on_output)
+        engines = [
+            EngineAddress(each.number, each.epoch, self._address_of(each.epoch), each.restart_at is not None)
+            for each in self._replicas.values()
+            if not (each.has_failed or each.after_drain)
+        ]
+        server = self._api_processes.start(slot, engines, self._is_fleet)
+        assert server.stdout is not None
+        self._selector.register(server.stdout, selectors.EVENT_READ, partial(self._on_server_output, slot))
+        self._announced = None  # it wants to know the fleet
 
     # ── what happens ──
 
-    def _on_engine_output(self) -> None:
-        """Handle the engine's standard output: one line, its report, when it is ready; then its end."""
-        assert self._engine is not None and self._engine.stdout is not None
-        line = self._engine.stdout.readline()
-        if not line:
-            self._selector.unregister(self._engine.stdout)
-            return self._engine_ended(self._engine.wait())
-        self._is_engine_ready, self._engine_ready_at = True, time.monotonic()
-        if self._was_engine_ready:
-            self._say(f"the engine is back after {time.monotonic() - self._engine_started:.1f} s")
-            return
-        self._was_engine_ready = True
-        # Not earlier: until the engine is ready, connections are refused at once. Not later: if the port was taken since it
+    def _on_engine_output(self, replica: Replica) -> None:
+        """Handle an engine's standard output: one line, its report, when it is ready; then its end."""
+        assert replica.engine is not None
+        lines = replica.engine.read_lines()
+        if lines is None:
+            self._selector.unregister(replica.engine.fileno())
+            return self._engine_ended(replica, replica.engine.wait())
+        for line in lines:
+            self._engine_ready(replica, msgspec.json.decode(line, type=EngineReport))
+        return None
+
+    def _engine_ready(self, replica: Replica, report: EngineReport) -> None:
+        was_ready = replica.was_ready
+        replica.is_ready = replica.was_ready = True
+        replica.ready_at = time.monotonic()
+        seconds = replica.ready_at - replica.started
+        if was_ready:
+            return self._say(f"{self._name(replica)} is back after {seconds:.1f} s")
+        if self._has_served or any(not each.was_ready for each in self._replicas.values()):
+            return self._say(f"replica {replica.number} is ready after {seconds:.1f} s")
+        # Not earlier: until all engines are ready, connections are refused at once. Not later: if the port was taken since it
         # was bound, this is where we find out.
         try:
             self._acceptor.open(BACKLOG)
         except OSError as error:
             raise cannot_listen(self._config.server.host, self._config.server.port, error) from None
         self._say(f"model {self._served_name} from {self._source.path}")
-        for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
+        if self._is_fleet:
+            self._say(f"replicas: {len(self._replicas)} (--data-parallel-size), each as follows")
+            for each in self._replicas.values():
+                self._say(f"replica {each.number}: {each.state.place}")
+        for text in budget_lines(report):
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
-        self._say(self._crash_files.status_line)
+        self._say(replica.crash_files.status_line)
         if note := access_note(self._config.server):
             log.warning("%s", note)
-        self._say_if_ready()
+        return self._say_if_ready()
 
     def _on_server_output(self, slot: ApiProcess) -> None:
-        assert slot.process is not None and slot.process.stdout is not None
-        if slot.process.stdout.readline():
-            self._api_processes.mark_ready(slot)
-            if self._has_served:
-                self._say(f"API process {slot.origin} is back after {time.monotonic() - slot.started:.1f} s")
-            return self._say_if_ready()
+        assert slot.process is not None and slot.process.stdout is not None and slot.output is not None
+        lines = slot.output.read()
+        if lines is not None:
+            for line in lines:
+                self._on_server_line(slot, line)
+            return
         self._selector.unregister(slot.process.stdout)
         code = slot.process.wait()
         if self._exit_code is None:
@@ -265,7 +320,21 @@ class _Supervisor:
         elif self._exit_code == 0 and code and slot.is_ready:  # one that was still starting had no requests
             self._exit_code = 3
         if self._exit_code is not None and self._api_processes.has_ended:
-            self._close_engine()
+            self._close_engines()
+
+    def _on_server_line(self, slot: ApiProcess, line: bytes) -> None:
+        match msgspec.json.decode(line, type=ToSupervisor):
+            case ServerReady():
+                self._api_processes.mark_ready(slot)
+                if self._has_served:
+                    self._say(f"API process {slot.origin} is back after {time.monotonic() - slot.started:.1f} s")
+                self._say_if_ready()
+            case ReplicaIdle() as idle:
+                replica = self._replicas.get(idle.replica)
+                if replica is not None and replica.epoch == idle.epoch:
+                    replica.busy_origins.discard(slot.origin)
+            case ScaleFleet() as asked:
+                self._scale(asked)
 
     def _server_ended(self, slot: ApiProcess, code: int) -> None:
         """Restart an API process that ended on its own, or stop the server. Its connections have closed with it; the other API
@@ -282,70 +351,212 @@ class _Supervisor:
         self._say_error(f"{message}: its connections are closed; starting another")
         cause = "start" if not slot.is_ready else "hung" if slot.kill_reason else "killed" if code < 0 else "failed"
         self._heartbeat.count_restart("api", cause)
-        if self._engine is not None and self._engine.poll() is None:
-            self._api_processes.announce_end(slot, self._engine_address(), self._num_engines)
+        for replica in self._replicas.values():
+            replica.busy_origins.discard(slot.origin)
+            if replica.runs:
+                address = EngineAddress(replica.number, replica.epoch, self._address_of(replica.epoch))
+                self._api_processes.announce_end(slot, address)
         slot.is_ready = False
         slot.restart_at = time.monotonic() + delay
 
-    def _engine_ended(self, code: int) -> None:
+    def _engine_ended(self, replica: Replica, code: int) -> None:
         if self._close_until is not None:
-            self._is_over = True
+            self._is_over = not any(each.runs for each in self._replicas.values())
             return
-        if not self._was_engine_ready and code == 2:  # a start-up error, which it has logged
+        if not replica.was_ready and not self._has_served and code == 2:  # a start-up error, which it has logged
             self._exit_code, self._is_over = 2, True
             return
-        message = self._kill_reason or f"the engine ended unexpectedly ({describe_exit(code)})"
+        if replica.is_stopping:
+            return self._drained(replica)
+        name = self._name(replica)
+        message = replica.kill_reason or f"{name} ended unexpectedly ({describe_exit(code)})"
         cause = (
-            "start"
-            if not self._is_engine_ready
-            else "hung"
-            if self._kill_reason
-            else "killed"
-            if code < 0
-            else "failed"
+            "start" if not replica.is_ready else "hung" if replica.kill_reason else "killed" if code < 0 else "failed"
         )
-        self._kill_reason = ""
+        replica.kill_reason = ""
         self._say_error(message)
-        self._crash_files.seal_in_background(self._num_engines)
-        delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
+        replica.crash_files.seal_in_background(replica.epoch)
+        now = time.monotonic()
+        delay = replica.restarts.delay(now, replica.is_ready) if replica.was_ready else None
         if delay is None:
-            why = f"; it is not restarted: {self._restarts.why_not}" if self._was_engine_ready else ""
-            self._api_processes.send_all(EngineGone(for_clients(message) + why))
-            return self._drain(1)
-        self._heartbeat.count_restart("engine", cause)
+            why = f"; it is not restarted: {replica.restarts.why_not}" if replica.was_ready else ""
+            return self._give_up(replica, message, why)
+        replica.heartbeat.count_restart("engine", cause)
         # A start that failed computed nothing, so no request can be its cause.
-        seated = self._heartbeat.seated() if self._is_engine_ready else []
-        self._api_processes.send_all(EngineLost(for_clients(message), seated))
-        self._is_engine_ready = False
-        self._restart_at = time.monotonic() + delay
-        self._say("starting another engine; requests wait for it")
+        seated = replica.heartbeat.seated() if replica.is_ready else []
+        suspects = self._common.note(seated, now)
+        self._api_processes.send_all(EngineLost(for_clients(message), seated, replica.number, suspects))
+        replica.is_ready = False
+        if replica.after_drain == "stop":  # it was to be removed anyway
+            return self._remove(replica)
+        replica.num_restarts += 1
+        replica.after_drain, replica.restart_at = "", now + delay
+        if any(each.is_ready for each in self._replicas.values()):
+            self._say(f"starting {name} again; its requests go on at other replicas")
+        else:
+            self._say("starting another engine; requests wait for it")
+        return None
+
+    def _give_up(self, replica: Replica, message: str, why: str) -> None:
+        """Do not start a replica's engine again. The server stops with its last replica, or with one that has never been ready at its start."""
+        replica.has_failed, replica.is_ready, replica.restart_at = True, False, None
+        replica.after_drain = ""
+        num_left = sum(not each.has_failed for each in self._replicas.values())
+        self._note = f"replica {replica.number} has failed{why}"
+        self._target = max(1, min(self._target, num_left))  # another one would fail alike
+        self._api_processes.send_all(EngineGone(for_clients(message) + why, replica.number))
+        if self._has_served and not all(each.has_failed for each in self._replicas.values()):
+            self._say_error(f"{self._name(replica)} is given up{why}; the others serve on")
+            return
+        self._drain(1)
 
     def _look(self) -> None:
         now = time.monotonic()
-        if self._restart_at is not None and now >= self._restart_at and self._close_until is None:
-            self._start_engine()
-            self._api_processes.announce_engine(self._engine_address(), self._num_engines)
+        if self._close_until is None:
+            for replica in [*self._replicas.values()]:
+                self._look_at(replica, now)
+            if self._is_fleet and self._has_served and self._exit_code is None:
+                self._steer_fleet(now)
         if self._exit_code is None:
             for slot in self._api_processes.due(now):
                 self._start_server(slot)
-            self._api_processes.look(self._engine_ready_at if self._is_engine_ready else None)
-        if not self._is_engine_ready and self._engine is not None and self._loads_too_long(now):
-            self._engine.kill()
-        if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:
-            self._kill_reason = f"the engine hangs and is killed: {problem}"
-            self._engine.kill()
+            ready = [each.ready_at for each in self._replicas.values() if each.is_ready]
+            self._api_processes.look(min(ready, default=None))
         if self._drain_until is not None and now >= self._drain_until:
             self._drain_until = None
             self._api_processes.kill()
         if self._close_until is not None and now >= self._close_until:
             self._is_over = True  # __exit__ kills the processes that are left
 
-    def _loads_too_long(self, now: float) -> bool:
-        limit = self._config.server.start_timeout
-        if self._kill_reason or not limit or self._restart_at is not None or now - self._engine_started < limit:
-            return False
-        self._kill_reason = f"the engine was not ready within {limit:g} s (--start-timeout) and is killed"
-        return True
+    def _look_at(self, replica: Replica, now: float) -> None:
+        """Start a replica's engine if it is due, and kill one that hangs."""
+        if replica.restart_at is not None:
+            if now >= replica.restart_at:
+                self._start_engine(replica)
+                address = EngineAddress(replica.number, replica.epoch, self._address_of(replica.epoch))
+                self._api_processes.announce_engine(address)
+            return
+        if replica.engine is None or replica.has_failed or replica.kill_reason:
+            return
+        if not replica.is_ready:
+            limit = self._config.server.start_timeout
+            if limit and now - replica.started >= limit:
+                replica.kill_reason = (
+                    f"{self._name(replica)} was not ready within {limit:g} s (--start-timeout) and is killed"
+                )
+                replica.engine.kill()
+            return
+        if (problem := replica.watch.look()) is not None:
+            replica.kill_reason = f"{self._name(replica)} hangs and is killed: {problem}"
+        elif (problem := replica.pulse.look()) is not None and self._has_others(replica):
+            replica.kill_reason = f"{self._name(replica)} is taken for dead and killed: {problem}"
+        if replica.kill_reason:
+            replica.engine.kill()
+
+    def _has_others(self, replica: Replica) -> bool:
+        return any(each.is_ready and each is not replica for each in self._replicas.values())
+
+    # ── the fleet ──
+
+    def _scale(self, asked: ScaleFleet) -> None:
+        """A client's wish. It was checked in its API process."""
+        if asked.replicas and asked.replicas != self._target:
+            self._say(f"scaling from {self._target} to {asked.replicas} replicas")
+            self._target, self._note = asked.replicas, ""
+        if asked.restart:
+            self._source = self._resolve()
+            self._to_restart = [each.number for each in self._live()]
+            self._say(f"starting {len(self._to_restart)} replicas again, one after the other")
+
+    def _resolve(self) -> ModelSource:
+        """Find the model's files again: there may be new ones. What cannot be found stays as it was."""
+        try:
+            return find_model(self._config)
+        except ConfigError as error:
+            self._say_error(f"the model's files cannot be found again, the known ones are used: {error.message}")
+            return self._source
+
+    def _live(self) -> list[Replica]:
+        """Replicas that are there, or will be soon, and are not to be removed."""
+        return [each for each in self._replicas.values() if not each.has_failed and each.after_drain != "stop"]
+
+    def _steer_fleet(self, now: float) -> None:
+        """Add and drain replicas until there are as many as wanted, and go on with a rolling restart."""
+        if self._autoscale is not None:
+            backlogs = [each.heartbeat.backlog_seconds for each in self._live() if each.status == "ready"]
+            target = self._autoscale.target(now, self._target, backlogs)
+            if target != self._target:
+                self._say(f"replicas: {self._target} → {target}, because {sum(backlogs):.1f} s of work wait")
+                self._target = target
+        live = self._live()
+        for replica in sorted(live, key=lambda each: -each.number)[: max(0, len(live) - self._target)]:
+            self._drain_replica(replica, "stop")
+        free = (
+            number
+            for number in range(MAX_REPLICAS)
+            if number not in self._replicas or self._replicas[number].has_failed
+        )
+        for _ in range(self._target - len(live)):
+            self._start_replica(next(free))
+        if self._to_restart and all(each.status == "ready" for each in self._live()):
+            following = self._replicas.get(self._to_restart.pop(0))
+            if following is not None and following.status == "ready":
+                self._drain_replica(following, "restart")
+        for replica in [*self._replicas.values()]:
+            if (
+                replica.after_drain
+                and not replica.busy_origins
+                and replica.engine is not None
+                and not replica.is_stopping
+            ):
+                replica.is_stopping, replica.stop_until = True, now + STOP_SECONDS
+                replica.engine.stop()
+            elif replica.is_stopping and now >= replica.stop_until and replica.engine is not None:
+                replica.engine.kill()
+
+    def _start_replica(self, number: int) -> None:
+        if number in self._replicas:  # it has failed
+            self._replicas.pop(number).close()
+        replica = self._add_replica(number)
+        self._start_engine(replica)
+        self._say(f"starting replica {number}: {replica.state.place}")
+        self._api_processes.announce_engine(EngineAddress(number, replica.epoch, self._address_of(replica.epoch)))
+
+    def _drain_replica(self, replica: Replica, after: Literal["stop", "restart"]) -> None:
+        """Give a replica no more requests. When those that are there have finished or moved, its engine is stopped."""
+        replica.after_drain = after
+        replica.busy_origins = self._api_processes.origins if replica.is_ready else set()
+        seconds = self._config.server.shutdown_timeout
+        self._say(f"draining replica {replica.number}: its requests get up to {seconds:g} s, then they go on at others")
+        self._api_processes.send_all(ReplicaDrains(replica.number, replica.epoch, seconds))
+
+    def _drained(self, replica: Replica) -> None:
+        """A drained replica's engine has ended."""
+        replica.is_ready = False
+        if replica.after_drain == "stop":
+            return self._remove(replica)
+        self._start_engine(replica)
+        self._api_processes.announce_engine(
+            EngineAddress(replica.number, replica.epoch, self._address_of(replica.epoch))
+        )
+        return None
+
+    def _remove(self, replica: Replica) -> None:
+        self._api_processes.send_all(EngineGone(f"replica {replica.number} was removed", replica.number))
+        replica.close()
+        del self._replicas[replica.number]
+        self._say(f"replica {replica.number} is removed; {len(self._live())} are left")
+
+    def _announce_fleet(self) -> None:
+        """Send API processes the state of the replicas if it has changed."""
+        if self._is_fleet:
+            note = self._note
+            if self._to_restart:
+                note = f"rolling restart: {len(self._to_restart)} replicas are to follow"
+            state = FleetState([each.state for each in self._replicas.values()], self._target, note)
+            if state != self._announced:
+                self._announced = state
+                self._api_processes.send_all(FleetChanged(state))
 
     # ── stopping ──
 
@@ -360,27 +571,28 @@ class _Supervisor:
         self._drain(0)
 
     def _drain(self, exit_code: int) -> None:
-        """Stop the API processes, which refuse new requests and finish the running ones; then the engine."""
+        """Stop the API processes, which refuse new requests and finish the running ones; then the engines."""
         if self._exit_code is None:
             self._exit_code = exit_code
             self._api_processes.terminate()
             self._drain_until = time.monotonic() + self._config.server.shutdown_timeout + 3
         if self._api_processes.has_ended:
-            self._close_engine()
+            self._close_engines()
 
-    def _close_engine(self) -> None:
-        if self._engine is None or self._engine.poll() is not None:
+    def _close_engines(self) -> None:
+        running = [each.engine for each in self._replicas.values() if each.engine is not None and each.runs]
+        if not running:
             self._is_over = True
         elif self._close_until is None:
             self._close_until = time.monotonic() + 5
-            assert self._engine.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._engine.stdin.close()
+            for engine in running:
+                engine.stop()
 
     # ── logging ──
 
     def _say_if_ready(self) -> None:
-        if not self._has_served and self._is_engine_ready and self._api_processes.num_ready == self._num_servers:
+        are_ready = all(each.was_ready for each in self._replicas.values())
+        if not self._has_served and are_ready and self._api_processes.num_ready == self._num_servers:
             self._has_served = True
             url = url_of(self._listener, self._config.server)
             write_record(self._folder, ServerRecord(os.getpid(), url, self._served_name, time.time()))
@@ -394,11 +606,11 @@ class _Supervisor:
     def _say_error(self, message: str) -> None:
         log.error("%s", message)
 
-    def _engine_address(self) -> str:
-        return f"ipc://{self._folder}/engine-{self._num_engines}"
+    def _name(self, replica: Replica) -> str:
+        return f"replica {replica.number}" if self._is_fleet else "the engine"
 
-    def _all(self) -> list[subprocess.Popen[bytes]]:
-        return ([self._engine] if self._engine is not None else []) + self._api_processes.processes
+    def _address_of(self, epoch: int) -> str:
+        return f"ipc://{self._folder}/engine-{epoch}"
 
 
 def _check_parsers(server: ServerConfig) -> None:

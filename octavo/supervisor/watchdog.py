@@ -123,6 +123,46 @@ class Watch:
         return f"{', '.join(names[:_NAMES]) or 'none'}{more}"
 
 
+class PulseWatch:
+    """Checks every LOOK_SECONDS that a replica's process sends its pulse. The thread that sends it does nothing else, so neither a long
+    step nor a full queue delays it. As for Silence, only time in which the supervisor itself ran counts."""
+
+    def __init__(self, heartbeat: Heartbeat, timeout: float) -> None:
+        self._heartbeat, self._timeout = heartbeat, timeout
+        self._looked = time.monotonic()
+        self._pulse = 0
+        self._seconds = 0.0
+
+    def look(self) -> str | None:
+        """Return the problem for which the replica must be replaced, or None."""
+        now, pulse = time.monotonic(), self._heartbeat.last_pulse
+        elapsed = min(now - self._looked, 2 * LOOK_SECONDS)
+        self._looked = now
+        if pulse != self._pulse or not pulse:
+            self._pulse, self._seconds = pulse, 0.0
+            return None
+        self._seconds += elapsed
+        if not self._timeout or self._seconds <= self._timeout:
+            return None
+        return f"its process has given no sign of life for {self._seconds:.1f} s (--replica-timeout)"
+
+
+class CommonRequests:
+    """Finds the requests that were in several replicas when these ended: one of them may be the cause."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        """`seconds`: how long the end of a replica is remembered."""
+        self._seconds = seconds
+        self._seen: dict[str, float] = {}  # request → when a replica ended with it
+
+    def note(self, seated: list[str], now: float) -> list[str]:
+        """A replica has ended with these. Returns those of them that were in another one, too."""
+        self._seen = {name: when for name, when in self._seen.items() if now - when < self._seconds}
+        common = [name for name in seated if name in self._seen]
+        self._seen.update(dict.fromkeys(seated, now))
+        return common
+
+
 def for_clients(problem: str) -> str:
     """The problem without the requests: clients with one API key must not learn the ids of another's."""
     return problem.partition(_REQUESTS)[0]

@@ -197,7 +197,11 @@ class Text:
 
     def rendered(self, call: RenderCall) -> str:
         """The chat by render_call() as text, as people read it."""
-        return self._tokenizer.lookalikes.reveal(self._finished(call, self._render(call)))
+        return self.shown(call, self._render(call))
+
+    def shown(self, call: RenderCall, rendered: str) -> str:
+        """What the template has rendered, as people read it."""
+        return self._tokenizer.lookalikes.reveal(self._finished(call, rendered))
 
     def encode_chat(
         self,

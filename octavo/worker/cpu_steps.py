@@ -75,17 +75,28 @@ _INPUTS = ("input_ids", "positions", "slots", "sample_at")
 
 
 class CpuSteps:
-    """A model's steps, from token ids to logits, each in one native call."""
+    """The steps of a model, or of one stage of it, each in one native call: from token ids, or from the hidden states of the stage
+    before, to logits, or to hidden states for the next stage."""
 
-    def __init__(self, native: Native, tape: Tape, logits: torch.Tensor) -> None:
+    def __init__(
+        self, native: Native, tape: Tape, result: torch.Tensor, has_logits: bool, hidden: torch.Tensor | None
+    ) -> None:
+        """`hidden`: where a step finds the hidden states of the stage before; None: this is the first stage."""
         self._native, self._tape = native, tape
-        self._logits = logits  # [max S, V]
+        self._result = result  # [max S, V] or [max T, D]
+        self._has_logits = has_logits
+        self._hidden = hidden  # [max T, D]
+
+    def input(self, num_tokens: int) -> torch.Tensor:
+        """[T, D]: to be filled before run(), unless this is the first stage."""
+        assert self._hidden is not None
+        return self._hidden[:num_tokens]
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """→ logits [S, V], valid until the next run."""
+        """→ logits [S, V], or the hidden states [T, D] that the next stage needs; valid until the next run."""
         step = step_of(batch)
         self._tape.run(self._native.threads, step)
-        return self._logits[: step.num_samples]
+        return self._result[: step.num_samples if self._has_logits else step.num_tokens]
 
     def profile(self, batch: Batch, num_runs: int) -> list[tuple[str, float]]:
         """The operations in order, each with its average time in seconds."""
@@ -101,14 +112,17 @@ def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int, 
     tape = Tape(max_tokens, max_rows)
     batch = _stand_in(tape, num_groups)
     inputs = {name: getattr(batch, name) for name in _INPUTS}
+    stage = model.stage
     try:
         with native.recording(tape, inputs, num_groups):
-            sampled = native.gather(model.forward(batch), batch.sample_at)
-            logits = model.logits(sampled)
+            hidden = None if stage.is_first else tape.input(model.hidden_size)
+            result = model.forward(batch, hidden)
+            if stage.is_last:
+                result = model.logits(native.gather(result, batch.sample_at))
     except NotRecordable as error:
         return str(error)
-    (logits,) = tape.finish([logits])
-    return CpuSteps(native, tape, logits)
+    result, *given = tape.finish([result], [] if hidden is None else [hidden])
+    return CpuSteps(native, tape, result, stage.is_last, given[0] if given else None)
 
 
 def _stand_in(tape: Tape, num_groups: int) -> Batch:

@@ -41,6 +41,8 @@ def fingerprint_of(
         "tensor_parallel": str(context.group.size),
         "deterministic": "yes" if context.ops.is_invariant or context.ops.kernels == "native" else "no",
     }
+    if context.splits_experts:  # sums are over experts, not over parts of each
+        parts["expert_parallel"] = "yes"
     settings = (config.hf_overrides, config.generation_config, config.override_generation_config)
     if settings != ("", AUTO, ""):
         parts["settings"] = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:16]

@@ -56,6 +56,11 @@ class Graphs:
         self._every = torch.arange(max_rows, device=device.torch_device)
         self._page_tables = room(rows.num_groups, max_rows, rows.max_pages, dtype=torch.int32)
         self._logits: torch.Tensor | None = None  # [B, V], allocated when a step first samples outside its graph
+        stage, width = model.stage, model.hidden_size
+        assert stage.count + 2 <= graph_inputs.NUM_SLOTS, "a slot would be written before its step is done"
+        # Hidden states from the stage before, and for the next one.
+        self._hidden_in = None if stage.is_first else room(max_rows, width, dtype=model.dtype)
+        self._hidden_out = None if stage.is_last else room(max_rows, width, dtype=model.dtype)
         self._tokens = room(max_rows)
 
     def can_run(self, num_rows: int, changes: PageChanges) -> bool:
@@ -78,6 +83,16 @@ class Graphs:
         assert self._logits is not None
         return self._logits[: len(rows)]
 
+    def input(self, num_rows: int) -> torch.Tensor:
+        """[B, D]: to be filled with the hidden states of the stage before, unless this is the first."""
+        assert self._hidden_in is not None
+        return self._hidden_in[:num_rows]
+
+    def output(self, num_rows: int) -> torch.Tensor:
+        """[B, D]: the last step's hidden states for the next stage, until the next run."""
+        assert self._hidden_out is not None
+        return self._hidden_out[:num_rows]
+
     def store(self, sampled: torch.Tensor) -> None:
         """Write tokens [B] that were sampled outside a graph to the token table, and copy them to the host."""
         self._scatter(len(sampled), sampled)
@@ -93,7 +108,7 @@ class Graphs:
         self._step(key, self._batch(key))
 
     def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
-        # The slot is free: at most two steps are uncollected, and there are four slots.
+        # The slot is free: at most one step more than there are stages is uncollected, and there are more slots.
         layout, inputs = self._slot_layout, self._input_slots_host[self._num_sent % len(self._input_slots)]
         self._num_sent += 1
         num_rows, num_changes = len(rows), len(changes.cells)
@@ -166,7 +181,12 @@ class Graphs:
                 seq_lens=part.seq_lens,
                 page_table=part.page_table,
             )
-        logits = self._model.logits(self._model.forward(batch))
+        # A copy: layers may change their input, and a capture runs the step twice.
+        hidden = self._model.forward(batch, None if self._hidden_in is None else self._hidden_in[:size].clone())
+        if self._hidden_out is not None:
+            self._hidden_out[:size].copy_(hidden)
+            return
+        logits = self._model.logits(hidden)
         if key.is_greedy:
             self._scatter(size, self._argmax(logits, self._tokens[:size]))
             return

@@ -1,6 +1,7 @@
 """Loader: one rank before its first step. Reads the configuration, chooses kernels and types, builds the model, loads its
 weights, measures the memory that steps take, allocates the pages, and returns a Runner."""
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -12,8 +13,9 @@ import torch
 from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
 from octavo.attention.native_cpu import NativeCpuAttention
-from octavo.config import Config
+from octavo.config import AUTO, Config, ParallelConfig
 from octavo.device import Device, pick
+from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
 from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.kernels.cpu.native import Native
@@ -26,9 +28,10 @@ from octavo.layers.model import DecoderModel
 from octavo.limits import Limits, hold_whole_prompts, resolve
 from octavo.messages import DeviceMemory, LoadReport
 from octavo.models import load_family
-from octavo.parallel import Group
+from octavo.parallel import Ranks, single_rank
 from octavo.sampling.grammar.masks import GrammarLimits, Grammars
 from octavo.spec import ModelSpec, PageLayout
+from octavo.stage import WHOLE, Stage, check_stages, in_words, read_split, stage_of
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.methods.base import Settings
 from octavo.weights.methods.registry import Methods, kept_on_gpu
@@ -40,6 +43,7 @@ from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs
 from octavo.worker.kv_buffers import KVBuffers, name_of, page_dtype
 from octavo.worker.memory.measure import measure, memory_errors
+from octavo.worker.outline import Outline
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import RowState
 from octavo.worker.runner import Runner
@@ -50,6 +54,7 @@ from octavo.worker.weights import RankWeights
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
 
+_MAX_STAGES = 14  # with more, the ring of inputs of CUDA graphs is too short
 _START_S = 2.0  # delay before the vocabulary for grammars is read, so that it does not slow down the start
 
 
@@ -65,12 +70,26 @@ class Loader:
     stores: KVBuffers
     weight_dtype: torch.dtype
     kv_dtype: torch.dtype
+    stage: Stage = WHOLE
 
-    def __init__(self, config: Config, source: ModelSource, rank: int = 0, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        ranks: Ranks | None = None,
+        local_rank: int = 0,
+        num_local_ranks: int = 0,
+    ) -> None:
+        """`local_rank`, `num_local_ranks`: this rank's number among those on its machine, and how many they are; 0: there is no other
+        yet, but a server would have all of them here."""
         self.config = config
         self.source = source
-        self.group = group or Group.single()
-        self.device: Device = pick(config.model.device, rank)
+        self.ranks = ranks or single_rank()
+        self.group = self.ranks.group
+        self._local_rank, self._num_local_ranks = local_rank, max(1, num_local_ranks)
+        self._num_planned_ranks = num_local_ranks or config.parallel.num_ranks
+        self.device: Device = pick(config.model.device, local_rank)
+        self._outline: Outline | None = None  # of the whole model, where this rank has a part of its layers
         self._native: Native | None = None
         self._runner: Runner | None = None  # on a GPU it is made before the pages, to measure with
         self._notes: list[str] = []
@@ -84,9 +103,9 @@ class Loader:
             self.build(checkpoint, context)
             self._notes += self.weights.fill(checkpoint, available)
         self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())
-        self.group.barrier()  # ranks on one machine share its memory: measure when all have loaded
+        self.ranks.world.barrier()  # ranks on one machine share its memory: measure when all have loaded
         report = self.report(context.dtype, self._measure(context.ops) if self.device.is_cuda else None)
-        if self.group.rank:
+        if self.group.rank:  # one rank of each stage tells
             return report
         parts = fingerprint_of(
             context, self.config.model, self.source, self.spec, self.model, report.kv_dtype, self.device.chip
@@ -109,7 +128,9 @@ class Loader:
             context_len=self.spec.context_len,
             num_cores=usable_cores(),
             longest_len=self.spec.longest_len,
+            num_local_ranks=self._num_planned_ranks,
         )
+        check_parallel(self.spec, self.config.parallel)
         if self.spec.is_encoder:
             self.limits = hold_whole_prompts(self.limits, self.config)
         return checkpoint
@@ -121,7 +142,7 @@ class Loader:
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
         self.weight_dtype = dtype
         place = self.device.torch_device
-        self._native, note = find_native(config, self.limits, self.device, self.group.rank)
+        self._native, note = find_native(config, self.limits, self.device, self._local_rank)
         is_invariant = config.model.deterministic and self.device.is_cuda
         self._notes += about_determinism(
             config.model.deterministic, self.device.kind, self.limits.dtype, self.spec, self._native is not None
@@ -137,10 +158,6 @@ class Loader:
             self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native, self.layout,
             is_invariant=is_invariant,
         )  # fmt: skip
-        zeros = self.device.zeros if self._native is None else self._native.zeros
-        page_size, ranks = config.cache.page_size, self.group.size
-        self.stores = KVBuffers(self.spec, self.layout, self.attention, self.kv_dtype, page_size, ranks, zeros)
-        self._notes += [why, *filter(None, [self.stores.in_words()])]
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
         ops = _choose_ops(self.device, dtype, self._native, is_invariant)
@@ -154,7 +171,31 @@ class Loader:
             decodes=self.limits.decodes_packed,
             has_triton=_has_triton(self.device),
         )
-        return BuildContext(self.group, self.attention, Methods(settings), self.limits.max_model_len)
+        splits_experts = config.parallel.enable_expert_parallel and self.group.size > 1
+        context = BuildContext(
+            self.group, self.attention, Methods(settings), self.limits.max_model_len, splits_experts=splits_experts
+        )
+        if self.ranks.num_stages > 1:
+            context = dataclasses.replace(context, stage=self._take_stage(checkpoint, context))
+        zeros = self.device.zeros if self._native is None else self._native.zeros
+        layout = self.layout.of_stage(self.stage.layers(self.spec.num_layers))
+        page_size, num_ranks = config.cache.page_size, self.group.size
+        self.stores = KVBuffers(self.spec, layout, self.attention, self.kv_dtype, page_size, num_ranks, zeros)
+        self._notes += [why, *filter(None, [self.stores.in_words()])]
+        return context
+
+    def _take_stage(self, checkpoint: Checkpoint, context: BuildContext) -> Stage:
+        """Divide the layers over the stages, as every rank does, and take this rank's."""
+        num_layers, (count, index) = self.spec.num_layers, (self.ranks.num_stages, self.ranks.stage)
+        self._outline = Outline.of(checkpoint, self.spec, context)
+        setting = self.config.parallel.pipeline_layer_split
+        if setting == AUTO:
+            starts, how = self._outline.split(count), "by counted cost"
+        else:
+            starts, how = read_split(setting, count, num_layers), "as asked"
+        self.stage = stage_of(index, starts, num_layers)
+        self._notes.append(f"{count} pipeline stages of {in_words(starts, num_layers)} ({how})")
+        return self.stage
 
     def _packed_types(self, checkpoint: Checkpoint, ops: DeviceOps) -> frozenset[str]:
         """Types in which weights arrive at the layers; the reader decodes all others."""
@@ -175,8 +216,17 @@ class Loader:
         settings = context.methods.settings
         if settings.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
             self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
+        elsewhere = frozenset[str]() if self._outline is None else self._outline.without(self.model)
+        share = 1.0 if self._outline is None else self._outline.share_of(self.model)
         self.weights = RankWeights(
-            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, context.methods
+            self.model,
+            self.config.model,
+            self.weight_dtype,
+            self.device,
+            self.group.size,
+            context.methods,
+            elsewhere,
+            share,
         )
 
     def _measure(self, ops: DeviceOps) -> DeviceMemory:
@@ -195,7 +245,7 @@ class Loader:
                 limits.max_num_seqs,
                 num_graphs=len(ladder(limits.max_num_seqs)) if runner.graphs is not None else 0,
                 staging_bytes=2 * max(STAGING_BYTES, self.stores.page_bytes) if cache.swap_space else 0,
-                is_alone=self.group.size == 1,
+                is_alone=self._num_local_ranks == 1,
             )
 
     def allocate(self, num_pages: int, num_host_pages: int) -> tuple[Runner, list[str]]:
@@ -210,9 +260,9 @@ class Loader:
                 self._runner = self._make_runner(longest)
                 notes = self._record(self._runner)
             runner = self._runner
-            runner.pages = pages
+            runner.pages, runner.links = pages, self.ranks.links
         # Not on a CPU, where memory is shared with weights and pages: there the first grammar waits half a second for it.
-        if self.device.is_cuda and not self.spec.is_encoder:
+        if self.device.is_cuda and not self.spec.is_encoder and self.stage.is_last:
             runner.rows.sampling.grammars.warm_later(_START_S)
         return runner, notes
 
@@ -249,11 +299,17 @@ class Loader:
                 ),
                 self.group.highest if self.group.size > 1 else None,
             ),
+            self.stage.is_last,
         )
         graphs: Graphs | None = None
         can_capture = self.device.is_cuda and self.attention.can_capture
         # Ranks communicate in the middle of a step, which is not captured yet.
-        if can_capture and not self.config.model.enforce_eager and self.group.size == 1:
+        if (
+            can_capture
+            and not self.config.model.enforce_eager
+            and self.group.size == 1
+            and self.stage.count <= _MAX_STAGES
+        ):
             graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs)
         return Runner(self.device, self.model, rows, staging, limits.max_num_seqs, self._native, graphs)
 
@@ -276,7 +332,9 @@ class Loader:
         has_8_bits = memory is not None and self.kv_dtype == dtype
         has_8_bits = has_8_bits and self.attention.supports(self.spec, place, dtype, torch.float8_e4m3fn) is None
         saving = 0 if memory is None else self.weights.offered_saving(dtype)
-        host_available = pick("cpu").memory_available() // self.group.size
+        fleet = self.config.fleet  # replicas of a machine share its memory
+        num_replicas = max(fleet.first_replicas, fleet.max_replicas)
+        host_available = pick("cpu").memory_available() // (self._num_local_ranks * num_replicas)
         return LoadReport(
             device=self.device.describe(limits.cpu_threads),
             dtype=limits.dtype,
@@ -300,6 +358,29 @@ class Loader:
             can_generate=not self.spec.is_encoder,
             kv_dtype=name_of(self.kv_dtype),
             windows=self.layout.windows,
+            stage=self.stage.index,
+        )
+
+
+def check_parallel(spec: ModelSpec, config: ParallelConfig) -> None:
+    """Refuse ways to divide a model that it does not support."""
+    if spec.is_encoder and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {config.pipeline_parallel_size}: an encoder such as {spec.family} is not divided into stages; "
+            "use --tensor-parallel-size"
+        )
+    check_stages(config.pipeline_parallel_size, spec.num_layers)
+    if config.pipeline_layer_split != AUTO:
+        read_split(config.pipeline_layer_split, config.pipeline_parallel_size, spec.num_layers)
+    if config.enable_expert_parallel and not spec.num_experts:
+        raise ConfigError(
+            f"--enable-expert-parallel is for mixtures of experts, and a {spec.family} model has none: leave it out"
+        )
+    if config.enable_expert_parallel and spec.num_experts % config.tensor_parallel_size:
+        sizes = [n for n in range(1, spec.num_experts + 1) if spec.num_experts % n == 0]
+        raise ConfigError(
+            f"--enable-expert-parallel: {config.tensor_parallel_size} ranks (--tensor-parallel-size) do not divide this model's "
+            f"{spec.num_experts} experts; sizes that do: {', '.join(map(str, sizes))}"
         )
 
 

@@ -1,14 +1,19 @@
 """A rank's process: it receives its RankStart, loads, allocates, then runs every plan that arrives on its pipe.
 
 Started as `python -m octavo.worker.main PIPE SIDE LIFELINE PARENT_SIGNAL`: three inherited file descriptors, and 1 if the
-kernel may kill this process when the thread that started it ends. SIDE carries messages that must not wait for a step."""
+kernel may kill this process when the thread that started it ends. SIDE carries messages that must not wait for a step.
+
+Or, by a launcher and perhaps on another machine, as `python -m octavo.worker.main --connect HOST:PORT RANK`, with the engine's secret in
+OCTAVO_RANK_SECRET: then the three are connections to the executor."""
 
 import contextlib
 import ctypes
 import functools
+import importlib.metadata
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -19,8 +24,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+import octavo
 from octavo.errors import ConfigError
-from octavo.messages import Allocate, PrepareGrammar, RankFailed, RankStart, StepPlan
+from octavo.ipc.secure_channel import Refused, SecureConnection, connect, interface_of
+from octavo.messages import Allocate, PrepareGrammar, RankFailed, RankHello, RankStart, StepPlan
 from octavo.observe import logs
 from octavo.weights.sources.source import ModelSource
 
@@ -34,17 +41,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    pipe, side, lifeline, parent_signal = map(int, arguments)
     # Ctrl-C and a service manager's SIGTERM reach every process of the group. Only the parent reacts to them, since it may
     # have requests to finish. A worker stops when the lifeline is closed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    if parent_signal and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection: Connection | SecureConnection
+    side: Connection | SecureConnection
+    if arguments[0] == "--connect":
+        connection, side, lifeline, meeting = _join(arguments[1], int(arguments[2]))
+    else:
+        pipe, side_pipe, lifeline, parent_signal = map(int, arguments)
+        if parent_signal and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        connection, side, meeting = Connection(pipe), Connection(side_pipe), None
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
-    connection = Connection(pipe)
     try:
-        _serve(connection, Connection(side))
+        _serve(connection, side, meeting)
     except EOFError:
         code = 0  # the parent closed the pipe
     except ConfigError as error:
@@ -56,22 +68,61 @@ def main(arguments: list[str]) -> None:
     os._exit(code)
 
 
-def _serve(connection: Connection, side: Connection) -> None:
+def _join(address: str, rank: int) -> "tuple[SecureConnection, SecureConnection, int, socket.socket | None]":
+    """Connect to the executor. → the connections, the lifeline's descriptor, and for rank 0 the socket on which the ranks will meet."""
+    secret = bytes.fromhex(os.environ.pop("OCTAVO_RANK_SECRET"))
+    host, _, port = address.rpartition(":")
+    lines: dict[str, SecureConnection] = {}
+    meeting: socket.socket | None = None
+    try:
+        for channel in ("lifeline", "side", "steps"):  # the last says that this rank is here
+            hello = RankHello(rank, channel)
+            if channel == "steps":
+                here = lines["side"].local_address
+                if rank == 0:
+                    meeting = socket.create_server((here, 0))
+                meeting_port = 0 if meeting is None else meeting.getsockname()[1]
+                torch_version = importlib.metadata.version("torch")
+                hello = RankHello(rank, channel, octavo.__version__, torch_version, here, meeting_port)
+            lines[channel] = connect((host, int(port)), secret, msgspec.msgpack.encode(hello))
+    except (Refused, OSError) as error:
+        sys.exit(f"rank {rank} cannot join its engine at {address}: {error}")
+    # Collectives must use the network that leads to the executor; gloo would look up the host's name instead.
+    if interface := interface_of(lines["side"].local_address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    _joined.append(lines["lifeline"])
+    return lines["steps"], lines["side"], lines["lifeline"].fileno(), meeting
+
+
+_joined: list[SecureConnection] = []  # kept open until this process ends
+
+
+def _serve(
+    connection: Connection | SecureConnection, side: Connection | SecureConnection, meeting: socket.socket | None
+) -> None:
     start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
     logs.install(logging.WARNING, start.config.server.log_format)
     sys.stdout = sys.stderr
     # Imported here, so that a failing import is reported to the parent like any other error.
     from octavo.device import pick
-    from octavo.parallel import init_group
+    from octavo.parallel import init_ranks
     from octavo.worker.load import Loader
     from octavo.worker.step import LaunchedStep
 
-    device = pick(start.config.model.device, start.rank).torch_device
-    group = init_group(
-        start.rank, start.num_ranks, start.rendezvous, device, is_deterministic=start.config.model.deterministic
+    parallel = start.config.parallel
+    device = pick(start.config.model.device, start.local_rank).torch_device
+    ranks = init_ranks(
+        start.rank,
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        start.rendezvous,
+        device,
+        is_deterministic=start.config.model.deterministic,
+        meeting=meeting,
     )
     source = ModelSource(Path(start.model_path), start.model_name, start.model_kind)
-    loader = Loader(start.config, source, start.rank, group)
+    loader = Loader(start.config, source, ranks, start.local_rank, start.num_local_ranks)
     encoder = msgspec.msgpack.Encoder()
     connection.send_bytes(OK + encoder.encode(loader.load()))
     allocate = msgspec.msgpack.decode(connection.recv_bytes(), type=Allocate)
@@ -86,11 +137,11 @@ def _serve(connection: Connection, side: Connection) -> None:
             steps.append(runner.launch(plans.decode(connection.recv_bytes())))
         else:
             result = steps.popleft().result()
-            if start.rank == 0:
+            if start.rank == parallel.result_rank:
                 connection.send_bytes(OK + encoder.encode(result))
 
 
-def _prepare(side: Connection, grammars: "Grammars") -> None:
+def _prepare(side: Connection | SecureConnection, grammars: "Grammars") -> None:
     decoder = msgspec.msgpack.Decoder(PrepareGrammar)
     with contextlib.suppress(EOFError, OSError):  # _end_with_parent handles the parent's exit
         while True:
@@ -99,7 +150,7 @@ def _prepare(side: Connection, grammars: "Grammars") -> None:
             grammars.prepare(message.grammar, message.forgets, functools.partial(side.send_bytes, said))
 
 
-def _last_words(connection: Connection, failed: RankFailed) -> int:
+def _last_words(connection: Connection | SecureConnection, failed: RankFailed) -> int:
     try:
         connection.send_bytes(FAILED + msgspec.msgpack.encode(failed))
     except OSError:  # the parent has closed the pipe
@@ -109,7 +160,8 @@ def _last_words(connection: Connection, failed: RankFailed) -> int:
 
 def _end_with_parent(lifeline: int) -> None:
     """Exit with the parent, even in the middle of a step: only it holds the other end, and the read returns when that closes."""
-    os.read(lifeline, 1)
+    with contextlib.suppress(OSError):  # a connection may be reset
+        os.read(lifeline, 1)
     os._exit(0)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from octavo.device import Device, Event
+from octavo.ipc.memory_trim import give_back_range
 from octavo.messages import PageMove
 from octavo.worker.staging import Column, Staging
 
@@ -63,6 +64,31 @@ class Pages:
                     self._out(next(sent), targets)
                 case "in":
                     self._in(sources, next(sent))
+
+    def give_back(self, pages: list[int]) -> None:
+        """Give the memory of these pages back to the system; they are zero when they are used again. Only where a page's layers lie side
+        by side: apart, they are smaller than what the system takes back."""
+        if not self.layers or self._device.is_cuda or self._page_dim or not self._are_together:
+            return
+        store = self.layers[0]
+        page_bytes = store.stride(0) * store.itemsize
+        for first, count in _neighbours(pages):
+            give_back_range(store.data_ptr() + first * page_bytes, count * page_bytes)
+
+    @property
+    def _are_together(self) -> bool:
+        """Whether the layers' parts of a page lie side by side."""
+        return self.layers[0].stride(0) == len(self.layers) * self.layers[0][0].numel()
+
+    def side_by_side(self) -> list[torch.Tensor]:
+        """The memory of pages as tensors whose first dimension counts pages: one where the layers' parts of a page lie side by side, else
+        one for each layer. Raises ValueError where pages are counted by another dimension."""
+        if not self.layers or self._page_dim:
+            raise ValueError("there are no pages that lie one after the other")
+        store = self.layers[0]
+        if not self._are_together:
+            return self.layers
+        return [torch.as_strided(store, (len(store), store.stride(0)), (store.stride(0), 1))]
 
     def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         for store in self._stores:
@@ -137,6 +163,15 @@ class _HostPages:
 
     def _are_neighbours(self, page: int, following: int) -> bool:
         return following == page + 1 and following % self._per_slab != 0
+
+
+def _neighbours(pages: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first page, count) of runs of adjacent pages."""
+    pages = sorted(pages)
+    starts = [0, *(i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1), len(pages)]
+    for start, end in pairwise(starts):
+        if end > start:
+            yield pages[start], end - start
 
 
 def runs(moves: list[PageMove]) -> Iterator[tuple[str, list[int], list[int]]]:

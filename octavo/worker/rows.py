@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from octavo.device import Device
-from octavo.messages import ForcedToken, PoolingParams, StepPlan
+from octavo.messages import NO_INPUT, ForcedToken, PoolingParams, StepPlan
 from octavo.sampling.grammar.masks import Grammars
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.staging import Staging
@@ -36,8 +36,10 @@ class RowState:
         staging: Staging,
         windows: tuple[int, ...] = (0,),
         grammars: Grammars | None = None,
+        samples: bool = True,
     ) -> None:
-        """`windows`: one for each group of layers, which has its own page tables; 0: the group keeps all pages."""
+        """`windows`: one for each group of layers, which has its own page tables; 0: the group keeps all pages. `samples`: this rank
+        samples; else its rows' parameters are not kept."""
         self.page_size = page_size
         self.num_groups = len(windows)
         # One column more than the longest sequence: a step planned ahead of a finish may sample one token too many.
@@ -56,19 +58,30 @@ class RowState:
         self.sampling = SamplingState(max_rows, vocab_size, grammars)
         self.pooling: dict[int, PoolingParams] = {}  # rows whose request wants a vector instead of tokens
         self._staging = staging
-        self._is_cuda = device.is_cuda
+        self._is_cuda, self._samples = device.is_cuda, samples
 
     def leave(self, rows: list[int]) -> None:
         """Clear pooling and sampling state of rows that end. Their other entries are never read again."""
         for row in rows:
             self.pooling.pop(row, None)
-            self.sampling.leave(row)
+            if self._samples:
+                self.sampling.leave(row)
 
     def force(self, forced: list[ForcedToken]) -> None:
         """Write next tokens that were not sampled by their row, such as those of beams."""
-        if not forced:
-            return
-        rows, positions, tokens = np.array([(one.row, one.position, one.token) for one in forced], dtype=np.int64).T
+        if forced:
+            self._write([(one.row, one.position, one.token) for one in forced])
+
+    def take_inputs(self, plan: StepPlan) -> None:
+        """Write the tokens that the last stage has sampled for the rows of this plan."""
+        columns = zip(plan.rows, plan.starts, plan.inputs, strict=True)
+        known = [(row, start, token) for row, start, token in columns if token != NO_INPUT]
+        if known:
+            self._write(known)
+
+    def _write(self, entries: list[tuple[int, int, int]]) -> None:
+        """(row, position, token) each."""
+        rows, positions, tokens = np.array(entries, dtype=np.int64).T
         cells, chosen = self._staging.send([self.cells(rows, positions), tokens.astype(np.int32)])
         self.tokens.view(-1).index_copy_(0, cells, chosen)
 
@@ -79,14 +92,15 @@ class RowState:
             for table, pages in zip(self.page_tables, entering.pages, strict=True):
                 table[row] = 0
                 table[row, : len(pages)] = pages
-            self.sampling.enter(
-                row,
-                entering.params,
-                entering.seed,
-                entering.prompt_len,
-                entering.stop_ids,
-                entering.token_ids[entering.prompt_len :],
-            )
+            if self._samples:
+                self.sampling.enter(
+                    row,
+                    entering.params,
+                    entering.seed,
+                    entering.prompt_len,
+                    entering.stop_ids,
+                    entering.token_ids[entering.prompt_len :],
+                )
             if entering.pooling is not None:
                 self.pooling[row] = entering.pooling
         if plan.page_rows:

@@ -7,6 +7,7 @@ from octavo.device import Device
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
 from octavo.messages import StepPlan
+from octavo.parallel import NO_LINKS, Links
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.graphs import Graphs, is_only_greedy
@@ -17,12 +18,11 @@ from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_sco
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, LaunchedStep
 
-_MAX_UNCOLLECTED = 2  # as in executor.base
-
 
 class Runner:
     """Runs steps: call launch() once per step, after `pages` is set. `steps`: a CPU's steps, each recorded as one native call;
-    None: they run operation by operation."""
+    None: they run operation by operation. `links`: to the stages before and after; until they are set, steps are trials. Only the last stage
+    samples."""
 
     pages: Pages
 
@@ -39,8 +39,10 @@ class Runner:
         self.device, self.model, self.rows, self.staging = device, model, rows, staging
         self.graphs = graphs
         self.steps: CpuSteps | None = None
+        self.links: Links = NO_LINKS
         self._native = native
-        self._host_tokens = [device.pinned((max_rows,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
+        # As many steps as there are stages, and one more, may be uncollected.
+        self._host_tokens = [device.pinned((max_rows,), torch.int64) for _ in range(model.stage.count + 2)]
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step. Sampled tokens stay in the token table, where the next step reads its inputs."""
@@ -53,6 +55,8 @@ class Runner:
             self.pages.move(plan.moves)
             self.rows.leave(plan.leaves)
             self.rows.force(plan.forced)
+            if plan.inputs and self.model.stage.is_first:
+                self.rows.take_inputs(plan)
             columns = Columns.of(plan)
             can_repeat = not plan.enters and self.rows.pooling.keys().isdisjoint(plan.rows)
             if self.graphs is not None and can_repeat and columns.is_steady:
@@ -65,8 +69,12 @@ class Runner:
             return self._send_home(plan.step, *self.compute(columns))
 
     def compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
-        """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want."""
+        """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want. A stage that is not the last sends
+        its hidden states on."""
         assembled = assemble(columns, self.rows, self.staging)
+        if not self.model.stage.is_last:
+            self._pass_on(assembled.batch)
+            return None, None
         extras: Extras | None = None
         if self.rows.pooling.keys().isdisjoint(assembled.sample_rows.tolist()) and not wants_prompt_scores(
             self.rows.sampling, columns
@@ -75,7 +83,7 @@ class Runner:
                 self.rows.sampling.grammars.begin(assembled.sample_rows, assembled.sample_lens)
             logits = self._logits(assembled.batch)
         else:
-            hidden = self.model.forward(assembled.batch)
+            hidden = self.model.forward(assembled.batch, self._received(assembled.batch))
             prompt_scores = score_prompts(self.model, hidden, self.rows, columns, assembled.last)
             counts = columns.counts[columns.samples]
             vectors, assembled = take_pooled(self.model, hidden, assembled, counts, self.rows.pooling)
@@ -92,18 +100,45 @@ class Runner:
     def _logits(self, batch: Batch) -> torch.Tensor | None:
         """[S, V]; None: nothing is sampled."""
         if self.steps is not None:
+            if not self.model.stage.is_first:
+                self.links.receive(self.steps.input(batch.num_tokens))
             logits = self.steps.run(batch)
             return logits if len(logits) else None
-        hidden = self.model.forward(batch)
+        hidden = self.model.forward(batch, self._received(batch))
         if not len(batch.sample_at):
             return None
         return self.model.logits(hidden.index_select(0, batch.sample_at))
 
+    def _received(self, batch: Batch) -> torch.Tensor | None:
+        """The hidden states [T, D] of the stage before; None: this is the first."""
+        model = self.model
+        if model.stage.is_first:
+            return None
+        shape = (batch.num_tokens, model.hidden_size)
+        return self.links.receive(torch.empty(shape, dtype=model.dtype, device=self.device.torch_device))
+
+    def _pass_on(self, batch: Batch) -> None:
+        """Run this stage's layers and send what they make to the next stage."""
+        if self.steps is None:
+            self.links.send(self.model.forward(batch, self._received(batch)))
+            return
+        if not self.model.stage.is_first:
+            self.links.receive(self.steps.input(batch.num_tokens))
+        self.links.send(self.steps.run(batch).clone())
+
     def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> LaunchedStep:
         """Replay a graph for a step in which every row adds one token."""
-        rows, lens = columns.rows, columns.lens
+        rows, lens, stage = columns.rows, columns.lens, self.model.stage
         shared = shared_in(self.rows, rows, lens)
-        logits = graphs.run(rows, lens, changes, shared, is_only_greedy(self.rows.sampling, rows, lens))
+        if not stage.is_first:
+            self.links.receive(graphs.input(len(rows)))
+        is_greedy = not stage.is_last or is_only_greedy(self.rows.sampling, rows, lens)
+        logits = graphs.run(rows, lens, changes, shared, is_greedy)
+        if not stage.is_last:
+            self.links.send(graphs.output(len(rows)).clone())
+            done = self.device.event()
+            done.record()
+            return LaunchedStep(number, None, done)
         extras: Extras | None = None
         if logits is not None:
             tokens, extras = sample_scored(logits, self.rows, rows, lens)

@@ -25,8 +25,10 @@ class RankWeights:
     config: ModelConfig
     dtype: torch.dtype  # of weights that are not packed
     device: Device
-    num_ranks: int
+    num_ranks: int  # that share each of them
     methods: Methods  # which hold the model's weights
+    elsewhere: frozenset[str] = frozenset()  # tensors that only ranks of other stages take
+    stage_share: float = 1.0  # the part of all weights that this stage has
 
     @property
     def keeps_packed(self) -> bool:
@@ -38,13 +40,20 @@ class RankWeights:
         self.check_fit(checkpoint, available)
         place = self.device.torch_device
         if self.config.load_format == "dummy":
-            tensors = dummy_tensors(self._shapes(), place, self.dtype)
+            tensors = dummy_tensors(self._shapes(with_others=False), place, self.dtype)
         else:
-            tensors = checkpoint.tensors(place, self.dtype, keep_packed=self.keeps_packed)
+            # Unknown tensors are read: they are a mistake to be reported.
+            others = self.elsewhere | {name for name, slot in self.model.weight_slots().items() if slot.is_elsewhere}
+            tensors = checkpoint.tensors(
+                place,
+                self.dtype,
+                keep_packed=self.keeps_packed,
+                is_wanted=lambda name: self.model.hf_name(name) not in others,
+            )
         self.model.load(tensors)
         if checkpoint.weights is None or not checkpoint.weights.packing_label:
             return []
-        stored = checkpoint.num_bytes // self.num_ranks
+        stored = int(checkpoint.num_bytes * self.stage_share) // self.num_ranks
         note = decoded_weights(self.model.weights_bytes, stored, checkpoint.weights.packing_label, self._dtype_name)
         return [note] if note else []
 
@@ -67,7 +76,7 @@ class RankWeights:
             case _:
                 if self.keeps_packed and checkpoint.weights is not None:
                     held = checkpoint.weights.held_bytes(self.dtype.itemsize, self.methods.packings)
-                    return min(num_bytes, held // self.num_ranks)
+                    return min(num_bytes, int(held * self.stage_share) // self.num_ranks)
                 return num_bytes
 
     def in_bfloat16(self) -> int:
@@ -93,8 +102,13 @@ class RankWeights:
     def _dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: slot.shape for name, slot in self.model.weight_slots().items() if not slot.is_optional}
+    def _shapes(self, with_others: bool = True) -> dict[str, tuple[int, ...]]:
+        """By name. `with_others`: experts of other ranks, too, so that ranks have equal shares of all of them."""
+        return {
+            name: slot.shape
+            for name, slot in self.model.weight_slots().items()
+            if not slot.is_optional and (with_others or not slot.is_elsewhere)
+        }
 
 
 def fp8_saving(model: DecoderModel, dtype: torch.dtype) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from octavo.cli.doctor import machine
 from octavo.cli.main import main
+from octavo.config import Config, DiskTier, replace
 
 CHECKS = {
     "python", "processor", "compiler", "kernels", "open files", "port", "temporary", "cache", "confinement", "hub", "torch",
@@ -48,6 +49,16 @@ def test_this_machine_is_ready(
     assert "is fetched into it at the first start" in found["cache"][1]
     assert not (tmp_path / "not").exists()  # a check makes no folders
     assert "with HF_TOKEN" in found["hub"][1] and "hf_secret" not in json.dumps(found)
+
+
+def test_the_disk_of_a_tier_is_measured(tmp_path: Path) -> None:
+    config = replace(Config(), kv_tier=f"disk:1M:{tmp_path / 'not' / 'yet'}", device="cpu")
+    found = {finding.check: finding for finding in machine.examine(config)}["kv tier"]
+    assert found.status in ("ok", "warning") and "tokens/s of the embedded model" in found.message
+    assert not (tmp_path / "not").exists()
+    large = machine._tier(DiskTier(2**60, str(tmp_path)))
+    assert large.status == "warning" and "less than the" in large.message
+    assert machine._tier(DiskTier(2**20, "/proc/nothing/here")).status == "failed"
 
 
 def test_a_person_sees_marks(capsys: pytest.CaptureFixture[str], free_port: int) -> None:

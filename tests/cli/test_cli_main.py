@@ -4,6 +4,7 @@ The server here is a few lines of standard library that speak OpenAI's API."""
 import http.server
 import importlib.metadata
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["serv"], "COMMAND: 'serv' is not one of serve, chat, run, pull, list, rm, ps, complete, top, bench, run-batch, doctor, replay, help, completion; did you mean serve?"),
+        (["serv"], "COMMAND: 'serv' is not one of serve, chat, run, pull, list, rm, ps, complete, top, scale, bench, run-batch, doctor, replay, help, completion; did you mean serve?"),
         (["bench", "latncy"], "KIND: 'latncy' is not one of latency, throughput, serve; did you mean latency?"),
         (["serve", "--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["complete", ""], "the prompt is empty: give a text to continue"),
@@ -166,6 +167,20 @@ def test_a_closed_pipe_ends_it_quietly(server: tuple[str, type[Echo]]) -> None:
     done = subprocess.run(["bash", "-c", command], input=text, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout == "wordwordwo141\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "read", "written"), [("ascii", "caf\ufffd\ufffd", b"caf??"), ("latin-1", "café", b"caf\xe9")]
+)
+def test_a_terminal_without_utf8_ends_nothing(
+    server: tuple[str, type[Echo]], encoding: str, read: str, written: bytes
+) -> None:
+    command = [sys.executable, "-m", "octavo.cli.main", "complete", "-", "--url", server[0]]
+    given = "café".encode("utf-8" if encoding == "ascii" else encoding)
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, input=given, capture_output=True, timeout=60, env=environment)
+    assert done.returncode == 0 and done.stderr == b""
+    assert server[1].bodies[-1]["prompt"] == read and done.stdout.strip() == written
 
 
 # ── chat and complete against a URL ─────────────────────────────────────────────────────────────────

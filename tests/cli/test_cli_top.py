@@ -192,3 +192,17 @@ def test_a_key_that_became_wrong_is_the_end(url: str) -> None:
     terminal = Terminal("top", "--url", url, "--api-key", "wrong", size=(80, 24))
     code, said = terminal.close()
     assert code == 1 and "answered 401" in said and said.count("\n") == 1
+
+
+def test_the_replicas_of_a_fleet_have_a_line_each():
+    totals = {"prompt_tokens": 100, "cached_tokens": 25}
+    one = {"replica": 0, "status": "ready", "place": "cores 0-3", "num_rows": 2, "max_rows": 4, "num_waiting": 1,
+           "waiting_seconds": 1.25, "num_pages": 8, "num_free_pages": 4, "num_cached_pages": 1, "totals": totals}  # fmt: skip
+    lost = {**one, "replica": 1, "status": "restarting", "place": "", "totals": None}
+    screen = Screen()
+    screen.take(state(100.0, 0, pages=PAGES, lanes=[], replicas=[one, lost]))
+    lines = screen.draw(120, 40)
+    assert "replica 0 ready  2/4 rows  1 waiting  1.2 s of work  3/8 pages  25% of prompts cached  cores 0-3" in lines
+    assert "replica 1 restarting" in lines
+    screen.take(state(101.0, 0, lanes=[], replicas=[{**one, "replica": number} for number in range(9)]))
+    assert "and 7 more replicas" in screen.draw(120, 18)

@@ -83,7 +83,7 @@ def test_embeddings(client: "ollama.Client") -> None:
 
 
 def test_errors(client: "ollama.Client") -> None:
-    with pytest.raises(ollama.ResponseError, match="is not served here") as missing:
+    with pytest.raises(ollama.ResponseError, match="loads no other model") as missing:
         client.chat("llama3.2", messages=QUESTION)
     assert missing.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match=r"options\.temperature"):

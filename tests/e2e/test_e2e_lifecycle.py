@@ -159,15 +159,16 @@ def tell_stories(server: Server, count: int, fault: Callable[[], None] | None = 
     return [json.loads(text)["choices"][0]["text"] for _, text in results]
 
 
-def test_what_three_ranks_say_is_the_same_when_one_is_killed():
+@pytest.mark.parametrize(("flag", "size"), [("--tensor-parallel-size", 3), ("--pipeline-parallel-size", 2)])
+def test_what_several_ranks_say_is_the_same_when_one_is_killed(flag, size):
     """SmolLM2 has three KV heads: three ranks share it."""
-    with Server("--kv-cache-memory-bytes", "256M", "--tensor-parallel-size", "3") as server:
+    with Server("--kv-cache-memory-bytes", "256M", flag, str(size)) as server:
         body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         status, text = server.post("/v1/completions", body)
         assert status == 200 and "Paris" in text, text
         untroubled = tell_stories(server, 5)
         ranks = list(children_of(server.engine()))
-        assert len(ranks) == 3
+        assert len(ranks) == size
         assert tell_stories(server, 5, lambda: os.kill(ranks[1], signal.SIGKILL)) == untroubled
         assert not any(map(is_alive, ranks))
         assert server.metric("octavo:restarts_total", 'process="engine",cause="failed"') == 1

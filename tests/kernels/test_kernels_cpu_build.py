@@ -3,6 +3,7 @@ compile, too."""
 
 import ctypes
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -318,6 +319,7 @@ def test_a_wheel_for_another_machine(project, tmp_path):
     assert library.read_bytes()[18:20] == (183).to_bytes(2, "little")  # the machine in an ELF header: aarch64
     about = next(unpacked.glob("*.dist-info/WHEEL")).read_text()
     assert "Root-Is-Purelib: false" in about and f"Tag: {platform[1]}" in about
+    assert json.loads((unpacked / "octavo" / "build_info.json").read_text())["machine"] == "aarch64"
 
 
 @pytest.mark.arm

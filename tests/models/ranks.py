@@ -49,9 +49,10 @@ def run_ranks(
     weights: dict[str, torch.Tensor],
     sequences: list[list[int]],
     backend: str = "torch_cpu",
+    splits_experts: bool = False,
 ) -> list[dict[str, Any]]:
-    """What each rank computed: logits of the sequences and a greedy continuation."""
-    torch.save((config, weights, sequences, backend), folder / "task.pt")
+    """What each rank computed: logits of the sequences and a greedy continuation. `splits_experts`: ranks have different experts."""
+    torch.save((config, weights, sequences, backend, splits_experts), folder / "task.pt")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -79,10 +80,10 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
 
 
 def _compute(rank: int, size: int, address: str, folder: str) -> None:
-    config, weights, sequences, backend = torch.load(f"{folder}/task.pt")
+    config, weights, sequences, backend, splits_experts = torch.load(f"{folder}/task.pt")
     group = init_group(rank, size, address, CPU)
     try:
-        ours, store = build_from(config, iter(weights.items()), backend, group=group)
+        ours, store = build_from(config, iter(weights.items()), backend, group=group, splits_experts=splits_experts)
         found = {
             "logits": walk(ours, store, sequences, seed=2),
             "tokens": greedy(ours, store, sequences, 8),

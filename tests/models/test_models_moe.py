@@ -136,6 +136,22 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
         assert rank["weights_bytes"] < 0.75 * ours.weights_bytes
 
 
+@pytest.mark.parametrize("backend", ["reference", "native_cpu"])
+@pytest.mark.parametrize("make", [qwen3_moe, mixtral, gpt_oss])
+def test_two_ranks_with_different_experts_equal_one(make: Any, backend: str, tmp_path: Path) -> None:
+    """Experts are not split: a width that ranks do not divide is no obstacle, and each rank holds half of them."""
+    checkpoint = saved(make(**({"num_local_experts": 6} if make is gpt_oss else {})), tmp_path)
+    weights = dict(weights_of(checkpoint))
+    ours, store = build_from(checkpoint.config, iter(weights.items()), backend)
+    sequences = prompts(seed=13, lengths=(1, 9, 21))
+    logits, tokens = walk(ours, store, sequences, seed=2), greedy(ours, store, sequences, 8)
+    for rank in run_ranks(tmp_path, 2, checkpoint.config, weights, sequences, backend, splits_experts=True):
+        for found, expected in zip(rank["logits"], logits, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert rank["tokens"] == tokens
+        assert rank["weights_bytes"] < 0.75 * ours.weights_bytes
+
+
 @pytest.mark.parametrize("make", [mixtral, gpt_oss])
 def test_what_a_configuration_leaves_out_is_as_transformers_has_it(make: Any, tmp_path: Path) -> None:
     """Rope, epsilon and, where the family has them, windows, biases and the gate."""

@@ -1,5 +1,6 @@
 """Our models, run over whole sequences in ragged chunks of paged batches."""
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from octavo.attention.choose import choose
 from octavo.layers.model import DecoderModel
 from octavo.models import load_family
 from octavo.parallel import Group
+from octavo.stage import WHOLE, Stage
 from tests.contexts import context
 from tests.models.batches import Row, Store, make_batch
 from tests.native import native
@@ -42,14 +44,21 @@ def build_from(
     dtype: torch.dtype = torch.float32,
     group: Group | None = None,
     max_len: int = 0,
+    stage: Stage = WHOLE,
+    splits_experts: bool = False,
 ) -> tuple[DecoderModel, Store]:
+    """`stage`: the model's layers; `weights` may hold others', too."""
     family = load_family(config["model_type"])
     spec = family.spec(config)
     group = group or Group.single()
     kernels = native() if backend == "native_cpu" else None
     attention, _ = choose(spec, CPU, dtype, dtype, backend, kernels)
     surroundings = context(group, dtype, attention=attention, native=kernels, max_len=max_len)
+    surroundings = dataclasses.replace(surroundings, stage=stage, splits_experts=splits_experts)
     ours = family.Model(config, spec, surroundings)
+    if stage.count > 1:
+        slots = ours.weight_slots()
+        weights = ((name, tensor) for name, tensor in weights if ours.hf_name(name) in slots)
     ours.load(weights)
     return ours, Store(spec, attention, dtype=dtype, tensor_parallel=group.size)
 

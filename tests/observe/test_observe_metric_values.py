@@ -108,6 +108,13 @@ VALUES: Mapping[str, Mapping[str, float]] = {
     "octavo:kv_slot_use_ratio": {"": 5 / 16},
     "octavo:memory_bytes": {"weights": 1000, "pages": 300},  # three pages were ever in use
     "octavo:host_pages_used": {"": 0},
+    "octavo:kv_tier_bytes": {"": 0},
+    "octavo:kv_tier_pages": {"": 0},
+    "octavo:kv_tier_loads_total": {"": 0},
+    "octavo:kv_tier_tokens_total": {"loaded": 0, "missed": 0, "stored": 0},
+    "octavo:kv_tier_seconds_total": {"load": 0, "store": 0, "saved": 0},
+    "octavo:kv_tier_passed_requests_total": {"slower": 0, "late": 0},
+    "octavo:kv_tier_files_total": {"bad": 0, "evicted": 0, "failed": 0},
     "vllm:cache_config_info": {"16,12,0,float32": 1},
     "vllm:prompt_tokens_total": {"": 45},
     "vllm:prompt_tokens_cached_total": {"": 16},
@@ -146,6 +153,13 @@ ELSEWHERE = {
     "octavo:capped_steps_total": test_observe_metrics.test_steps_with_a_limit_and_their_costs,
     "octavo:step_limit_seconds": test_observe_metrics.test_steps_with_a_limit_and_their_costs,
     "octavo:host_pages_used": test_observe_metrics.test_gauges_show_pages_and_waste,
+    "octavo:kv_tier_bytes": test_observe_metrics.test_a_tier_is_shown,
+    "octavo:kv_tier_pages": test_observe_metrics.test_a_tier_is_shown,
+    "octavo:kv_tier_loads_total": test_observe_metrics.test_a_tier_is_shown,
+    "octavo:kv_tier_tokens_total": test_observe_metrics.test_a_tier_is_shown,
+    "octavo:kv_tier_seconds_total": test_observe_metrics.test_a_tier_is_shown,
+    "octavo:kv_tier_passed_requests_total": test_observe_metrics.test_a_tier_is_shown,
+    "octavo:kv_tier_files_total": test_observe_metrics.test_a_tier_is_shown,
     "octavo:host_step_seconds": test_observe_metrics.test_host_time_and_busy_time_of_overlapping_steps,
 }
 """Those that are 0 here: who knows another value of theirs."""

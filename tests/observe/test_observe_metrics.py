@@ -23,7 +23,7 @@ from octavo.messages import (
 )
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.exposition import Histogram, Scrape
-from octavo.observe.metrics.gauges import EngineState
+from octavo.observe.metrics.gauges import EngineState, TierState
 from octavo.observe.step_observer import Observers, StepObserver
 from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Planned
@@ -180,6 +180,22 @@ def test_a_second_admission_is_not_a_second_wait() -> None:
     assert found["vllm:request_queue_time_seconds_sum", ""] == 1.0
     assert found["vllm:prompt_tokens_total", ""] == 10
     assert found["vllm:num_preemptions_total", ""] == 3
+
+
+def test_a_tier_is_shown() -> None:
+    tier = TierState(
+        5000, 7, 2, 6, 1, 0.5, 2.5, 9, 0.25, {"slower": 3, "late": 4}, {"bad": 1, "evicted": 2, "failed": 3}
+    )
+    found = samples(EngineMetrics("m", REPORT), EngineState(tier=tier))
+    size = REPORT.page_size
+    assert found["octavo:kv_tier_bytes", ""] == 5000 and found["octavo:kv_tier_pages", ""] == 7
+    assert found["octavo:kv_tier_loads_total", ""] == 2
+    tokens = {what: found["octavo:kv_tier_tokens_total", what] for what in ("loaded", "missed", "stored")}
+    assert tokens == {"loaded": 6 * size, "missed": size, "stored": 9 * size}
+    seconds = [found["octavo:kv_tier_seconds_total", what] for what in ("load", "store", "saved")]
+    assert seconds == [0.5, 0.25, 2.5]
+    assert [found["octavo:kv_tier_passed_requests_total", why] for why in ("slower", "late")] == [3, 4]
+    assert [found["octavo:kv_tier_files_total", why] for why in ("bad", "evicted", "failed")] == [1, 2, 3]
 
 
 def test_gauges_show_pages_and_waste() -> None:

@@ -46,10 +46,24 @@ for _event in EVENTS:
     setattr(Log, _event, lambda self, *event, name=_event: bool(self.heard.append(name)))
 
 
+def load_and_limit(recorded: Recorded) -> None:
+    """What a tier and scarce memory cause, twice."""
+    cache, observers = recorded.loop.scheduler.cache, recorded.loop.observers
+    for ticket in range(2):
+        assert cache.begin_load(ticket, [], 1) is not None
+        observers.load_began(ticket, [], 1)
+        cache.end_load(ticket, 1, [])
+        observers.load_ended(ticket, 1, [])
+        observers.waited_for_load("none", 0.0, 0)
+        cache.pool.limit_touched(cache.pool.num_pages)
+        observers.idle_limited(cache.pool.num_pages)
+
+
 def run(folder: Path, *observers: StepObserver) -> Recorded:
     recorded = Recorded(Workload(63, has_beams=True, has_grammars=True, has_limit=True), folder, False)
     for observer in observers:
         recorded.loop.observers.add(observer)
+    load_and_limit(recorded)
     recorded.run()
     recorded.loop.close()
     return recorded

@@ -70,6 +70,7 @@ def report_of(load: Workload) -> EngineReport:
         weights_bytes=0,
         page_bytes=1,
         windows=load.windows,
+        num_stages=load.num_stages,
         scheduling_policy=load.policy,
         # Steps take microseconds (OracleExecutor.clock): with this, prompts are cut.
         max_inter_token_ms=0.05 if load.has_limit else 0,
@@ -103,12 +104,12 @@ class Recorded:
         )
         policy = POLICIES[load.policy]
         stall_limit = StallLimit.of(self.report.max_inter_token_ms)
-        scheduler = Scheduler(cache, load.rows, load.budget, load.page_size, policy, stall_limit)
+        scheduler = Scheduler(cache, load.rows, load.budget, load.page_size, policy, stall_limit, load.num_stages)
         grammar_cache = load.scheduler.grammar_cache
         scheduler.grammar_cache = GrammarCache(grammar_cache._max_used, grammar_cache._max_unused)
         lateness = random.Random(load.seed + 7 * 10**9) if load.has_late else None
         self.executor = OracleExecutor(
-            OracleDevice(load.page_size, load.rows, load.windows, lateness), bool(load.depth)
+            OracleDevice(load.page_size, load.rows, load.windows, lateness, load.num_stages), bool(load.depth)
         )
         clock = self.executor.clock if load.has_limit else time.monotonic
         self.loop = build_engine(scheduler, self.executor, EngineMetrics("none", self.report), clock).loop

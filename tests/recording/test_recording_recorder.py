@@ -67,10 +67,16 @@ def recorded_load(folder, seed: int = 1, with_tokens: bool = False, **options) -
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 2**32), st.sets(st.sampled_from(KINDS)), st.booleans(), st.sampled_from([0.0, 0.1]))
-def test_any_load_gives_the_same_plans_again(tmp_path_factory, seed, kinds, with_tokens, roll):
+@given(
+    st.integers(0, 2**32),
+    st.sets(st.sampled_from(KINDS)),
+    st.booleans(),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([1, 1, 2, 4]),
+)
+def test_any_load_gives_the_same_plans_again(tmp_path_factory, seed, kinds, with_tokens, roll, num_stages):
     folder = tmp_path_factory.mktemp("recording")
-    load = Workload(seed, **dict.fromkeys(kinds, True))
+    load = Workload(seed, num_stages=num_stages, **dict.fromkeys(kinds, True))
     recorded = Recorded(load, folder, with_tokens, roll)
     recorded.run()
     recorded.loop.close()

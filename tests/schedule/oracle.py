@@ -4,7 +4,7 @@ longer matches the reference. It has one layer for each group of page tables, ea
 
 import random
 
-from octavo.messages import Candidates, SamplingParams, StepPlan, StepResult
+from octavo.messages import NO_INPUT, Candidates, SamplingParams, StepPlan, StepResult
 from octavo.schedule.beams.search import BeamSearch
 
 VOCABULARY = 7
@@ -77,9 +77,16 @@ def beam_reference(
 
 class OracleDevice:
     def __init__(
-        self, page_size: int, max_rows: int, windows: tuple[int, ...] = (0,), lateness: random.Random | None = None
+        self,
+        page_size: int,
+        max_rows: int,
+        windows: tuple[int, ...] = (0,),
+        lateness: random.Random | None = None,
+        num_stages: int = 1,
     ) -> None:
-        """`lateness`: decides which masks are late; None: none is."""
+        """`lateness`: decides which masks are late; None: none is. `num_stages`: with several, what is sampled is not known to the first:
+        a plan must bring it."""
+        self._is_pipelined = num_stages > 1
         self.page_size, self.max_rows, self.windows = page_size, max_rows, windows
         self._lateness = lateness
         self.known: dict[int, int] = {}  # row with a grammar → its tokens that count
@@ -119,6 +126,12 @@ class OracleDevice:
             assert entry <= len(table), "hole in the page table"
             table[entry : entry + 1] = [page]
         assert len(set(plan.rows)) == len(plan.rows), "row used twice"
+        assert len(plan.inputs) == (len(plan.rows) if self._is_pipelined else 0), (
+            "inputs for several stages, and only there"
+        )
+        for row, at, token in zip(plan.rows, plan.starts, plan.inputs, strict=False):
+            if token != NO_INPUT:
+                self.tokens[row][at] = token
         spans = [(row, range(at, at + n)) for row, at, n in zip(plan.rows, plan.starts, plan.counts, strict=True)]
         assert all(len(span) for _, span in spans), "empty chunk"
         states = {(row, position): self.tokens[row][position] for row, span in spans for position in span}
@@ -139,7 +152,8 @@ class OracleDevice:
                 if self._is_late(row, span[-1] + 1):
                     late.append(len(sampled) - 1)
                     sampled[-1] += 1 + plan.step  # a token that the grammar does not allow
-                self.tokens[row][span[-1] + 1] = sampled[-1]
+                if not self._is_pipelined:
+                    self.tokens[row][span[-1] + 1] = sampled[-1]
         return StepResult(plan.step, sampled, vectors, candidates=candidates, late=late)
 
     def _is_late(self, row: int, length: int) -> bool:

@@ -25,6 +25,30 @@ def test_two_thousand_seeded_workloads(has_windows):
         assert total[what] > 200, (what, total)
 
 
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_plans_that_go_through_several_stages(num_stages):
+    """What a stage samples reaches the first one with the next plan; rows are spread over the plans in flight, and none is left out for
+    long."""
+    total: Counter[str] = Counter()
+    for seed in range(160):
+        kinds = {
+            "has_windows": seed % 3 == 0,
+            "has_beams": seed % 4 == 0,
+            "has_late": seed % 5 == 0,
+            "has_limit": seed % 7 == 0,
+            "has_responses": seed % 6 == 0,
+            "is_mortal": seed % 8 == 0,
+        }
+        try:
+            total.update(asdict(Workload(seed, num_stages=num_stages, **kinds).run()))
+        except BaseException:
+            print(f"workload seed {seed}")
+            raise
+    for what in ("preemptions", "swaps", "copies", "forks", "hits", "aborts", "vectors", "left_out", "late", "beams"):
+        assert total[what] > 20, (what, total)
+    assert Workload(3, num_stages=num_stages).run().in_flight <= num_stages + 1
+
+
 def test_streams_outlive_engines():
     """At any step, all that is left are the tokens that clients have seen: what follows them is what would have come."""
     total: Counter[str] = Counter()

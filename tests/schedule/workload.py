@@ -60,6 +60,9 @@ class Tally:
     whole: int = 0  # … because it must be computed in one step
     unknown: int = 0  # plans in which a prompt was cut before costs were known
     free: int = 0  # plans with prompts and a limit, and without streams
+    in_flight: int = 0  # the most plans in flight that sample, with several stages
+    left_out: int = 0  # plans in which a row was left out, so that the next plan has one
+    turns: int = 0  # plans with rows that compute one token
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Workload:
     has_grammars: bool = False
     has_late: bool = False  # has grammars, and masks may be late
     has_limit: bool = False  # steps beside streams have a limit, and costs are learned now and then
+    num_stages: int = 1  # that plans go through
     has_responses: bool = False  # several prompts are parts of one response, and have more choices than there are rows
     policy: str = "fcfs"
     tally: Tally = field(default_factory=Tally)
@@ -84,6 +88,8 @@ class Workload:
         self.has_grammars |= self.has_late
         self.page_size = r.choice([1, 2, 3, 4])
         self.depth = r.choice([0, 1])
+        if self.num_stages > 1:
+            self.depth = self.num_stages
         self.budget = r.choice([1, 2, 3, 8, 32])
         self.rows = r.choice([1, 2, 3, 5, 9])
         longest = r.choice([6, 12, 20])
@@ -133,13 +139,14 @@ class Workload:
         )
         policy = POLICIES[self.policy]
         self.scheduler = self.scheduler_type(
-            self.cache, self.rows, self.budget, self.swap_min_tokens, policy, self.stall_limit
+            self.cache, self.rows, self.budget, self.swap_min_tokens, policy, self.stall_limit, self.num_stages
         )
+        self.num_left_out: dict[int, int] = {}  # sequence → plans since it could have been in one
         self.pages_reported: set[bytes] = set()  # of the prefix cache, by what plan() and commit() have returned
         if self.seed % 4 < 3:
             self.cache.watch_pages()
         lateness = random.Random(self.seed + 6 * 10**9) if self.has_late else None
-        self.device = OracleDevice(self.page_size, self.rows, self.windows, lateness)
+        self.device = OracleDevice(self.page_size, self.rows, self.windows, lateness, self.num_stages)
         self.ready: set[str] = set()  # grammars, where steps are computed
         self.compiling: deque[str] = deque()  # one after the other
         if self.has_grammars:
@@ -228,6 +235,8 @@ class Workload:
 
     def _check_limit(self, planned: Planned, one: list[Request], several: list[Request], had_output: set[int]) -> None:
         """Beside streams, a step computes as much of prompts as there is time for, the oldest first, and never nothing of the oldest."""
+        if self.num_stages > 1:  # other rows are in other plans: test_stall_limit.py has what then holds
+            return
         costs, plan = self.scheduler.costs, planned.plan
         if self.stall_limit is None:
             assert planned.capped is None
@@ -283,6 +292,32 @@ class Workload:
                 assert beside, "sits out for nothing"
                 self.tally.rested += not request.pending
         self.tally.restarts += sum(request.late_at == len(request.tokens) - 1 for request, *_ in planned.returned)
+
+    def _check_turn(self, planned: Planned, flight: deque) -> None:
+        """With several stages, a row is in one plan that samples for it, and none waits longer for its next turn than the plans in flight
+        take."""
+        if self.num_stages == 1:
+            return
+        sampling = [
+            {row for row, samples in zip(plan.rows, plan.samples, strict=True) if samples} for plan, _ in flight
+        ]
+        self.tally.in_flight = max(self.tally.in_flight, sum(map(bool, sampling)))
+        plan = planned.plan
+        decodes = [row for row, count in zip(plan.rows, plan.counts, strict=True) if count == 1]
+        ready = {
+            request.sequence
+            for request in self.scheduler.running
+            if request.row not in plan.rows
+            and not (request.pending or request.late_steps or search_of(request))
+            and request.length - request.computed == 1
+        }
+        self.num_left_out = {sequence: self.num_left_out.get(sequence, 0) + 1 for sequence in ready}
+        if sum(plan.counts) == self.budget or planned.returned:  # there was no room
+            self.num_left_out = {}
+        # One more for a choice that was forked by the first of these plans.
+        assert all(count <= self.num_stages + 1 for count in self.num_left_out.values()), "left out for too long"
+        self.tally.left_out += bool(self.num_left_out)
+        self.tally.turns += bool(decodes)
 
     def _want_vectors(self, r: random.Random) -> None:
         """Of some requests a vector is wanted: whole where a step has room for it, or in chunks. By dice of its own, so that
@@ -369,6 +404,7 @@ class Workload:
                     self._start(removed.jobs)
                     aborted |= {(victim, i) for i in choices if index in (-1, i)} - finished.keys()
                     self.tally.aborts += 1
+                    self.num_left_out = {}  # fewer rows share the next plans
             if r.random() < 0.01:
                 self.cache.reset_prefixes()
             self._compile(fate)
@@ -390,7 +426,8 @@ class Workload:
             assert not plan.is_empty or flight or not scheduler.has_work or has_left, "work is there, nothing advances"
             if not plan.is_empty:
                 flight.append((plan, self.device.run(plan)))  # stream order: executed in the order of issue
-            while len(flight) > self.depth or (flight and plan.is_empty):
+            self._check_turn(planned, flight)
+            for _ in range(max(len(flight) - self.depth, int(plan.is_empty and bool(flight)))):
                 committed = scheduler.commit(*flight.popleft())
                 self._hear(committed.pages)
                 self._start(committed.jobs)

@@ -108,7 +108,7 @@ class Server:
 
     def ready(self) -> "Server":
         self.engine.report.set()
-        assert self.stdout.readline() == b'{"ready":true}\n', self.stderr()
+        assert self.stdout.readline() == b'{"type":"ServerReady"}\n', self.stderr()
         return self
 
     def ask(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:

@@ -107,6 +107,41 @@ class TestWhole:
         assert usage["output_tokens"] == 6 and usage["cache_creation_input_tokens"] == 0
         assert "ignored_fields" not in message
 
+    async def test_the_line_that_a_client_changes_in_every_request_is_left_out_and_named_back(
+        self, serve: Serve
+    ) -> None:
+        nonce = "x-anthropic-billing-header: cc_version=2.1.37; cc_entrypoint=cli; cch=%05x;"
+        name = "system.x-anthropic-billing-header"
+        engine = ScriptedEngine(says("hello"))
+        client, ids = serve(engine), prompt("system: be kind", "user: hi")
+        kind = {"type": "text", "text": "be kind"}
+        for number, system in enumerate(
+            (
+                [{"type": "text", "text": nonce % 1}, kind],
+                [{"type": "text", "text": nonce % 2 + "\nbe kind", "cache_control": {"type": "ephemeral"}}],
+                nonce % 3 + "\n\nbe kind",
+            )
+        ):
+            message = message_of(await client.post(URL, json={**HI, "system": system}))
+            assert engine.requests[number].prompt_ids == ids
+            assert message["ignored_fields"] == [name]
+        alone = message_of(await client.post(URL, json={**HI, "system": nonce % 4}))
+        assert engine.requests[-1].prompt_ids == prompt("user: hi") and alone["ignored_fields"] == [name]
+        for system in (
+            "be kind\n" + nonce % 5,
+            "I say x-anthropic-billing-header: x",
+            [kind, {"type": "text", "text": nonce % 6}],
+        ):
+            message = message_of(await client.post(URL, json={**HI, "system": system}))
+            assert "ignored_fields" not in message
+            assert b"x-anthropic-billing-header" in bytes(i for i in engine.requests[-1].prompt_ids if i < 256)
+        for options in ({"drop_client_nonces": False}, {"strict_fields": True}):
+            engine = ScriptedEngine(says("hello"))
+            assert "ignored_fields" not in message_of(
+                await serve(engine, **options).post(URL, json={**HI, "system": nonce % 7})
+            )
+            assert len(engine.requests[0].prompt_ids) > len(prompt("user: hi")), "the line stays"
+
     async def test_why_it_stopped(self, serve: Serve) -> None:
         client = serve(ScriptedEngine(says("abcdef")))
         message = message_of(await client.post(URL, json={**HI, "stop_sequences": ["x", "cd"]}))

@@ -411,7 +411,12 @@ async def test_models_are_pulled_listed_shown_and_deleted(serve: Serve, hub: Reg
     shown = (await client.post("/api/show", json={"model": "org/tiny-GGUF:Q4_K_M"})).json()
     assert shown["model_info"]["general.parameter_count"] == 16 and shown["license"] == "mit"
     assert "tokenizer.ggml.tokens" not in shown["model_info"], "long lists are left out"
-    assert "is not served here" in refusal(await client.post("/api/chat", json=chat(model="org/tiny-GGUF:Q4_K_M")), 404)
+    pulled = refusal(await client.post("/api/chat", json=chat(model="org/tiny-GGUF:Q4_K_M")), 404)
+    assert "is pulled, but not loaded" in pulled and pulled.endswith("octavo serve org/tiny-GGUF:Q4_K_M")
+    other = refusal(await client.post("/api/generate", json=generate(model="hf.co/org/other:Q8_0", keep_alive=-1)), 404)
+    assert "not found" in other and other.endswith("which pulls it: octavo serve org/other:Q8_0")
+    library = refusal(await client.post("/api/chat", json=chat(model="llama3.2")), 404)
+    assert "'byte-model'" in library and library.endswith("names of the hub, owner/name:tag")
     gone = await client.request("DELETE", "/api/delete", json={"model": "org/tiny-GGUF:Q4_K_M"})
     assert gone.status_code == 200 and Store().models() == []
     assert "not found" in refusal(await client.request("DELETE", "/api/delete", json={"model": "org/tiny-GGUF"}), 404)
@@ -471,6 +476,9 @@ async def test_only_an_admin_changes_the_models_of_a_server_with_keys(serve: Ser
         assert "API key" in refusal(await client.request(method, path, json=body), 401)
         user = {"Authorization": "Bearer user-key"}
         assert "only an admin key" in refusal(await client.request(method, path, json=body, headers=user), 403)
+        one = serve(api_key="only-key")  # which all clients may have
+        only = {"Authorization": "Bearer only-key"}
+        assert "--admin-key" in refusal(await one.request(method, path, json=body, headers=only), 403)
     admin = {"Authorization": "Bearer admin-key"}
     assert (await client.post("/api/pull", json=body, headers=admin)).status_code == 200
     assert (await client.request("DELETE", "/api/delete", json=body, headers=admin)).status_code == 200

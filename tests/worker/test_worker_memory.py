@@ -39,14 +39,26 @@ def changed(report: LoadReport = REPORT, **values: object) -> LoadReport:
     return msgspec.structs.replace(report, **values)
 
 
-def test_auto_takes_a_share_a_ceiling_or_what_is_useful() -> None:
+def test_auto_takes_a_share_or_what_is_useful() -> None:
     assert settle(CacheConfig(), [REPORT]).num_pages == int(0.4 * 8 * 1024)
-    assert settle(CacheConfig(), [changed(available_bytes=100 * GiB)]).num_pages == 4096
+    assert settle(CacheConfig(), [changed(available_bytes=30 * GiB)]).num_pages == int(0.4 * 30 * 1024)
     small = settle(CacheConfig(), [changed(max_num_seqs=2, max_model_len=100)])
     assert small.num_pages == 2 * 7
     assert small.max_model_len == 100
     assert settle(CacheConfig(), [GPU]).num_pages == 64 * 256
     assert settle(CacheConfig(), [changed(GPU, available_bytes=3 * GiB)]).num_pages == 3 * 1024
+
+
+def test_idle_prefixes_keep_the_whole_store_on_a_cpu_or_what_the_flag_says() -> None:
+    whole = settle(CacheConfig(), [REPORT])
+    assert whole.num_warm_pages == whole.num_pages
+    asked = settle(CacheConfig(kv_cache_memory_bytes=GiB), [REPORT])
+    assert asked.num_warm_pages == asked.num_pages == 1024
+    frugal = settle(CacheConfig(idle_prefix_bytes=192 * MiB), [REPORT])
+    assert frugal.num_warm_pages == 192
+    assert any("idle prefixes may keep 192 MiB" in note for note in frugal.notes)
+    assert settle(CacheConfig(idle_prefix_bytes=0), [REPORT]).num_warm_pages == 0
+    assert settle(CacheConfig(), [GPU]).num_warm_pages is None, "all memory is taken at the start"
 
 
 def test_ranks_add_up_and_the_poorest_decides() -> None:

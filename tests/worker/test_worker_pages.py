@@ -136,3 +136,23 @@ def test_independent_moves_of_a_kind_go_together() -> None:
     assert [(kind, len(sources)) for kind, sources, _ in runs(swap)] == [("out", 4), ("in", 4)]
     assert len(list(runs([PageMove("copy", 0, 1), PageMove("copy", 1, 2)]))) == 2  # reads what was just written
     assert len(list(runs([PageMove("in", 0, 1), PageMove("in", 2, 1)]))) == 2  # a batched write has no order
+
+
+def test_memory_that_is_given_back_reads_as_zero_and_other_pages_stay():
+    device = Device("cpu")
+    together = device.zeros((8, 3, 2, 4096), torch.float32)  # 96 KiB a page
+    together.fill_(1.0)
+    pages = Pages(list(together.unbind(1)), 0, device)
+    pages.give_back([5, 2, 3])
+    pages.give_back([])
+    left = [0, 1, 4, 6, 7]
+    assert bool((together[left] == 1).all())
+    assert bool(((together == 0) | (together == 1)).all())
+    assert int((together[[2, 3, 5]] == 0).sum()) >= 3 * 3 * 2 * 4096 - 4 * 1024, "all but the system pages at the ends"
+
+
+def test_layers_that_lie_apart_keep_their_memory():
+    device = Device("cpu")
+    layers = [torch.ones(8, 2, 4096) for _ in range(3)]
+    Pages(layers, 0, device).give_back([1, 2])
+    assert all(bool((layer == 1).all()) for layer in layers)

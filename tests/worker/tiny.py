@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from octavo.config import Config, replace
 from octavo.executor.base import Executor
-from octavo.messages import Entering, PageMove, SamplingParams, StepPlan
+from octavo.messages import NO_INPUT, Entering, PageMove, SamplingParams, StepPlan
 from octavo.weights.sources.source import ModelSource, local
 
 VOCAB_SIZE = 161  # odd: two ranks pad it
@@ -19,7 +19,9 @@ PAGE_SIZE = 4
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _INNER = 32, 2, 4, 2, 48
 
 
-def write_tiny_llama(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> ModelSource:
+def write_tiny_llama(
+    folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, num_layers: int = _LAYERS, is_tied: bool = False
+) -> ModelSource:
     """Weights large enough that logits differ clearly: rounding does not decide which token is chosen."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -32,7 +34,9 @@ def write_tiny_llama(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) 
         "model.norm.weight": torch.ones(_HIDDEN),
         "lm_head.weight": random_tensor(vocab_size, _HIDDEN) * 2,
     }
-    for layer in range(_LAYERS):
+    if is_tied:
+        del tensors["lm_head.weight"]
+    for layer in range(num_layers):
         name = f"model.layers.{layer}"
         tensors |= {
             f"{name}.self_attn.q_proj.weight": random_tensor(_HIDDEN, _HIDDEN),
@@ -48,7 +52,7 @@ def write_tiny_llama(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) 
     config = {
         "model_type": "llama",
         "hidden_size": _HIDDEN,
-        "num_hidden_layers": _LAYERS,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
         "intermediate_size": _INNER,
@@ -56,7 +60,7 @@ def write_tiny_llama(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) 
         "max_position_embeddings": CONTEXT_LEN,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": is_tied,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -92,8 +96,9 @@ class Sequence:
 class Driver:
     """Collects what the next step must carry, then submits it; pages are handed out in random order."""
 
-    def __init__(self, executor: Executor, num_pages: int, seed: int = 0) -> None:
-        self.executor = executor
+    def __init__(self, executor: Executor, num_pages: int, seed: int = 0, num_stages: int = 1) -> None:
+        """`num_stages`: with several, plans bring the tokens that were sampled."""
+        self.executor, self._num_stages = executor, num_stages
         self.free = list(range(num_pages))
         random.Random(seed).shuffle(self.free)
         self.in_flight: list[list[Sequence]] = []
@@ -133,6 +138,9 @@ class Driver:
                 plan.page_ids.append(self.free.pop())
                 sequence.pages.append(plan.page_ids[-1])
             samples = end == len(sequence.tokens) + sequence.pending
+            if self._num_stages > 1:
+                is_known = sequence.computed >= sequence.prompt_len
+                plan.inputs.append(sequence.tokens[sequence.computed] if is_known else NO_INPUT)
             plan.rows.append(sequence.row)
             plan.starts.append(sequence.computed)
             plan.counts.append(count)

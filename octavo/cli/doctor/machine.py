@@ -18,10 +18,11 @@ from typing import Any
 
 from octavo.cli import version
 from octavo.cli.doctor.findings import Finding, printer, size
-from octavo.config import Config
+from octavo.config import Config, DiskTier, read_tier
 from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
 from octavo.kernels.cpu import build
+from octavo.kv_tier import disk_pace
 from octavo.supervisor.listen import cannot_listen, listen
 from octavo.weights.sources.default_model import SMOLLM2
 
@@ -32,6 +33,8 @@ _LITTLE_DISK = 2**29  # the embedded model, kernels and recordings
 _FEW_FILES = 4096  # a connection takes one
 _TOO_FEW_FILES = 256  # the processes' own sockets and libraries
 _LITTLE_SHARED_MEMORY = 2**28  # several GPUs exchange tensors through it; containers get 64 MiB by default
+_TOKEN_BYTES = 23_040  # keys and values of a token of the embedded model
+_SLOW_TIER = 4000  # tokens a second: two cores compute about half as many
 _SECONDS = 20.0  # for a helper process
 
 
@@ -63,6 +66,8 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _port(config.server.host, config.server.port)
     yield _folder("temporary", Path(tempfile.gettempdir()), "TMPDIR", is_needed=True)
     yield _cache()
+    if (tier := read_tier(config.cache.kv_tier)) is not None:
+        yield _tier(tier)
     yield _confinement()
     yield _hub()
     yield from _with_torch(config)
@@ -186,6 +191,34 @@ def _folder(check: str, folder: Path, variable: str, *, is_needed: bool) -> Find
     if free < _LITTLE_DISK:
         return Finding(check, "warning", f"{folder} has only {size(free)} free: set {variable} to another folder")
     return Finding(check, "ok", f"{folder}, {size(free)} free")
+
+
+def _tier(tier: DiskTier) -> Finding:
+    """Whether the disk of --kv-tier is fast enough to help."""
+    folder = Path(tier.folder)
+    try:
+        pace, free = disk_pace.measure(folder), shutil.disk_usage(_existing(folder)).free
+    except OSError as error:
+        return Finding(
+            "kv tier",
+            "failed",
+            f"{folder} cannot be written ({error.strerror or error}): give --kv-tier another folder",
+        )
+    tokens = pace.read / _TOKEN_BYTES
+    text = f"{folder} reads {size(int(pace.read))}/s and writes {size(int(pace.write))}/s: {tokens:,.0f} tokens/s of the embedded model"
+    if free < tier.max_bytes:
+        return Finding(
+            "kv tier", "warning", f"{text}; {size(free)} is free, less than the {size(tier.max_bytes)} of --kv-tier"
+        )
+    if tokens < _SLOW_TIER:
+        return Finding("kv tier", "warning", f"{text}: computing may be faster, and then nothing is loaded")
+    return Finding("kv tier", "ok", text)
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def _hub() -> Finding:

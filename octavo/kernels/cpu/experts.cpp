@@ -18,8 +18,8 @@ constexpr int64_t kWorthSharing = 16;
 // The scratch memory of a call, for P = T · num_chosen pairs. A pair's "place" is its index in the order by expert.
 struct Room {
   float* weights;      // [P] by token
-  int32_t* chosen;     // [P] by token: experts
-  int32_t* places;     // [P] by token
+  int32_t* chosen;     // [P] by token: experts, counted from the first that is held; −1: not held
+  int32_t* places;     // [P] by token; −1: its expert is not held
   int32_t* tokens;     // [P] by place
   int32_t* starts;     // [num_experts + 1]: an expert's first place
   int32_t* used;       // [num_experts]: experts that have tokens
@@ -106,17 +106,23 @@ void weigh(const OctavoExperts& call, const float* logits, float* weights) {
 int64_t sort_pairs(const OctavoExperts& call, const Room& room, int64_t num_tokens) {
   const int64_t num_pairs = num_tokens * call.num_chosen;
   memset(room.starts, 0, sizeof(int32_t) * static_cast<size_t>(call.num_experts + 1));
-  for (int64_t pair = 0; pair < num_pairs; ++pair) ++room.starts[room.chosen[pair] + 1];
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    if (room.chosen[pair] >= 0) ++room.starts[room.chosen[pair] + 1];
+  }
   int64_t num_used = 0;
-  for (int32_t expert = 0; expert < call.num_experts; ++expert) {
+  for (int32_t expert = 0; expert < call.num_held; ++expert) {
     if (room.starts[expert + 1]) room.used[num_used++] = expert;
     room.starts[expert + 1] += room.starts[expert];
   }
   for (int64_t pair = 0; pair < num_pairs; ++pair) {  // a start advances, and ends as the start of the next expert
+    if (room.chosen[pair] < 0) {
+      room.places[pair] = -1;
+      continue;
+    }
     room.places[pair] = room.starts[room.chosen[pair]]++;
     room.tokens[room.places[pair]] = static_cast<int32_t>(pair / call.num_chosen);
   }
-  for (int32_t expert = call.num_experts; expert > 0; --expert) room.starts[expert] = room.starts[expert - 1];
+  for (int32_t expert = call.num_held; expert > 0; --expert) room.starts[expert] = room.starts[expert - 1];
   room.starts[0] = 0;
   return num_used;
 }
@@ -167,12 +173,16 @@ void multiply(Threads* threads, const Room& room, int64_t num_used, const Octavo
 void combine(const OctavoExperts& call, const Room& room, int64_t token) {
   float* y = call.y + token * call.y_stride;
   const int64_t first = token * call.num_chosen;
+  bool adds = call.adds != 0;
   for (int32_t i = 0; i < call.num_chosen; ++i) {
+    if (room.places[first + i] < 0) continue;
     const float weight = room.weights[first + i];
     const float* row = room.rows + static_cast<int64_t>(room.places[first + i]) * call.depth;
-    if (i == 0 && !call.adds) for (int64_t k = 0; k < call.depth; ++k) y[k] = weight * row[k];
+    if (!adds) for (int64_t k = 0; k < call.depth; ++k) y[k] = weight * row[k];
     else for (int64_t k = 0; k < call.depth; ++k) y[k] += weight * row[k];
+    adds = true;
   }
+  if (!adds) memset(y, 0, sizeof(float) * static_cast<size_t>(call.depth));
 }
 
 }  // namespace
@@ -191,8 +201,13 @@ void octavo_experts(Threads* threads, const OctavoExperts* call, int64_t num_tok
   for_tokens(threads, num_tokens, [&](int64_t token) {
     const float* logits = c.logits + token * c.logits_stride;
     float* weights = room.weights + token * c.num_chosen;
-    choose(logits, c.num_experts, c.num_chosen, room.chosen + token * c.num_chosen, weights);
+    int32_t* chosen = room.chosen + token * c.num_chosen;
+    choose(logits, c.num_experts, c.num_chosen, chosen, weights);
     weigh(c, logits, weights);
+    for (int32_t i = 0; i < c.num_chosen; ++i) {
+      const int32_t held = chosen[i] - c.first_held;
+      chosen[i] = held >= 0 && held < c.num_held ? held : -1;
+    }
   });
   const int64_t num_used = sort_pairs(c, room, num_tokens);
   prepare(threads, room, num_used, c.gate_up[0].kind, room.rows, c.depth, [&](int64_t place) {

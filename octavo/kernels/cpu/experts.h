@@ -18,10 +18,11 @@ typedef struct {
   const float* logits;  // [T, num_experts]
   float* y;
   int64_t x_stride, logits_stride, y_stride;
-  const OctavoProduct* gate_up;  // [num_experts]: weights [2 · inner, depth], columns of gate first, bias and kind; all
+  const OctavoProduct* gate_up;  // [num_held]: weights [2 · inner, depth], columns of gate first, bias and kind; all
   const OctavoProduct* down;     // of one kind. The call fills in the fields that depend on the step
   int64_t depth, inner;
   int32_t num_experts, num_chosen;
+  int32_t first_held, num_held;  // the sum is over those chosen experts that are among these; others are another rank's
   int32_t is_normalised;  // the weights of the chosen experts add up to 1; else they are from the softmax over all
   int32_t adds;
   float alpha, limit, offset;

@@ -17,8 +17,8 @@ class ExpertsCall(ctypes.Structure):
     _fields_ = (
         ("x", c_void_p), ("logits", c_void_p), ("y", c_void_p), ("x_stride", c_int64), ("logits_stride", c_int64),
         ("y_stride", c_int64), ("gate_up", POINTER(Product)), ("down", POINTER(Product)), ("depth", c_int64),
-        ("inner", c_int64), ("num_experts", c_int32), ("num_chosen", c_int32), ("is_normalised", c_int32),
-        ("adds", c_int32), ("alpha", c_float), ("limit", c_float), ("offset", c_float), ("room", c_void_p),
+        ("inner", c_int64), ("num_experts", c_int32), ("num_chosen", c_int32), ("first_held", c_int32),
+        ("num_held", c_int32), ("is_normalised", c_int32), ("adds", c_int32), ("alpha", c_float), ("limit", c_float), ("offset", c_float), ("room", c_void_p),
     )  # fmt: skip
 
 
@@ -31,6 +31,8 @@ class ExpertChoice:
     alpha: float
     limit: float
     offset: float
+    num_experts: int = 0  # that are chosen from; 0: those whose weights are here
+    first: int = 0  # the first of them whose weights are here
 
 
 class ExpertWeights:
@@ -42,10 +44,12 @@ class ExpertWeights:
         down_bias: Tensor | None,  # [experts, depth] float32
         choice: ExpertChoice,
     ) -> None:
-        self.num_experts = len(gate_up)
+        self.num_experts = choice.num_experts or len(gate_up)
         check(
-            len(down) == len(gate_up) and 0 < choice.num_chosen <= len(gate_up),
-            f"{choice.num_chosen} of {len(gate_up)} and {len(down)} experts cannot be chosen",
+            len(down) == len(gate_up)
+            and 0 < choice.num_chosen <= self.num_experts
+            and 0 <= choice.first <= self.num_experts - len(gate_up),
+            f"{choice.num_chosen} of {self.num_experts} experts cannot be chosen with {len(gate_up)} and {len(down)} here",
         )
         num_kinds = [len({weight.kind for weight in weights}) for weights in (gate_up, down)]
         check(num_kinds == [1, 1], "the weights of experts must be of one kind")
@@ -73,6 +77,7 @@ class ExpertWeights:
             choice.num_chosen,
             choice.is_normalised,
         )
+        call.first_held, call.num_held = choice.first, len(self._kept[0])
         call.alpha, call.limit, call.offset = choice.alpha, choice.limit, choice.offset
 
 

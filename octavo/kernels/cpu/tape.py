@@ -46,6 +46,7 @@ class Tape:
         self._ops: list[ops.Op] = []
         self._fields: list[tuple[list[Field], list[Field]]] = []  # per operation: fields that it reads, and writes
         self._buffers: list[_Buffer] = []  # ascending by address
+        self._inputs: list[int] = []  # addresses of buffers that are filled before a run
         self._kept: list[object] = []  # objects whose addresses the operations hold
         self._region: Any = None
         self._room_left = self._next = 0
@@ -60,6 +61,20 @@ class Tape:
         start = self._take(height * width * 4, count, width)
         memory = (ctypes.c_float * (height * width)).from_address(start)
         return torch.frombuffer(memory, dtype=torch.float32).view(height, width).as_subclass(_Room)
+
+    def input(self, width: int) -> Tensor:
+        """A buffer [tokens, width] that is filled before each run: pass it to finish() to learn where it lies."""
+        room = self.buffer(ops.Count.PER_TOKEN, width)
+        self._inputs.append(room.data_ptr())
+        self._note_inputs()
+        return room
+
+    def _note_inputs(self) -> None:
+        """An input is in use from before the first operation on."""
+        for address in self._inputs:
+            buffer = self._find(address)
+            assert buffer is not None
+            buffer.first, buffer.last = 0, max(buffer.last, 0)
 
     def scratch(self, num_bytes: int) -> int:
         """The address of scratch memory for the next operation only."""
@@ -151,6 +166,7 @@ class Tape:
         ]
         for buffer in self._buffers:
             buffer.first = buffer.last = -1
+        self._note_inputs()
         for index, (reads, writes) in enumerate(self._fields):
             self._use(index, reads, writes)
 
@@ -163,11 +179,11 @@ class Tape:
 
     # ── from addresses to memory ────────────────────────────────────────────────────────────────────
 
-    def finish(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Assign memory to every buffer. Returns the results, which are valid until the next run."""
+    def finish(self, results: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Assign memory to every buffer. Returns the results, which are valid until the next run, and then the inputs."""
         self._gather_early()
-        found = [self._find(result.data_ptr()) for result in results]
-        for buffer in found:
+        found = [self._find(result.data_ptr()) for result in (*results, *inputs)]
+        for buffer in found[: len(results)]:
             assert buffer is not None and buffer.first >= 0
             buffer.last = len(self._ops)
         self._memory = aligned(_place(self._buffers))
@@ -177,7 +193,7 @@ class Tape:
             setattr(structure, name, base + buffer.offset + getattr(structure, name) - buffer.start)
         self._array = ops.array(self._ops)
         moved = []
-        for result, kept in zip(results, found, strict=True):
+        for result, kept in zip((*results, *inputs), found, strict=True):
             assert kept is not None
             memory = self._memory[kept.offset : kept.offset + result.nbytes]
             moved.append(memory.view(torch.float32).view(result.shape))

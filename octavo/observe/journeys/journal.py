@@ -145,6 +145,9 @@ class EngineJournal(StepObserver):
     def __init__(self) -> None:
         self.on_end: Callable[[EngineJourney], None] | None = None  # None: journeys are not sent
         self._journeys: dict[str, _Journey] = {}
+        self._loads: dict[
+            str, tuple[float, int]
+        ] = {}  # request that arrives next → since when it waited for how many tokens
         self._grammar_seconds = 0.0  # that grammars took in all steps
         self._tally = StepTotals()
         self._queue = _Queue()
@@ -157,9 +160,16 @@ class EngineJournal(StepObserver):
 
     # ── events of the loop ──
 
+    def waited_for_load(self, request_id: str, since: float, num_tokens: int) -> None:
+        self._loads[request_id] = (since, num_tokens)
+
     def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
         look = self._queue.look(now)
+        loaded = self._loads.pop(request.id, None)
         tracks = [_Track(index, request, now, look, self._num_plans) for index in range(request.params.n)]
+        if loaded is not None:
+            for track in tracks:
+                track.stages.append(Stage("load", loaded[0], now, cached_tokens=loaded[1]))
         journey = self._journeys[request.id] = _Journey(request, tracks)
         for track, begun in zip(tracks, request.begun, strict=False):  # it outlived an engine
             if begun is None:

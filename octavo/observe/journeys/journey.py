@@ -19,6 +19,7 @@ State = Literal["waiting", "running", "finished", "failed", "aborted"]
 STATES: tuple[State, ...] = ("waiting", "running", "finished", "failed", "aborted")
 Making = Literal["going on", "to its end", "given up"]
 MAX_RING_BYTES = 16 * 2**20
+MAX_PLACEMENTS = 64  # that a journey lists
 DIGITS = 6  # of seconds that are shown: microseconds
 ENTRY_BYTES = 500  # what a kept journey takes beside its text: ids and table entries
 
@@ -57,6 +58,9 @@ class Journey(msgspec.Struct, frozen=True, gc=False):
     error: str = ""
     legs: list[Leg] = []  # every choice, where there are several
     note: str = ""
+    replicas: list[
+        dict[str, Any]
+    ] = []  # of a fleet: where it was placed and why, in order; see octavo.client.client.Placement
 
 
 _grammar_seconds = operator.attrgetter("grammar_seconds")
@@ -84,6 +88,7 @@ class OpenJourney:
         self.trace_context: dict[str, str] = {}  # the client's W3C trace context headers
         self.prompts: list[list[int]] = []  # theirs, if the log is to show them
         self.travelled: dict[str, EngineJourney] = {}
+        self.placements: list[dict[str, Any]] = []
         self._losses: list[tuple[float, float]] = []  # engines that ended meanwhile: when, and when the next was ready
         self._choice_ends: dict[tuple[str, int], tuple[str, int]] = {}  # choice → how it ended, and its tokens
         self._marks: list[tuple[StageName, float]] = []
@@ -107,6 +112,14 @@ class OpenJourney:
     def finish(self, request_id: str, index: int, reason: str, num_tokens: int) -> None:
         """Record how a choice ended for the client."""
         self._choice_ends[request_id, index] = (reason, num_tokens)
+
+    def place(self, request_id: str, placement: dict[str, Any]) -> None:
+        """A router has sent one of its requests to a replica. Of many, only the last moves are kept."""
+        if len(self.placements) >= MAX_PLACEMENTS:
+            del self.placements[MAX_PLACEMENTS // 2]
+        if len(self.requests) > 1:
+            placement = {"request": self.requests.index(request_id), **placement}
+        self.placements.append(placement)
 
     def lose_engine(self) -> None:
         """The engine that had it has ended, and its part of the journey is lost."""
@@ -181,6 +194,7 @@ class OpenJourney:
             grammar_seconds=round(self.grammar_seconds + sum(map(_grammar_seconds, stages)), DIGITS),
             error=self.error,
             note=self._note(len(journeys)),
+            replicas=self.placements,
             **_totals(journeys, self.received, self._choice_ends),
         )
 

@@ -12,6 +12,7 @@ time that the step may take beside running streams (--max-inter-token-ms), earli
 end of the running step."""
 StageName = Literal[
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
+    "load",  # in the engine, before the queue: KV pages came from a tier
     "queue", "prefill", "decode", "preempted", "recompute", "several", "engine",  # in the engine; engine: its own stages are not known
     "restart",  # the engine had ended, and another was started
     "detokenise", "flush", "answer",  # in the API process, after
@@ -53,7 +54,7 @@ class Stage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     waits: list[Wait] = []  # queue, preempted
     swapped_tokens: int = 0  # preempted: moved to host pages
     dropped_tokens: int = 0  # preempted: dropped, to be computed again
-    cached_tokens: int = 0  # prefill, recompute: found in the prefix cache
+    cached_tokens: int = 0  # prefill, recompute: found in the prefix cache; load: loaded into it
     computed_tokens: int = 0  # prefill, recompute
     chunks: list[Chunk] = []  # prefill, recompute
     capped_steps: int = (

@@ -84,7 +84,7 @@ class _Open:
 
 class EngineMetrics(StepObserver):
     def __init__(self, model_name: str, report: EngineReport) -> None:
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": str(report.replica)}
         self.report = report
         self._http = HttpMetrics()
         self._open: dict[str, _Open] = {}

@@ -13,6 +13,23 @@ PageState = Literal["used", "cached", "free"]
 
 
 @dataclass(frozen=True, slots=True)
+class TierState:
+    """A KV tier. Counts are since the start."""
+
+    num_bytes: int = 0  # in its folder
+    num_pages: int = 0  # of this model
+    loads: int = 0
+    loaded_pages: int = 0
+    missed_pages: int = 0
+    load_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    stored_pages: int = 0
+    store_seconds: float = 0.0
+    passed: Mapping[str, int] = field(default_factory=dict)  # requests that did not wait for their pages, by reason
+    files: Mapping[str, int] = field(default_factory=dict)  # files that are gone or were not written, by reason
+
+
+@dataclass(frozen=True, slots=True)
 class EngineState:
     """The engine at the moment of a scrape. Pages are device pages; a cached one is free to take and still useful."""
 
@@ -34,6 +51,7 @@ class EngineState:
     )  # since the server's start, by kind and reason
     rejections: Mapping[str, int] = field(default_factory=dict)  # since the start, by reason
     blocked_seconds: Mapping[str, float] = field(default_factory=dict)  # of the queue's head since the start, by reason
+    tier: TierState = TierState()  # all 0: there is none
 
 
 def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> None:
@@ -111,6 +129,40 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
     ):
         counts = [({"reason": reason}, count) for (each, reason), count in state.refusals.items() if each == kind]
         scrape.counter(f"octavo:{kind}_requests", help, counts)
+    _write_tier(scrape, report, state.tier)
+
+
+def _write_tier(scrape: Scrape, report: EngineReport, tier: TierState) -> None:
+    """All of it, whether or not there is a tier, so that boards need not ask which server has one."""
+    scrape.gauge("octavo:kv_tier_bytes", "Bytes of KV pages in the folder of --kv-tier.", [({}, tier.num_bytes)])
+    scrape.gauge("octavo:kv_tier_pages", "KV pages of this model in --kv-tier.", [({}, tier.num_pages)])
+    scrape.counter("octavo:kv_tier_loads", "Prefixes that were loaded from --kv-tier.", [({}, tier.loads)])
+    tokens = {"loaded": tier.loaded_pages, "missed": tier.missed_pages, "stored": tier.stored_pages}
+    scrape.counter(
+        "octavo:kv_tier_tokens",
+        "Tokens whose KV pages were loaded from --kv-tier, were missing or damaged there, or were stored there.",
+        [({"what": what}, count * report.page_size) for what, count in tokens.items()],
+    )
+    scrape.counter(
+        "octavo:kv_tier_seconds",
+        "Time for loading from --kv-tier and for storing there, beside the steps; and what computing the loaded pages would have taken "
+        "beyond that, by the measured costs of steps.",
+        [
+            ({"what": "load"}, tier.load_seconds),
+            ({"what": "store"}, tier.store_seconds),
+            ({"what": "saved"}, tier.saved_seconds),
+        ],
+    )
+    scrape.counter(
+        "octavo:kv_tier_passed_requests",
+        "Requests whose prefix was in --kv-tier and did not wait for it: computing is faster (slower), or the load took too long (late).",
+        [({"reason": reason}, tier.passed.get(reason, 0)) for reason in ("slower", "late")],
+    )
+    scrape.counter(
+        "octavo:kv_tier_files",
+        "Files of --kv-tier that were torn, foreign or damaged (bad), made room for others (evicted), or could not be written (failed).",
+        [({"reason": reason}, tier.files.get(reason, 0)) for reason in ("bad", "evicted", "failed")],
+    )
 
 
 def rejections(model_name: str, state: EngineState) -> str:

@@ -147,12 +147,11 @@ def _runner(service: Service, stores: Stores) -> BatchRunner:
     lock = stores.root / "runner.lock"
 
     def is_crowded() -> bool:
-        heartbeat = service.engine.heartbeat
-        return heartbeat is not None and heartbeat.num_waiting > 0
+        return any(heartbeat.num_waiting for heartbeat in service.engine.heartbeats())
 
     def num_seated() -> int:
-        heartbeat = service.engine.heartbeat
-        return 1 if heartbeat is None else len(heartbeat.seated())
+        heartbeats = service.engine.heartbeats()
+        return sum(len(heartbeat.seated()) for heartbeat in heartbeats) if heartbeats else 1
 
     num_slots = _num_slots(service)
     memory = CrashMemory(stores.root, num_slots + MAX_ACTIVE, lambda: service.engine.report is None, num_seated)

@@ -9,6 +9,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from octavo.engine.progress import Progress, Quiet, Status
 from octavo.errors import EngineDead, EngineError, EngineUnavailable
 from octavo.ipc.heartbeat import Heartbeat
-from octavo.messages import Ping, ReadProgress
+from octavo.messages import FleetState, Ping, ReadProgress
 from octavo.server.http.sse import viewer_of
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.service import Service
@@ -83,25 +84,42 @@ def check_ready(service: Service) -> None:
 
 
 def check_step(service: Service) -> None:
-    """Raise EngineUnavailable where a step takes far longer than usual. The supervisor acts on its own limit."""
-    heartbeat, seconds = service.engine.heartbeat, service.config.server.slow_step_seconds
-    if heartbeat is None or not seconds or not heartbeat.is_stepping or (usual := heartbeat.usual()) is None:
-        return
+    """Raise EngineUnavailable where a step takes far longer than usual, in each replica that takes requests. The supervisor acts on its
+    own limit."""
+    problems = [
+        _slow_step(heartbeat, service.config.server.slow_step_seconds) for heartbeat in service.engine.heartbeats()
+    ]
+    if problems and all(problems):
+        raise EngineUnavailable(problems[0], 5)
+
+
+def _slow_step(heartbeat: Heartbeat, seconds: float) -> str:
+    """Describe a step that takes too long. Empty: there is none."""
+    if not seconds or not heartbeat.is_stepping or (usual := heartbeat.usual()) is None:
+        return ""
     longest, is_known = usual
     age = _age(heartbeat.beat)
-    if age > max(seconds if is_known else FIRST_TIMES * seconds, SLOW_TIMES * longest):
-        raise EngineUnavailable(
-            f"step {heartbeat.num_steps} has been running for {age:.1f} s; usually it takes at most {longest:.1f} s", 5
-        )
+    if age <= max(seconds if is_known else FIRST_TIMES * seconds, SLOW_TIMES * longest):
+        return ""
+    return f"step {heartbeat.num_steps} has been running for {age:.1f} s; usually it takes at most {longest:.1f} s"
 
 
 async def check_loop(service: Service) -> None:
-    """Raise EngineUnavailable unless the step loop runs."""
+    """Raise EngineUnavailable unless the step loop runs; of a fleet, one of them."""
     if time.monotonic() - service.last_heard <= FRESH_SECONDS:
         return
-    heartbeat = service.engine.heartbeat
-    if heartbeat is not None and _is_seen_running(heartbeat, service.config.server.step_timeout):
-        return
+    problem: EngineUnavailable | None = None
+    for heartbeat in service.engine.heartbeats():
+        try:
+            if _is_seen_running(heartbeat, service.config.server.step_timeout):
+                return
+        except EngineUnavailable as error:
+            problem = problem or error
+        else:
+            problem = None
+            break
+    if problem is not None:
+        raise problem
     await service.query(Ping(call=0), PING_SECONDS)
     service.heard()
 
@@ -141,6 +159,8 @@ async def read_progress(service: Service, owner: bytes | None = None) -> Progres
         except EngineError as error:
             status, problem = "stuck", error.message
     seen = {} if heartbeat is None else _seen(heartbeat)
+    if engine.fleet is not None:
+        seen = _fleet_seen(engine.fleet, engine.heartbeats(), seen)
     if status == "stuck" and heartbeat is not None and heartbeat.is_stepping and owner is None:
         running = _age(heartbeat.beat)
         why = f"its step has not ended for {running:.1f} s: {problem}"
@@ -165,6 +185,25 @@ def _seen(heartbeat: Heartbeat) -> dict[str, object]:
         "stalled_s": round(heartbeat.stalled_seconds, 3),
         "running": heartbeat.num_running,
         "waiting": heartbeat.num_waiting,
+    }
+
+
+def _fleet_seen(fleet: FleetState, heartbeats: Sequence[Heartbeat], server: dict[str, object]) -> dict[str, object]:
+    """The same of all replicas. `server`: of the first block, which has the words of the API processes, too."""
+    each = [_seen(heartbeat) for heartbeat in heartbeats]
+    return {
+        "restarts": sum(replica.restarts for replica in fleet.replicas),
+        "api_restarts": server.get("api_restarts", 0),
+        "steps": sum(heartbeat.num_steps for heartbeat in heartbeats),
+        "last_step_age_s": min(
+            (age for seen in each if isinstance(age := seen["last_step_age_s"], float)), default=None
+        ),
+        "step_running_s": max((age for seen in each if isinstance(age := seen["step_running_s"], float)), default=None),
+        "stalled_s": min((heartbeat.stalled_seconds for heartbeat in heartbeats), default=0.0),
+        "running": sum(heartbeat.num_running for heartbeat in heartbeats),
+        "waiting": sum(heartbeat.num_waiting for heartbeat in heartbeats),
+        "replicas": fleet.replicas,
+        "target_replicas": fleet.target,
     }
 
 

@@ -72,7 +72,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, CHAT, service.config)
-        model = check_model(service, fields.model)
+        model = await check_model(service, fields.model)
         if not fields.messages:
             fields.check_load(service)
             return json_response(chat_chunk(model, done=True, done_reason="load"), fields.ignored)
@@ -93,7 +93,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, GENERATE, service.config)
-        model = check_model(service, fields.model)
+        model = await check_model(service, fields.model)
         if not fields.prompt and not fields.raw:
             fields.check_load(service)
             return json_response(generate_chunk(model, done=True, done_reason="load"), fields.ignored)

@@ -50,7 +50,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, EMBED, service.config)
-        model = check_model(service, fields.model)
+        model = await check_model(service, fields.model)
         with EMBED_NAMES.in_errors():
             requests = await parse(service, embedding_fields(service, fields), arrived)
         numbers = await answer(requests)
@@ -63,7 +63,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, EMBEDDINGS, service.config)
-        check_model(service, fields.model)
+        await check_model(service, fields.model)
         with PROMPT_NAMES.in_errors():
             requests = await parse(service, old_embedding_fields(service, fields), arrived)
         (numbers,) = await answer(requests)

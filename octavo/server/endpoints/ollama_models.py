@@ -11,7 +11,7 @@ from octavo.server.dialects.ollama.names import is_served
 from octavo.server.dialects.ollama.pull import Done, PullStatus, PullWriter, parse_name
 from octavo.server.dialects.ollama.request import PullRequest, ShowRequest
 from octavo.server.http.ndjson import LineStream
-from octavo.server.http.sse import viewer_of
+from octavo.server.http.sse import owner_of
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import LINES, Shape
 from octavo.server.state.disconnect import while_connected
@@ -90,5 +90,5 @@ def router(service: Service) -> APIRouter:
 
 def check_admin(service: Service, request: Request) -> None:
     """Raise Forbidden for a key that may not change which models this machine has. A server without keys trusts its clients."""
-    if not viewer_of(service, request).sees_all:
-        raise Forbidden("only an admin key may pull and delete models (--admin-key)", "key")
+    if not service.owners.is_admin(owner_of(request)):
+        raise Forbidden("only an admin key may pull and delete models: start the server with --admin-key", "key")

@@ -189,6 +189,18 @@ async def offload_encode(service: Service, chat: Chat, num_bytes: int, *, max_to
     return await offload_prompt(len(rendered), lambda: text.encode_rendered(call, rendered, max_tokens))
 
 
+async def offload_render(service: Service, chat: Chat, num_bytes: int) -> str:
+    """The prompt as text. `num_bytes`: the request's size."""
+    text = chat.text or service.text
+    if (template := text.described_template) is None:
+        return await offload_prompt(num_bytes, lambda: text.rendered(_call(text, chat)))
+    call = await offload_prompt(num_bytes, lambda: _call(text, chat))
+    try:
+        return text.shown(call, await service.compiler.render(template, call))
+    except InvalidRequest as error:
+        raise text.revealed(error) from error
+
+
 def _call(text: Text, chat: Chat) -> RenderCall:
     tools = template_form(chat.offered) if chat.offered else None
     return text.render_call(chat.messages, chat.ending == "answer", chat.ending == "open", tools, chat.variables)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from octavo.errors import Field, RequestError
-from octavo.server.generate.chat_request import ChatFields
 from octavo.server.schema.fields import RequestFields
 
 _ENTRY = "[]"  # any entry of a list
@@ -38,7 +37,7 @@ class FieldNames:
             error.rename(self.of)
             raise
 
-    def ignored(self, fields: RequestFields, chat: ChatFields) -> list[str]:
-        """Names of the fields without effect: the request's own, and those of the chat request made from it."""
+    def ignored(self, fields: RequestFields, chat: RequestFields) -> list[str]:
+        """Names of the fields without effect: the request's own, and those of the chat or generation made from it."""
         names = [*fields.ignored, *(str(self.of(field)) for field in chat.passed_over)]
         return [*names, f"and {chat.num_more} more"] if chat.num_more else names

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -122,12 +122,18 @@ class Generation:
         details = PromptTokensDetails(sum(known)) if len(known) == len(self._num_cached) else None
         return Usage(num_prompt, num_output, num_prompt + num_output, details)
 
-    async def whole(self) -> list[WholeChoice]:
-        """Every choice, once all have finished."""
+    def num_cached(self, number: int) -> int | None:
+        """Tokens of a prompt that the prefix cache had. None: not known, or not yet."""
+        return self._num_cached[number]
+
+    async def whole(self, on_piece: Callable[[Piece], None] | None = None) -> list[WholeChoice]:
+        """Every choice, once all have finished. `on_piece` is called with each piece as it arrives."""
         choices = [WholeChoice(index) for index in range(self.num_choices)]
         async with aclosing(self.pieces()) as steps:
             async for pieces in steps:
                 for piece in pieces:
+                    if on_piece is not None:
+                        on_piece(piece)
                     choice, delta = choices[piece.index], piece.delta
                     choice.text += delta.text
                     choice.num_tokens = delta.num_tokens

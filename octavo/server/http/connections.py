@@ -8,7 +8,6 @@ import os
 import resource
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import uvicorn
 
 from octavo.config import BudgetConfig
-from octavo.ipc.launch import ApiLaunch, Patience
+from octavo.ipc.launch import ApiLaunch, Patience, tell_supervisor
+from octavo.messages import ServerReady
 from octavo.observe.logs import RareWarning
 from octavo.server.http.protocol import KEEP_ALIVE_SECONDS, Connection, Malformed
 from octavo.supervisor.acceptor import take_connections
@@ -77,8 +77,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=[])
         self._channel.setblocking(False)
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_in)
-        sys.stdout.buffer.write(b'{"ready":true}\n')
-        sys.stdout.buffer.flush()
+        tell_supervisor(ServerReady())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._close_channel()

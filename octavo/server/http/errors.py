@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from octavo import errors
 from octavo.observe.journeys.journey import current
+from octavo.server.http.inflate import encodings
 
 CODES: dict[type[errors.OctavoError], str | None] = {
     errors.InvalidRequest: "invalid_value",
@@ -79,7 +80,7 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
     if isinstance(error, errors.UnsupportedEncoding):
-        headers["accept-encoding"] = "gzip, deflate, identity"  # of requests (RFC 9110, 12.5.3)
+        headers["accept-encoding"] = ", ".join((*encodings(), "identity"))  # of requests (RFC 9110, 12.5.3)
     if isinstance(error, errors.RequestFailed | errors.DeadlineExceeded):
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it: the same request would fail again
     if status == 408:

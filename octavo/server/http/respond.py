@@ -37,7 +37,7 @@ class Writer(Protocol):
 
     def stream(self) -> AsyncGenerator[bytes, None]: ...  # events
 
-    async def collect(self) -> msgspec.Struct: ...
+    async def collect(self) -> msgspec.Struct | Sequence[msgspec.Struct]: ...
 
 
 async def submit_and_respond(

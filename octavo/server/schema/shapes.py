@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import WithJsonSchema
 
 from octavo.messages.params import StructuredOutputsParams
-from octavo.server.schema.lists import FirstError
+from octavo.server.schema.lists import AtMost, FirstError
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,3 +333,17 @@ OllamaThink = Annotated[
     Any, WithJsonSchema(_any_of({"type": ["boolean", "null"]}, {"enum": ["low", "medium", "high"]}))
 ]
 Texts = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _TEXTS))]
+
+# ── llama.cpp's ─────────────────────────────────────────────────────────────────────────────────────
+
+_MIXED = _list_of(_any_of(_TEXT, {"type": "integer", "minimum": 0}), 1)
+_PROMPT = _any_of(_TEXT, _MIXED, _object((), prompt_string=_TEXT, multimodal_data=_list_of(_TEXT)))
+LlamaPrompts = Annotated[Any, WithJsonSchema(_any_of(_PROMPT, _list_of(_PROMPT, 1)))]
+"""A text, a list of token ids and texts, an object with a prompt_string, or a list of such prompts."""
+LlamaBias = Annotated[Any, WithJsonSchema(_any_of(_list_of({"type": "array"}), _ANYTHING, _NULL))]
+MAX_EXTRA_FILES = 64  # of input_extra
+LlamaFiles = Annotated[
+    list[Any] | None,
+    AtMost(MAX_EXTRA_FILES),
+    WithJsonSchema(_any_of(_list_of(_object(("text",), filename=_MAYBE_TEXT, text=_TEXT)), _NULL)),
+]

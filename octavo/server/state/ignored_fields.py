@@ -8,8 +8,13 @@ from starlette.responses import Response
 from octavo.server.state.encoded_json import add_member
 
 
-def json_response(body: msgspec.Struct, ignored: Sequence[str] = ()) -> Response:
-    return Response(name_back(msgspec.json.encode(body), ignored), media_type="application/json")
+def json_response(body: msgspec.Struct | Sequence[msgspec.Struct], ignored: Sequence[str] = ()) -> Response:
+    """The list of ignored fields is in each object of a list."""
+    if isinstance(body, msgspec.Struct):
+        content = name_back(msgspec.json.encode(body), ignored)
+    else:
+        content = b"[%b]" % b",".join(name_back(msgspec.json.encode(one), ignored) for one in body)
+    return Response(content, media_type="application/json")
 
 
 EVENT_END = b"\n\n"  # of a server-sent event

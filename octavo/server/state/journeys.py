@@ -5,12 +5,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 from starlette.types import Message, Send
 
-from octavo.client.client import EngineClient, EngineObserver
+from octavo.client.client import EngineClient, EngineObserver, Placement
 from octavo.messages import GenerateRequest, Responded
 from octavo.observe.journeys.journey import ENTRY_BYTES, Journey, OpenJourney, current
 from octavo.observe.journeys.stages import EngineJourney, stage_seconds
@@ -150,9 +150,17 @@ class Journeys(EngineObserver):
         for hear in self.on_report:
             hear(final, journey)
 
-    def lost(self) -> None:
-        for journey in {*self._by_request.values()}:
+    def lost(self, request_ids: Collection[str] | None = None) -> None:
+        names = self._by_request if request_ids is None else request_ids
+        for journey in {self._by_request[name] for name in names if name in self._by_request}:
             journey.lose_engine()
+
+    def moved(self, request_id: str, placement: Placement) -> None:
+        journey = self._by_request.get(request_id)
+        if journey is not None:
+            journey.place(request_id, msgspec.to_builtins(placement))
+            journey.lose_engine()
+            journey.find_engine()
 
     def found(self) -> None:
         for journey in {*self._by_request.values()}:
@@ -170,6 +178,8 @@ class Journeys(EngineObserver):
         received = msgspec.structs.replace(request, http_id=journey.id, owner=journey.owner, arrived=journey.received)
         self._engine.submit(received)
         journey.submit(request, now)
+        if (placement := self._engine.placement(request.id)) is not None:
+            journey.place(request.id, msgspec.to_builtins(placement))
         if self._keeps_prompts:
             journey.prompts.append(request.prompt_ids)
         self._by_request[request.id] = journey

@@ -42,8 +42,9 @@ class Owners:
         """`keys`: all that are accepted, admin keys included."""
         self._salt = salt
         accepted = {self.of(key.encode()) for key in keys}
+        self._admins = {self.of(key.encode()) for key in admin_keys}
         # A single key is everybody's: there is nothing to hide from it.
-        self._see_all = accepted if len(accepted) == 1 else {self.of(key.encode()) for key in admin_keys}
+        self._see_all = accepted if len(accepted) == 1 else self._admins
         self._has_keys = bool(accepted)
 
     def of(self, key: bytes) -> bytes:
@@ -52,6 +53,10 @@ class Owners:
 
     def viewer(self, owner: bytes) -> Viewer:
         return Viewer(owner, not self._has_keys or owner in self._see_all)
+
+    def is_admin(self, owner: bytes) -> bool:
+        """Whether the key with this owner may change what all clients share. A single key may not: all clients may have it."""
+        return not self._has_keys or owner in self._admins
 
     def may_see(self, viewer: bytes, owner: bytes) -> bool:
         """Whether the key with owner `viewer` may see a thing of `owner`."""

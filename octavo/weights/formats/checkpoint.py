@@ -4,7 +4,7 @@ Opening a folder imports torch only if its weights are quantised. Opening a GGUF
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from octavo.config import read_json_object
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
+from octavo.weights.formats.safetensors_files import all_wanted
 from octavo.weights.sources import folder
 from octavo.weights.sources.source import ModelSource, local
 
@@ -38,7 +39,11 @@ class TensorSource(Protocol):
         ...
 
     def tensors(
-        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        keep_packed: bool = False,
+        is_wanted: Callable[[str], bool] = all_wanted,
     ) -> Iterator[tuple[str, Weight]]: ...
 
 
@@ -51,15 +56,20 @@ class Checkpoint:
     weights: TensorSource | None  # None: only a configuration, for a model with random weights
 
     def tensors(
-        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        keep_packed: bool = False,
+        is_wanted: Callable[[str], bool] = all_wanted,
     ) -> Iterator[tuple[str, Weight]]:
         """Yield (Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep.
-        `keep_packed`: yield matrices that are packed in the file as Quants, if the family supports it.
+        `keep_packed`: yield matrices that are packed in the file as Quants, if the family supports it. `is_wanted`: by that name; other
+        tensors are not read.
         On the device "meta" tensors have only names and shapes, and nothing is read. A NaN or infinity raises ConfigError."""
         from octavo.weights.nan_check import finite
 
         assert self.weights is not None, "opened with allow_missing_weights: fill the model with weights.dummy"
-        return finite(self.weights.tensors(device, dtype, keep_packed))
+        return finite(self.weights.tensors(device, dtype, keep_packed, is_wanted))
 
 
 @contextmanager

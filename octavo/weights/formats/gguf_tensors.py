@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile, TensorEntry
 from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, QuantSizes, SameWeight, Weight, dequantise
 from octavo.quants.exact import held_bytes
+from octavo.weights.formats.safetensors_files import all_wanted
 
 # A tensor that a layer computes with. Some old files also hold RoPE frequencies, which follow from the metadata.
 _LAYER = re.compile(r"blk\.\d+\.(?!attn_rot_embd\b)")
@@ -52,7 +53,11 @@ class GGUFTensors:
         )
 
     def tensors(
-        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        keep_packed: bool = False,
+        is_wanted: Callable[[str], bool] = all_wanted,
     ) -> Iterator[tuple[str, Weight]]:
         """Yield (name, weight). A weight may be a view of the file: copy what you keep. None has more than two dimensions."""
         if str(device) == "meta":
@@ -62,6 +67,8 @@ class GGUFTensors:
         # A private mapping: bytes are read when they are decoded, and writes never reach the file.
         path, mapped = None, torch.empty(0, dtype=torch.uint8)
         for name, entry in self._plan:
+            if not is_wanted(name):
+                continue
             if entry.path != path:
                 path, size = entry.path, entry.path.stat().st_size
                 mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

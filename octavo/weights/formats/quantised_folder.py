@@ -4,12 +4,12 @@ plans which tensors belong together and how they make a weight."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
 from octavo.weights.formats.quantised import Recipe, plan_load
-from octavo.weights.formats.safetensors_files import QUANTISED_TYPES, SafetensorsFiles
+from octavo.weights.formats.safetensors_files import QUANTISED_TYPES, SafetensorsFiles, all_wanted
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,11 @@ class QuantisedFiles:
         return plain * itemsize + made
 
     def tensors(
-        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        keep_packed: bool = False,
+        is_wanted: Callable[[str], bool] = all_wanted,
     ) -> Iterator[tuple[str, Weight]]:
         """Yield (name, weight). A weight is made once its last part is read; parts lie side by side, so few are held at a
         time."""
@@ -61,7 +65,7 @@ class QuantisedFiles:
             yield from self._outlines(dtype)
             return
         waiting: dict[str, dict[str, torch.Tensor]] = {}  # weight → names and tensors of its parts
-        for name, tensor in self._files.stored(device):
+        for name, tensor in self._files.stored(device, lambda name: is_wanted(self._made_of(name))):
             recipe = self._recipe_of.get(name)
             if recipe is None:
                 if name not in self._plan.unused:
@@ -77,6 +81,11 @@ class QuantisedFiles:
                 else:
                     yield recipe.name, made if keep_packed else _decoded(made, dtype)
         assert not waiting, "every part was in the headers"
+
+    def _made_of(self, name: str) -> str:
+        """The weight that a tensor is a part of."""
+        recipe = self._recipe_of.get(name)
+        return name if recipe is None else recipe.name
 
     def _outlines(self, dtype: torch.dtype) -> Iterator[tuple[str, Weight]]:
         import torch

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,11 @@ _TYPES = {
 QUANTISED_TYPES = {"F8_E4M3": (1, "float8_e4m3fn", ""), "F8_E5M2": (1, "float8_e5m2", "")}
 _KNOWN_TYPES = _TYPES | QUANTISED_TYPES
 _SMALL = 1 << 20  # bytes: the largest tensor that small() reads
+
+
+def all_wanted(name: str) -> bool:
+    """Read every tensor."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +105,34 @@ class SafetensorsFiles:
             return file.read(entry.num_bytes)
 
     def tensors(
-        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        keep_packed: bool = False,
+        is_wanted: Callable[[str], bool] = all_wanted,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor), floating-point tensors converted to `dtype`. A tensor may be a view of the file: copy what
         you keep. `keep_packed` has no effect: none of these files holds packed weights."""
-        return _converted(self.stored(device), dtype)
+        return _converted(self.stored(device, is_wanted), dtype)
 
-    def stored(self, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
+    def stored(
+        self, device: torch.device | str, is_wanted: Callable[[str], bool] = all_wanted
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) in the stored types."""
         from octavo.device import device_of
 
         if str(device) == "meta":
             return self._outlines()
         place = device_of(device)
-        return self._read_ahead(place) if place.is_cuda else self._mapped()
+        return self._read_ahead(place, 0, is_wanted) if place.is_cuda else self._mapped(is_wanted)
 
-    def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _mapped(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
         for path, names in self._plan:
+            wanted = [name for name in names if is_wanted(name)]
+            if not wanted:
+                continue
             with _opened(path, "pt") as file:
-                for name in names:
+                for name in wanted:
                     yield name, file.get_tensor(name)
 
     def _outlines(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -141,10 +155,13 @@ class SafetensorsFiles:
         ordered = sorted(self.entries.items(), key=lambda named: (named[1].path, named[1].offset))
         return [Region(name, e.path, e.offset, _torch_type(e), e.shape) for name, e in ordered]
 
-    def _read_ahead(self, device: Device, chunk_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read_ahead(
+        self, device: Device, chunk_bytes: int = 0, is_wanted: Callable[[str], bool] = all_wanted
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         from octavo.weights import pinned_reader
 
-        return pinned_reader.read_ahead(self.regions(), device, chunk_bytes or pinned_reader.CHUNK_BYTES)
+        regions = [region for region in self.regions() if is_wanted(region.name)]
+        return pinned_reader.read_ahead(regions, device, chunk_bytes or pinned_reader.CHUNK_BYTES)
 
 
 def _torch_type(entry: Entry) -> torch.dtype:

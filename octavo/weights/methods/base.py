@@ -192,7 +192,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsRequest:
-    """All experts of a layer, of each this rank's share of the inner width. Biases are filled by the layer."""
+    """The experts of a layer that this rank has: a share of each one's inner width, or some of them as a whole. Biases are filled by the
+    layer."""
 
     num_experts: int
     hidden_size: int
@@ -203,6 +204,13 @@ class ExpertsRequest:
     packed_type: str = (
         ""  # type of Quants in which all experts arrive, if it is in settings.packed_types; "": not known yet
     )
+    num_routed: int = 0  # experts that tokens are routed to, of which num_experts are here; 0: all are
+    first: int = 0  # the first of them that is here
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have other experts."""
+        return self.num_routed > self.num_experts
 
 
 class HeldExperts(Held):
@@ -222,8 +230,8 @@ class HeldExperts(Held):
     def weighted_sum(
         self, x: Tensor, logits: Tensor, num_chosen: int, is_normalised: bool, residual: Tensor | None
     ) -> Tensor:
-        """x [T, hidden], logits [T, experts] → residual + the weighted sum over the chosen experts, [T, hidden]. The residual
-        may be changed, and may be the result. `is_normalised`: the weights of the chosen ones add up to 1."""
+        """x [T, hidden], logits [T, routed experts] → residual + the weighted sum over the chosen experts that are here, [T, hidden]. The
+        residual may be changed, and may be the result. `is_normalised`: the weights of the chosen ones add up to 1."""
 
 
 # ── methods ─────────────────────────────────────────────────────────────────────────────────────────

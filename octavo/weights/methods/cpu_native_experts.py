@@ -66,7 +66,15 @@ class NativeExperts(NativeHeld, HeldExperts):
                 [_single(weight) for weight in self.down],
                 request.gate_up_bias,
                 request.down_bias,
-                ExpertChoice(num_chosen, is_normalised, gate.alpha, gate.limit, gate.offset),
+                ExpertChoice(
+                    num_chosen,
+                    is_normalised,
+                    gate.alpha,
+                    gate.limit,
+                    gate.offset,
+                    request.num_routed,
+                    request.first,
+                ),
             )
         return self._native.experts(x, logits, self._weights, residual)
 

@@ -55,6 +55,10 @@ class PlainExperts(HeldExperts):
         request = self.request
         num_tokens, num_chosen = chosen.shape
         experts, order = chosen.flatten().sort(stable=True)  # [T K] each
+        if request.is_part:
+            experts = experts - request.first
+            is_here = (experts >= 0) & (experts < request.num_experts)
+            experts, order = experts[is_here], order[is_here]
         counts = torch.bincount(experts, minlength=request.num_experts)  # [E]
         gate_up = grouped_product(x.index_select(0, order // num_chosen), self.gate_up, counts)
         if request.gate_up_bias is not None:
@@ -62,7 +66,8 @@ class PlainExperts(HeldExperts):
         y = grouped_product(request.gate(*gate_up.chunk(2, dim=-1)), self.down, counts)
         if request.down_bias is not None:
             y += request.down_bias[experts]
-        pairs = torch.empty_like(y).index_copy_(0, order, y).view(num_tokens, num_chosen, request.hidden_size)
+        pairs = y.new_zeros(num_tokens * num_chosen, request.hidden_size).index_copy_(0, order, y)
+        pairs = pairs.view(num_tokens, num_chosen, request.hidden_size)
         return (pairs.float() * weights[:, :, None]).sum(dim=1).to(x.dtype)
 
 

@@ -44,9 +44,10 @@ class ExpertSums:
         residual: Tensor | None,
     ) -> Tensor:
         request, gate = self._request, self._request.gate
+        plan = plan_experts(logits, num_chosen, is_normalised, self._tiles)
         y: Tensor = experts(
             x,
-            plan_experts(logits, num_chosen, is_normalised, self._tiles),
+            plan.part(request.first, request.num_experts) if request.is_part else plan,
             ExpertTensors(*gate_up, request.gate_up_bias),
             ExpertTensors(*down, request.down_bias),
             (gate.alpha, gate.limit, gate.offset),

@@ -15,11 +15,10 @@ from octavo.messages import DeviceMemory, EngineReport, LoadReport
 MiB = 2**20
 GiB = 2**30
 
-_AUTO_CPU_BYTES = 4 * GiB  # a host has other work: take more only when asked to
-_WARM_BYTES = 192 * MiB  # what idle pages may keep resident, on a CPU with an automatic size
-_AUTO_CPU_SHARE = 0.4
+_AUTO_CPU_SHARE = 0.4  # a host has other work: take more only when asked to
 
 
+_MOST_RANKS = 16  # that a note names
 _LEAST_CONTEXT = 2048  # tokens that a suggestion must make room for if --max-model-len is not given
 
 
@@ -54,10 +53,13 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
             )
         notes.append(f"the context is cut from {max_model_len} to {fits} tokens, which is what the KV store holds")
         max_model_len = fits
-    num_warm_pages = _warm_pages(config, reports)
-    if num_warm_pages is not None:
+    if len(reports) > 1:
+        notes.append(_by_rank(reports, num_pages))
+    num_warm_pages = _warm_pages(config, reports, num_pages)
+    if num_warm_pages is not None and num_warm_pages < num_pages:
         notes.append(
-            f"idle prefixes may keep {in_words(_WARM_BYTES)} of the KV store in memory; more is taken only for running requests"
+            f"idle prefixes may keep {in_words(num_warm_pages * page_bytes)} of the KV store in memory; more is taken only for "
+            "running requests"
         )
     return msgspec.structs.replace(
         _without_pages(config, reports),
@@ -90,9 +92,35 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         notes=first.notes,
         memory=_together([report.memory for report in reports if report.memory is not None]),
         hidden_size=first.hidden_size,
-        fingerprint=first.fingerprint,
+        fingerprint=_fingerprint(reports),
         can_generate=first.can_generate,
+        num_stages=1 + max(report.stage for report in reports),
     )
+
+
+def _by_rank(reports: list[LoadReport], num_pages: int) -> str:
+    """What each rank holds, and all of them together."""
+    stages = max(report.stage for report in reports)
+    parts = [
+        f"rank {number}{f' (stage {report.stage})' if stages else ''} {in_words(report.weights_bytes)} of weights and "
+        f"{in_words(num_pages * report.page_bytes)} of KV pages"
+        for number, report in enumerate(reports)
+    ]
+    total = sum(report.weights_bytes + num_pages * report.page_bytes for report in reports)
+    shown = parts if len(parts) <= _MOST_RANKS else [*parts[:_MOST_RANKS], f"{len(parts) - _MOST_RANKS} more"]
+    return f"memory by rank: {', '.join(shown)}; {in_words(total)} in all"
+
+
+def _fingerprint(reports: list[LoadReport]) -> dict[str, str]:
+    """That of the whole model: stages differ only in the forms in which they hold their weights."""
+    parts = [report.fingerprint for report in reports if report.fingerprint]
+    if len(parts) < 2:
+        return reports[0].fingerprint
+    names = dict.fromkeys(name for each in parts for name in each["weights"].split("+"))
+    if parts[0]["kernels"].startswith("native"):
+        return parts[0] | {"weights": "+".join(sorted(names))}
+    dtype = parts[0]["weights"].split("+")[-1]  # comes last (worker/fingerprint.py)
+    return parts[0] | {"weights": "+".join([*(name for name in names if name != dtype), dtype])}
 
 
 def _pages_of(num_tokens: int, config: CacheConfig, report: LoadReport) -> int:
@@ -100,12 +128,14 @@ def _pages_of(num_tokens: int, config: CacheConfig, report: LoadReport) -> int:
     return pages_of(num_tokens, config.page_size, report.windows, report.max_num_batched_tokens)
 
 
-def _warm_pages(config: CacheConfig, reports: list[LoadReport]) -> int | None:
-    """Idle pages that may stay resident, since a CPU's pages take memory at their first write. None: all, as on a GPU or with an
-    explicit size, which is meant to be used."""
-    if not is_cpu(reports[0]) or isinstance(config.kv_cache_memory_bytes, int):
+def _warm_pages(config: CacheConfig, reports: list[LoadReport], num_pages: int) -> int | None:
+    """Idle pages that may stay resident, since a CPU's pages take memory at their first write. None: all memory is taken at once,
+    as on a GPU."""
+    if not is_cpu(reports[0]):
         return None
-    return max(1, _WARM_BYTES // sum(report.page_bytes for report in reports))
+    if not isinstance(config.idle_prefix_bytes, int):
+        return num_pages
+    return min(num_pages, config.idle_prefix_bytes // sum(report.page_bytes for report in reports))
 
 
 def is_cpu(report: LoadReport) -> bool:
@@ -149,11 +179,8 @@ def _pages(config: CacheConfig, reports: list[LoadReport], num_host_pages: int) 
 
 
 def _cpu_share(most: int, page_bytes: int) -> tuple[int, str]:
-    share = f"{_AUTO_CPU_SHARE:.0%} of the available memory"
-    if most * page_bytes * _AUTO_CPU_SHARE > _AUTO_CPU_BYTES:
-        share = "the most that auto takes on a CPU"
-    num_pages = int(min(_AUTO_CPU_BYTES, most * page_bytes * _AUTO_CPU_SHARE)) // page_bytes
-    return max(min(1, most), num_pages), share
+    num_pages = int(most * page_bytes * _AUTO_CPU_SHARE) // page_bytes
+    return max(min(1, most), num_pages), f"{_AUTO_CPU_SHARE:.0%} of the available memory"
 
 
 def _gpu_share(config: CacheConfig, report: LoadReport) -> tuple[int, str]:

@@ -4,7 +4,7 @@ pairs. The host never waits for the device.
 The number of blocks depends only on the number of tokens; unneeded ones are marked. So one captured graph serves every
 routing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,14 @@ class ExpertPlan:
     order: torch.Tensor  # [P] int32: place → pair
     blocks: torch.Tensor  # [blocks, FIELDS] int32; expert −1: nothing to do
     tiles: Tiles
+    is_part: bool = False  # some pairs' experts are not here: their outputs count as zeros
+
+    def part(self, first: int, count: int) -> "ExpertPlan":
+        """The plan for experts first … first + count − 1 alone, which are counted from 0 in it."""
+        expert = self.blocks[:, :1]
+        is_here = (expert >= first) & (expert < first + count)
+        blocks = torch.cat((torch.where(is_here, expert - first, -1), self.blocks[:, 1:]), dim=1)
+        return replace(self, blocks=blocks, is_part=True)
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> Tiles:

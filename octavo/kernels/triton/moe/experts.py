@@ -248,7 +248,7 @@ def experts(
     tiles, num_blocks = plan.tiles, len(plan.blocks)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     inner = torch.empty((len(plan.order), inner_size), dtype=x.dtype, device=x.device)
-    pairs = torch.empty((len(plan.order), depth), dtype=x.dtype, device=x.device)
+    pairs = (torch.zeros if plan.is_part else torch.empty)((len(plan.order), depth), dtype=x.dtype, device=x.device)
     alpha, limit, offset = (float(number) for number in gate)
     _launch_gate_up(
         (num_blocks, -(-inner_size // tiles.block_n), 1),

@@ -13,7 +13,7 @@ import triton.language as tl
 _PAGES_AT_ONCE = 512
 _CELLS_AT_ONCE = 256
 
-NUM_SLOTS = 4
+NUM_SLOTS = 16
 """Input slots in the ring. The host must not fill a slot before its previous contents were read."""
 
 

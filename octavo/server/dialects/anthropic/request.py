@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from octavo.errors import Field, InvalidRequest, quote
-from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
+from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools, without_nonce
 from octavo.server.generate import chat_request
 from octavo.server.generate.field_names import FieldNames
 from octavo.server.generate.messages import MESSAGES
@@ -96,7 +96,13 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.Ch
 def _chat_fields(service: Service, fields: CountRequest) -> chat_request.ChatFields:
     check_text_len(service, fields.num_bytes, (fields.system, fields.messages, fields.tools), MESSAGES)
     choice, is_parallel = chat_tool_choice(fields.tool_choice)
-    values: dict[str, Any] = {"messages": chat_messages(fields.system, fields.messages)}
+    system: object = fields.system
+    # Strict mode honours or refuses: there the line stays.
+    if service.config.server.drop_client_nonces and not service.config.server.strict_fields:
+        system, had_nonce = without_nonce(system)
+        if had_nonce:
+            fields.pass_over(Field("system", "x-anthropic-billing-header"), service.config)
+    values: dict[str, Any] = {"messages": chat_messages(system, fields.messages)}
     if fields.tools:
         values |= {"tools": chat_tools(fields.tools), "tool_choice": choice, "parallel_tool_calls": is_parallel}
     elif choice not in (None, "auto", "none"):

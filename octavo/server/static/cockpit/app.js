@@ -255,6 +255,7 @@ function drawQueue() {
     }),
   );
   find("none-waiting").classList.toggle("hidden", state.num_waiting > 0);
+  showReplicas(state.replicas ?? []);
   keepRows(
     find("queue"),
     state.waiting.slice(0, MAX_ROWS),
@@ -276,7 +277,7 @@ function drawEnded() {
     (end) => end.number,
     (end) => {
       const sum = (...names) => names.reduce((total, name) => total + (end.stages[name] || 0), 0);
-      const parts = [["wait", sum("queue", "preempted", "restart")], ["prompt", sum("prefill", "recompute")], ["decode", sum("decode", "several", "engine")]];
+      const parts = [["wait", sum("load", "queue", "preempted", "restart")], ["prompt", sum("prefill", "recompute")], ["decode", sum("decode", "several", "engine")]];
       const bar = element("div", { class: "mini", title: parts.map(([, spent]) => seconds(spent)).join(" · ") });
       bar.append(...parts.map(([kind, spent]) => element("i", { "data-kind": kind, style: `width:${((100 * spent) / Math.max(1e-9, end.seconds)).toFixed(1)}%` })));
       const status = element("td", { class: `right number${end.status >= 400 ? " bad" : ""}`, text: end.status === 499 ? "aborted" : end.status });
@@ -335,3 +336,20 @@ addEventListener("resize", schedule);
 find("journey-close").addEventListener("click", () => find("journey").close());
 if (location.hash.length > 1) openJourney(decodeURIComponent(location.hash.slice(1)));
 follow();
+
+// A fleet's replicas; the card is hidden where there is one engine. The page map and the batch show all of them, one after the other.
+function showReplicas(replicas) {
+  find("replicas-card").classList.toggle("hidden", !replicas.length);
+  keepRows(
+    find("replicas"), replicas, (each) => each.replica,
+    () => [cell("right number"), cell(), ...Array.from({ length: 6 }, () => cell("right number")), cell("wide")],
+    (cells, each) => {
+      const totals = each.totals, used = each.num_pages - each.num_free_pages - each.num_cached_pages;
+      const share = totals && totals.prompt_tokens ? totals.cached_tokens / totals.prompt_tokens : 0;
+      const figures = totals
+        ? [`${each.num_rows} of ${each.max_rows}`, count(each.num_waiting), seconds(each.waiting_seconds), `${count(used)} of ${count(each.num_pages)}`, `${Math.round(100 * share)} %`]
+        : ["–", "–", "–", "–", "–"];
+      [count(each.replica), each.status, ...figures, count(each.restarts), each.place].forEach((text, at) => write(cells[at], text));
+    },
+  );
+}

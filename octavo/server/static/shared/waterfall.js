@@ -3,7 +3,7 @@
 import { count, element, seconds } from "./common.js";
 
 const KINDS = {
-  queue: "wait", preempted: "wait", restart: "wait", prefill: "prompt", recompute: "prompt", decode: "decode", several: "decode", engine: "decode",
+  load: "wait", queue: "wait", preempted: "wait", restart: "wait", prefill: "prompt", recompute: "prompt", decode: "decode", several: "decode", engine: "decode",
 };
 const WAITS = {
   grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", streams: "running streams' tokens", order: "earlier requests", turn: "other requests' turns", step: "the end of the step",
@@ -11,6 +11,7 @@ const WAITS = {
 
 const EXPLANATIONS = {
   engine: "in an engine that has not reported any details",
+  load: "its prefix came from the files of --kv-tier",
   restart: "the engine had ended, and another one was starting",
   hand_over: "on its way from the API process to the engine",
 };

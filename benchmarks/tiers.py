@@ -1,0 +1,325 @@
+"""Measures what prefixes that are kept are worth: in the KV store, and in files across restarts.
+
+    python -m benchmarks.tiers restart                  the first token of a 4,096-token prompt: cold, after a restart, with the files out of the page cache
+    python -m benchmarks.tiers twice --peer URL         108 prompts, twice, by 1 and by 8 clients; the peer (llama.cpp's server) gets the same
+    python -m benchmarks.tiers agents                   8 sessions that grow by 250 tokens a turn, in a KV store of a quarter of what they need
+    python -m benchmarks.tiers misses                   what the tier costs where no prefix comes again, both sides in turn
+    python -m benchmarks.tiers kill --times 20          kill -9 while pages are written: the same tokens, every start succeeds, bytes stay within the limit
+
+Prompts are token ids drawn by a seed. Servers get ports of their own; everything else on the machine should be idle."""
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo.cli.bench.report import percentile
+
+START_S = 180.0
+VOCABULARY = (200, 40_000)  # ids that prompts are drawn from
+
+
+class Answer(NamedTuple):
+    first: float  # seconds to the first token
+    seconds: float
+    gaps: list[float]
+    text: str
+    cached: int
+
+
+class Server:
+    """A server in a process group of its own, so that kill() ends all of it."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", str(self.port), *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+        end = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"benchmarks.tiers: the server did not start: {' '.join(command)}")
+            time.sleep(0.1)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
+
+    def metric(self, name: str, label: str = "") -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and label in line)
+
+    def wait_stored(self, least: float) -> None:
+        """Until the tier has so many tokens, or nothing more comes for some seconds."""
+        before, since = -1.0, time.monotonic()
+        while (now := self.metric("octavo:kv_tier_tokens_total", 'what="stored"')) < least:
+            if now > before:
+                before, since = now, time.monotonic()
+            if time.monotonic() - since > 5:
+                break
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def serving(flags: Sequence[str]) -> Iterator[Server]:
+    server = Server(flags)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
+    parts = urllib.parse.urlsplit(url)
+    body = {
+        "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True, "cache_prompt": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=600)
+    started = time.perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    times: list[float] = []
+    text, cached = "", 0
+    response = connection.getresponse()
+    if response.status != 200:
+        raise SystemExit(f"benchmarks.tiers: {response.status}: {response.read()[:500]!r}")
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        event: dict[str, Any] = json.loads(line[6:])
+        if event.get("choices") and event["choices"][0].get("text"):
+            times.append(time.perf_counter() - started)
+            text += event["choices"][0]["text"]
+        if usage := event.get("usage"):
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    seconds = time.perf_counter() - started
+    connection.close()
+    return Answer(times[0] if times else seconds, seconds, [b - a for a, b in itertools.pairwise(times)], text, cached)
+
+
+def drawn(seed: int, count: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(*VOCABULARY) for _ in range(count)]
+
+
+def by_clients(url: str, prompts: Sequence[list[int]], max_tokens: int, num_clients: int) -> list[Answer]:
+    """Every client sends the next prompt when its last answer is over."""
+    answers: list[Answer] = []
+    left = list(reversed(prompts))
+
+    def client() -> None:
+        while True:
+            try:
+                prompt = left.pop()
+            except IndexError:
+                return
+            answers.append(ask(url, prompt, max_tokens))
+
+    threads = [threading.Thread(target=client) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def ms(values: Sequence[float], percent: float) -> float:
+    return round(percentile(sorted(values), percent) * 1e3, 1)
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for path in folder.glob("*/*.kv"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def restart(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    tier = ["--kv-tier", f"disk:4GiB:{folder}"]
+    found: dict[str, list[float]] = {"cold": [], "after a restart": [], "after a restart, cold disk": []}
+    texts = set()
+    for number in range(arguments.rounds):
+        prompt = drawn(number, arguments.tokens)
+        for name in found:
+            if name.endswith("disk"):
+                drop_from_page_cache(folder)
+            with serving([*tier, *arguments.flags]) as server:
+                ask(server.url, drawn(10**6 + number, 16), 4)  # the first request of an engine
+                answer = ask(server.url, [*prompt, 300, 301, 302], 8)
+                found[name].append(answer.first)
+                texts.add((number, answer.text))
+                server.wait_stored(arguments.tokens - 32 if name == "cold" else 0)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {
+        "first token, ms": {name: round(value * 1e3, 1) for name, value in medians.items()},
+        "share of cold": {name: round(value / medians["cold"], 4) for name, value in medians.items()},
+        "same text": len(texts) == arguments.rounds,
+        "target": "after a restart ≤ 0.08",
+    }
+
+
+def twice(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def run(name: str, url: str, num_clients: int, seed: int) -> None:
+        prompts = [drawn(seed + at, random.Random(at).randrange(64, 512)) for at in range(108)]
+        for number in ("first pass", "second pass"):
+            firsts = [answer.first for answer in by_clients(url, prompts, 16, num_clients)]
+            found[f"{name}, {num_clients} clients, {number}"] = {"p50, ms": ms(firsts, 50), "p99, ms": ms(firsts, 99)}
+
+    for num_clients in (1, 8):
+        with serving(arguments.flags) as server:
+            run("octavo", server.url, num_clients, 10**6 * num_clients)
+        if arguments.peer:
+            run("peer", arguments.peer, num_clients, 10**6 * num_clients)
+    return found
+
+
+def agents(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A store of a quarter of what all sessions need at their end."""
+    context = arguments.tokens
+    num_turns = max(1, (context - 600) // 250)
+    bytes_needed = arguments.sessions * context * arguments.token_bytes
+    flags = ["--kv-cache-memory-bytes", str(bytes_needed // 4), "--max-model-len", str(context), *arguments.flags]
+    took, texts = {}, {}
+    for name, extra in (("without", []), ("with", ["--kv-tier", f"disk:20GiB:{folder}"])):
+        with serving([*flags, *extra]) as server:
+            started, said = time.perf_counter(), []
+            chains = [drawn(number, 500) for number in range(arguments.sessions)]
+            for turn in range(num_turns):
+                for number in range(arguments.sessions):
+                    chains[number] = [*chains[number], *drawn(1000 * turn + number, 250)]
+                    said.append(ask(server.url, chains[number], 8).text)
+            took[name], texts[name] = time.perf_counter() - started, said
+    return {
+        "seconds": {name: round(value, 1) for name, value in took.items()},
+        "share": round(took["with"] / took["without"], 3),
+        "same text": texts["with"] == texts["without"],
+        "target": "≤ 0.333",
+    }
+
+
+def misses(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Both servers run all the time, one of them idle; pairs alternate."""
+    sides: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
+    with serving(arguments.flags) as plain, serving(["--kv-tier", f"disk:4GiB:{folder}", *arguments.flags]) as tiered:
+        for number in range(arguments.rounds * 7):
+            order: list[tuple[str, Server]] = [("without", plain), ("with", tiered)]
+            for name, server in order if number % 2 else reversed(order):
+                prompts = [drawn(10**7 * (name == "with") + 100 * number + at, 256) for at in range(16)]
+                started = time.perf_counter()
+                answers = by_clients(server.url, prompts, 64, 8)
+                gaps = [gap for answer in answers for gap in answer.gaps]
+                sides[name].append((16 * 64 / (time.perf_counter() - started), percentile(sorted(gaps), 99)))
+        stored = tiered.metric("octavo:kv_tier_tokens_total", 'what="stored"')
+    pairs = list(zip(sides["with"], sides["without"], strict=True))[1:]
+    return {
+        "throughput, with / without, median of pairs": round(statistics.median(a[0] / b[0] for a, b in pairs), 4),
+        "p99 between tokens, with / without, median of pairs": round(
+            statistics.median(a[1] / b[1] for a, b in pairs), 4
+        ),
+        "pairs": len(pairs),
+        "tokens stored": stored,
+        "target": "≥ 0.99, ≤ 1.03",
+    }
+
+
+def kill(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    limit, dice = 64 * 2**20, random.Random(arguments.seed)
+    flags = ["--kv-tier", f"disk:64MiB:{folder}", *arguments.flags]
+    prompts = [drawn(number, 160) for number in range(12)]
+    with serving(arguments.flags) as server:
+        expected = [ask(server.url, prompt, 8).text for prompt in prompts]
+    num_cached = wrong = most = 0
+    for number in range(arguments.times):
+        server = Server(flags)
+        threading.Timer(dice.uniform(0.05, arguments.seconds), server.kill).start()
+        with contextlib.suppress(OSError, http.client.HTTPException, SystemExit):
+            while True:
+                at = dice.randrange(len(prompts))
+                answer = ask(server.url, prompts[at], 8)
+                ask(server.url, drawn(dice.randrange(10**9), 300), 1)  # pages that push others out
+                num_cached += answer.cached
+                wrong += answer.text != expected[at] and server.process.poll() is None
+        server.process.wait(60)
+        most = max(most, sum(path.stat().st_size for path in folder.glob("*/*")))
+        print(f"killed {number + 1} of {arguments.times}", file=sys.stderr)
+    with serving(flags) as server:
+        wrong += sum(ask(server.url, prompt, 8).text != text for prompt, text in zip(prompts, expected, strict=True))
+        loaded = server.metric("octavo:kv_tier_tokens_total", 'what="loaded"')
+        bad = server.metric("octavo:kv_tier_files_total", 'reason="bad"')
+    return {
+        "killed": arguments.times,
+        "wrong answers": wrong,
+        "tokens from caches": num_cached,
+        "tokens loaded after the last": loaded,
+        "bad files after the last": bad,
+        "most bytes": most,
+        "limit": limit,
+    }
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
+    "restart": restart,
+    "twice": twice,
+    "agents": agents,
+    "misses": misses,
+    "kill": kill,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=4096, help="of the prompt (restart), or of the context (agents)")
+    parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument(
+        "--token-bytes", type=int, default=23_040, help="of a token's keys and values; the embedded model's"
+    )
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=6.0, help="most seconds before a kill")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peer", default="", help="address of a server to compare with, for example llama.cpp's")
+    parser.add_argument(
+        "--folder", default="", help="folder for the tier, on the disk to be measured; empty: a temporary one"
+    )
+    parser.add_argument("flags", nargs="*", help="of octavo serve, after --")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.folder or temporary) / "tier"
+        print(json.dumps(PARTS[arguments.part](arguments, folder), indent=2, ensure_ascii=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

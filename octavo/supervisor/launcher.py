@@ -1,0 +1,100 @@
+"""How a replica's engine is started and ended, and how its supervisor hears of it. Engines on this machine are child processes."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Mapping
+from typing import Protocol
+
+from octavo.ipc.launch import EngineLaunch
+from octavo.ipc.subprocesses import spawn
+
+
+class EngineProcess(Protocol):
+    """A started engine. Its first line is its EngineReport; there are no others."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there are lines to read, or the engine has ended."""
+
+    def read_lines(self) -> list[bytes] | None:
+        """The lines that have come. None: the engine has ended."""
+
+    def wait(self) -> int:
+        """Wait for its end, which has been seen or is certain, and return the exit code."""
+
+    def poll(self) -> int | None:
+        """The exit code. None: it runs."""
+
+    def kill(self) -> None:
+        """End it at once. It must not send anything afterwards that its clients would take."""
+
+    def stop(self) -> None:
+        """Ask it to end. It closes its recording first."""
+
+
+class Launcher(Protocol):
+    def start(
+        self, module: str, launch: EngineLaunch, fds: tuple[int, ...], environment: Mapping[str, str]
+    ) -> EngineProcess:
+        """Start an engine. `fds`: shared memory that engines on this machine inherit. `environment`: variables to add."""
+
+
+class LineReader:
+    """Splits what comes from a pipe into lines, without waiting."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._rest = b""
+
+    def read(self) -> list[bytes] | None:
+        """The lines that have come. None: the other end is closed, and all lines were read."""
+        try:
+            data = os.read(self._fd, 1 << 16)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
+class LocalEngine:
+    """An engine as a child process. Closing its standard input asks it to end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self._fd = process.stdout.fileno()
+        self._lines = LineReader(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read_lines(self) -> list[bytes] | None:
+        return self._lines.read()
+
+    def wait(self) -> int:
+        return self.process.wait()
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(b"stop\n")  # without a word it means that we have died
+            self.process.stdin.close()
+
+
+class LocalLauncher:
+    """Starts engines on this machine."""
+
+    def start(
+        self, module: str, launch: EngineLaunch, fds: tuple[int, ...], environment: Mapping[str, str]
+    ) -> EngineProcess:
+        return LocalEngine(spawn(module, launch, fds, {**os.environ, **environment} if environment else None))
