@@ -8,6 +8,7 @@ grammar decides which of them fit."""
 import json
 from collections.abc import Callable, Iterable, Sequence
 
+from octavo.sampling.grammar.guarded_matcher import compiled_part
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.pattern_ends import ends_of_grammar
 from octavo.sampling.grammar.schema_places import marked_schema
@@ -48,18 +49,20 @@ class Proposals:
         """The tokens of the first proposal that the grammar takes. `is_text`: within a string. Empty: it takes none of at most
         `longest` tokens."""
         may_begin: dict[int, bool] = {}
+        compiled = compiled_part(matcher)  # asking a guard too takes longer
         for index in self._groups[:1] if is_text else self._groups:
             found: list[bytes] = []
             for byte, pairs in index.items():
                 if byte not in may_begin:
-                    may_begin[byte] = matcher.validate_tokens([self._single[byte]]) == 1
+                    may_begin[byte] = compiled.validate_tokens([self._single[byte]]) == 1
                 if may_begin[byte]:
                     for pair, texts in pairs.items():
-                        if len(pair) == 1 or self._takes(matcher, pair):
+                        if len(pair) == 1 or self._takes(compiled, pair):
                             found += texts
             for text in sorted(found, key=len):
                 if (
-                    self._takes(matcher, text)
+                    self._takes(compiled, text)
+                    and (compiled is matcher or self._takes(matcher, text))
                     and 0 < len(tokens := self._tokens_of(text)) <= longest
                     # A number may have to go on, as 0 where 0.5 is due, and a string may hold the same characters.
                     and (not text[-1:].isalnum() or self._is_whole(matcher, tokens))
