@@ -74,7 +74,9 @@ class _Sizes:
             size += _FORMAT if "format" in schema else _PATTERN
         properties = schema.get("properties", {})
         sizes = {name: self._of(part) for name, part in properties.items()}
-        self._most = max([self._most, *(len(name) + 4 + value for name, value in sizes.items())])  # one that is optional
+        self._most = max(
+            [self._most, *(len(name) + 4 + value for name, value in sizes.items())]
+        )  # one that is optional
         for part in (*schema.get("patternProperties", {}).values(), schema.get("additionalProperties")):
             self._of(part)
         size += sum(len(name) + 4 + sizes.get(name, 2) for name in schema.get("required", ()))

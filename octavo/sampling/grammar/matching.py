@@ -282,14 +282,12 @@ def shortest_answer(
     ends: Ends, kinds: TokenKinds, matcher: Matcher, grammar: str, proposals: Proposals
 ) -> tuple[ShortestCompletion | None, bool]:
     """The shortest answer of a grammar, as far as one was found, and whether all alternatives of its schema were compared."""
-    found = ends.shortest(matcher, proposals)
     text = shortest_text(grammar, kinds.num_tokens)
-    if text is None or len(text) > _LONGEST_TEXT:
-        return found, False
-    tokens, at = kinds.fewest_tokens(text.encode()), matcher.deep_copy()
-    if not tokens or not at.consume_tokens(tokens) or not at.is_accepting():
-        return found, False
-    return found if found is not None and len(found.tokens) <= len(tokens) else ShortestCompletion(tokens), True
+    if text is not None and len(text) <= _LONGEST_TEXT:
+        tokens, at = kinds.fewest_tokens(text.encode()), matcher.deep_copy()
+        if tokens and at.consume_tokens(tokens) and at.is_accepting():
+            return ShortestCompletion(tokens), True
+    return ends.shortest(matcher, proposals), False
 
 
 def error_of(matcher: Matcher) -> str:

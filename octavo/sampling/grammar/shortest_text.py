@@ -4,6 +4,7 @@ The search of budgeted_end.py takes the first way that closes, which need not be
 compares them. It is a proposal: the grammar decides whether it is an answer."""
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -20,7 +21,7 @@ Count = Callable[[bytes], int]
 _ROUNDS = 8  # of definitions that refer to each other
 _COMPARED = 8  # texts of one choice whose tokens are counted: those with the fewest characters
 _MAX_VALUES = 64  # of one enum
-_MAX_COUNTED = 8000  # characters of all that are compared
+_MAX_COUNTED = 8000  # characters of all that are compared by their tokens; then their characters are
 # Keywords by where they hold schemas.
 _BY_NAME, _LISTS, _SINGLE = (
     {"properties", "patternProperties", "$defs"},
@@ -50,6 +51,7 @@ def shortest_text(grammar: str, count: Count) -> str | None:
         return None
 
 
+@functools.lru_cache(maxsize=2)
 def parts_of_grammar(grammar: str) -> tuple[list[str], list[tuple[str, str]], list[tuple[str, str]]]:
     """Of all schemas in a grammar: short values of their parts, and the members of objects, those that are required and the others, as
     name and value. A value that is not known is empty."""
@@ -134,9 +136,9 @@ class _Texts:
             raise _Unknown
         if len(few := sorted({*texts}, key=lambda text: (len(text), text))[:_COMPARED]) == 1:
             return few[0]
-        self._num_left -= 0 if self._is_guess else sum(map(len, few))
+        self._num_left -= sum(map(len, few))
         if self._num_left < 0:
-            raise _Unknown
+            return few[0]
         return min(few, key=lambda text: (self._count(text.encode()), len(text)))
 
     def _of(self, schema: Any) -> str:
