@@ -33,6 +33,7 @@ from octavo.sampling.grammar.masks import GrammarLimits, Grammars
 from octavo.spec import ModelSpec, PageLayout
 from octavo.stage import WHOLE, Stage, check_stages, in_words, read_split, stage_of
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
+from octavo.weights.formats.dummy import dummy_packed_types
 from octavo.weights.methods.base import Settings
 from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
@@ -160,6 +161,8 @@ class Loader:
         )  # fmt: skip
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
+        if config.model.quantization == "int4" and self.device.is_cuda:
+            _check_int4(dtype)
         ops = _choose_ops(self.device, dtype, self._native, is_invariant)
         settings = Settings(
             place,
@@ -199,8 +202,12 @@ class Loader:
 
     def _packed_types(self, checkpoint: Checkpoint, ops: DeviceOps) -> frozenset[str]:
         """Types in which weights arrive at the layers; the reader decodes all others."""
-        if checkpoint.weights is None or not self.limits.keeps_packed:
+        if not self.limits.keeps_packed:
             return frozenset()
+        if checkpoint.weights is None:
+            # Random weights are made packed only for a GPU's kernels.
+            types = dummy_packed_types(checkpoint.config)
+            return kept_on_gpu(types) if ops.kernels == "triton" else frozenset()
         match ops.kernels:
             case "native":
                 return checkpoint.weights.packed_types
@@ -214,8 +221,10 @@ class Loader:
         family = load_family(checkpoint.config["model_type"])
         self.model = family.Model(checkpoint.config, self.spec, context)
         settings = context.methods.settings
-        if settings.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
-            self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
+        how = settings.quantization
+        is_rounded = how == "fp8" or (how == "int4" and self.device.is_cuda)
+        if is_rounded and any(isinstance(module, Experts) for module in self.model.modules()):
+            self._notes.append(f"--quantization {how} leaves the experts in {self.limits.dtype}")
         elsewhere = frozenset[str]() if self._outline is None else self._outline.without(self.model)
         share = 1.0 if self._outline is None else self._outline.share_of(self.model)
         self.weights = RankWeights(
@@ -403,3 +412,13 @@ def _vocabulary(source: ModelSource, tokenizer: str) -> "Vocabulary":
     from octavo.text import load_text  # imported here: only grammars need it, and it would slow down the start
 
     return load_text(source.path, tokenizer=tokenizer).vocabulary.alone()
+
+
+def _check_int4(dtype: torch.dtype) -> None:
+    """Raises ConfigError where --quantization int4 has no kernels on a GPU. For before anything is loaded."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            "--quantization int4 works with 16-bit arithmetic on a GPU: use it with --dtype bfloat16 or float16"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("--quantization int4 needs the package triton, which is not installed")

@@ -1,6 +1,7 @@
 """RankWeights: the weights of one rank: the bytes that they take, whether they fit, and loading them into the model."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,8 @@ from octavo.errors import ConfigError
 from octavo.layers.linear import Linear
 from octavo.layers.model import DecoderModel
 from octavo.weights.formats.checkpoint import Checkpoint
-from octavo.weights.formats.dummy import dummy_tensors
+from octavo.weights.formats.dummy import dummy_packing, dummy_tensors
+from octavo.weights.methods.base import Use, WeightRequest
 from octavo.weights.methods.registry import Methods
 from octavo.weights.methods.torch_fp8 import check_fp8, saving
 from octavo.worker.memory.page_count import decoded_weights, weights_too_large
@@ -40,7 +42,8 @@ class RankWeights:
         self.check_fit(checkpoint, available)
         place = self.device.torch_device
         if self.config.load_format == "dummy":
-            tensors = dummy_tensors(self._shapes(with_others=False), place, self.dtype)
+            packing = dummy_packing(checkpoint.config, self.methods.settings.packed_types)
+            tensors = dummy_tensors(self._shapes(with_others=False), place, self.dtype, packing=packing)
         else:
             # Unknown tensors are read: they are a mistake to be reported.
             others = self.elsewhere | {name for name, slot in self.model.weight_slots().items() if slot.is_elsewhere}
@@ -71,6 +74,8 @@ class RankWeights:
         match self.config.quantization:
             case "fp8":
                 return num_bytes - fp8_saving(self.model, self.dtype)
+            case "int4" if self.device.is_cuda:
+                return num_bytes - sum(int4_saving(linear.request, self.dtype) for linear in self._linears())
             case "int8" | "int4":
                 return int(num_bytes / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
             case _:
@@ -94,6 +99,9 @@ class RankWeights:
             return 0
         return fp8_saving(self.model, self.dtype)
 
+    def _linears(self) -> Iterator[Linear]:
+        return (module for module in self.model.modules() if isinstance(module, Linear))
+
     def _num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of this rank's weights in that type."""
         return sum(map(math.prod, self._shapes().values())) * dtype.itemsize // self.num_ranks
@@ -109,6 +117,13 @@ class RankWeights:
             for name, slot in self.model.weight_slots().items()
             if not slot.is_optional and (with_others or not slot.is_elsewhere)
         }
+
+
+def int4_saving(request: WeightRequest, dtype: torch.dtype) -> int:
+    """Bytes by which a GPU's --quantization int4 makes a weight smaller than in `dtype`, at most."""
+    if request.use is not Use.PRODUCT:
+        return 0
+    return int(request.out_features * request.in_features * (dtype.itemsize - _ROUNDED_BYTES["int4"]))
 
 
 def fp8_saving(model: DecoderModel, dtype: torch.dtype) -> int:

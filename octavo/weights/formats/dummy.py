@@ -1,23 +1,84 @@
 """Random weights for benchmarks of models whose checkpoint is not available."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from octavo.quants import Weight
+from octavo.quants import Quants, Weight
+from octavo.quants.writers import q4_0
 
 _SPREAD = 0.02  # the usual standard deviation at initialisation: activations neither vanish nor overflow 16-bit types
+_Q4_0_SCALE = _SPREAD / 4.6  # codes from −8 to 7 have a standard deviation of 4.6
+_MXFP4_SCALE = 127 - 7  # 4-bit floats have one of 2.9, and 2.9 / 2 ** 7 is 0.023
+_PROJECTIONS = re.compile(r"_proj\.weight$")  # what 4-bit checkpoints pack: no embedding, head, norm or router
+_STACKED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$")
+
+
+class Packing(NamedTuple):
+    """How random weights of these names are made packed."""
+
+    type: str  # of Quants
+    names: re.Pattern[str]
+    group_size: int  # columns that share a scale
+
+
+def dummy_packed_types(config: Mapping[str, Any]) -> frozenset[str]:
+    """Types of the Quants in which a configuration's weights would arrive, as far as random ones can be made."""
+    packing = _packing(config)
+    return frozenset() if packing is None else frozenset({packing.type})
+
+
+def dummy_packing(config: Mapping[str, Any], packed_types: frozenset[str]) -> Packing | None:
+    packing = _packing(config)
+    return packing if packing is not None and packing.type in packed_types else None
+
+
+def _packing(config: Mapping[str, Any]) -> Packing | None:
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict):
+        return None
+    match settings.get("quant_method"):
+        case "mxfp4":
+            return Packing("MXFP4", _STACKED_EXPERTS, 32)
+        case "awq" | "gptq" if (settings.get("bits") or settings.get("w_bit")) == 4:
+            group_size = settings.get("group_size") or settings.get("q_group_size")
+            if not isinstance(group_size, int) or group_size < 32 or group_size % 32:
+                group_size = 128
+            return Packing("Q4_0", _PROJECTIONS, group_size)
+        case _:
+            return None
 
 
 def dummy_tensors(
-    shapes: Mapping[str, tuple[int, ...]], device: torch.device | str, dtype: torch.dtype, seed: int = 0
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    packing: Packing | None = None,
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield one full tensor per name, never packed. Its values depend only on name, shape, device, dtype and seed, so that
-    all ranks get the same."""
+    """Yield one full tensor per name, packed if `packing` names it. Its values depend only on name, shape, device, dtype and
+    seed, so that all ranks get the same."""
     for name, shape in shapes.items():
         generator = torch.Generator(device=device).manual_seed(_seed_of(name, seed))
-        yield name, torch.empty(shape, device=device, dtype=dtype).normal_(0.0, _SPREAD, generator=generator)
+        if packing is not None and len(shape) == 2 and packing.names.search(name):
+            yield name, _packed(packing, shape[0], shape[1], generator)
+        else:
+            yield name, torch.empty(shape, device=device, dtype=dtype).normal_(0.0, _SPREAD, generator=generator)
+
+
+def _packed(packing: Packing, rows: int, width: int, generator: torch.Generator) -> Quants:
+    device = generator.device
+    if packing.type == "MXFP4":
+        quants = torch.randint(0, 256, (rows, width // 32, 17), dtype=torch.uint8, device=device, generator=generator)
+        quants[:, :, 0] = _MXFP4_SCALE
+        return Quants("MXFP4", quants.flatten(1))
+    codes = torch.randint(0, 16, (rows, width), dtype=torch.uint8, device=device, generator=generator)
+    spread = torch.rand((rows, -(-width // packing.group_size)), device=device, generator=generator)
+    scales = ((0.5 + spread) * _Q4_0_SCALE).half().repeat_interleave(packing.group_size // 32, dim=1)
+    return q4_0(scales[:, : width // 32], codes)
 
 
 def _seed_of(name: str, seed: int) -> int:

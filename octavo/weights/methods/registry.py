@@ -31,7 +31,7 @@ from octavo.weights.methods.base import (
 # few bits, whether --quantization or the checkpoint asks for them, because those after them would hold the weight decoded;
 # then --deterministic; then a device's own kernels; at last torch, which holds everything. Where two hold the same form, as
 # triton_fp8 and torch_fp8, the faster one comes first.
-_LINEAR = ("cpu_native", "triton_fp8", "torch_fp8", "triton_invariant", "triton_bf16", "onednn", "torch")
+_LINEAR = ("cpu_native", "triton_fp8", "torch_fp8", "triton_int4", "triton_invariant", "triton_bf16", "onednn", "torch")
 _TABLE = ("cpu_native", "triton_invariant", "triton_bf16", "onednn", "torch")
 _HEADS = ("cpu_native", "torch")
 _EXPERTS = ("cpu_native_experts", "triton_mxfp4", "triton_experts", "torch_experts")

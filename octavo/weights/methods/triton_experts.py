@@ -42,9 +42,11 @@ class ExpertSums:
         gate_up: tuple[Tensor, Tensor | None],  # numbers and scales
         down: tuple[Tensor, Tensor | None],
         residual: Tensor | None,
+        tiles: Tiles | None = None,
     ) -> Tensor:
+        """tiles: for this call, unless those for all are fixed."""
         request, gate = self._request, self._request.gate
-        plan = plan_experts(logits, num_chosen, is_normalised, self._tiles)
+        plan = plan_experts(logits, num_chosen, is_normalised, self._tiles or tiles)
         y: Tensor = experts(
             x,
             plan.part(request.first, request.num_experts) if request.is_part else plan,

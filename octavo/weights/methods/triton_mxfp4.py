@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 
+from octavo.kernels.triton.moe.expert_plan import Tiles, fitting
 from octavo.quants import QUANT, Quants, Weight
 from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, HeldExperts, Method, Settings
 from octavo.weights.methods.triton_experts import ExpertSums
 
 _TYPE = "MXFP4"
 _GROUP = 32  # weights that share a scale
+# Up to so many pairs of a token and an expert these tiles are the fastest, by `benchmarks/kernels/int4.py experts` on an H200.
+_FEW_PAIRS, _FEW_TILES = 16, Tiles(16, 32, 256, 4, 4)
 
 
 class Mxfp4Experts(HeldExperts):
@@ -35,7 +38,9 @@ class Mxfp4Experts(HeldExperts):
     def weighted_sum(
         self, x: Tensor, logits: Tensor, num_chosen: int, is_normalised: bool, residual: Tensor | None
     ) -> Tensor:
-        return self._sums(x, logits, num_chosen, is_normalised, self.gate_up, self.down, residual)
+        is_small = x.dtype == torch.bfloat16 and x.shape[0] * num_chosen <= _FEW_PAIRS
+        tiles = fitting(_FEW_TILES, x.dtype, x.device) if is_small else None
+        return self._sums(x, logits, num_chosen, is_normalised, self.gate_up, self.down, residual, tiles)
 
 
 def _room(num_experts: int, num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -74,17 +74,54 @@ def _fp4(code, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fp4_tiles(codes, scales, is_there, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Decode the low halves of the bytes and the high halves, [BLOCK_K / 2, BLOCK_N] each."""
-    both = tl.load(codes, mask=is_there, other=0).to(tl.int32)
-    scale = tl.load(scales, mask=is_there, other=0).to(tl.int32)
-    return _fp4(both & 15, scale).to(dtype), _fp4(both >> 4, scale).to(dtype)
+def _power(scale):  # type: ignore[no-untyped-def]
+    """2 ** (scale − 127) as bfloat16, assembled from bits. The lowest is subnormal."""
+    return tl.where(scale == 0, 1 << 6, scale << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _fp4_tiles(codes, scale, is_there, dtype: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Decode the low halves of the bytes and the high halves, [BLOCK_K / 2, BLOCK_N] each. scale [BLOCK_K / 32, BLOCK_N]."""
+    both = tl.load(codes, mask=is_there, other=0)
+    groups: tl.constexpr = scale.shape[0]
+    outputs: tl.constexpr = scale.shape[1]
+    if ASM and dtype == tl.bfloat16:
+        # Sign, exponent and mantissa are put into the places of bfloat16's, which makes 2 ** −126 times the number. m is
+        # 2 ** 126, z is −0: all GPUs with bfloat16 have this instruction, and not all have one that only multiplies.
+        power = tl.broadcast_to(_power(scale)[:, None, :], (groups, 16, outputs)).reshape(groups * 16, outputs)
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, t, u, m, z;
+            mov.b32 m, 0x7E807E80;
+            mov.b32 z, 0x80008000;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shl.b32 t, a, 12; and.b32 t, t, 0x80008000; shl.b32 u, a, 6; lop3.b32 t, u, 0x01C001C0, t, 0xEA;
+            fma.rn.bf16x2 t, t, m, z; fma.rn.bf16x2 $0, t, $5, z;
+            shl.b32 t, b, 12; and.b32 t, t, 0x80008000; shl.b32 u, b, 6; lop3.b32 t, u, 0x01C001C0, t, 0xEA;
+            fma.rn.bf16x2 t, t, m, z; fma.rn.bf16x2 $1, t, $6, z;
+            shl.b32 t, a, 8; and.b32 t, t, 0x80008000; shl.b32 u, a, 2; lop3.b32 t, u, 0x01C001C0, t, 0xEA;
+            fma.rn.bf16x2 t, t, m, z; fma.rn.bf16x2 $2, t, $5, z;
+            shl.b32 t, b, 8; and.b32 t, t, 0x80008000; shl.b32 u, b, 2; lop3.b32 t, u, 0x01C001C0, t, 0xEA;
+            fma.rn.bf16x2 t, t, m, z; fma.rn.bf16x2 $3, t, $6, z;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [both, power],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+        return low, high
+    else:
+        both = both.to(tl.int32)
+        every = tl.broadcast_to(scale[:, None, :], (groups, 16, outputs)).reshape(groups * 16, outputs)
+        return _fp4(both & 15, every).to(dtype), _fp4(both >> 4, every).to(dtype)
 
 
 @triton.jit
 def _fp4_sums(  # type: ignore[no-untyped-def]
     rows, is_row, codes, scales, output,
-    N: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+    N: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """_sums for MXFP4 weights: 16 bytes hold 32 values of K that share a scale, the first 16 in their low halves. No tile has
     to be shuffled: low and high halves are multiplied with their own columns."""
@@ -93,21 +130,26 @@ def _fp4_sums(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = rows.dtype.element_ty
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    is_output = output < N
     for start in range(0, DEPTH // 2, BLOCK_K // 2):
         byte = start + tl.arange(0, BLOCK_K // 2)
-        group = byte // 16
-        columns = rows[:, None] + (group * 32 + byte % 16)[None, :]
+        columns = rows[:, None] + (byte // 16 * 32 + byte % 16)[None, :]
         is_number = is_row[:, None] & (byte < DEPTH // 2)[None, :]
         low_numbers = tl.load(columns, mask=is_number, other=0.0)
         high_numbers = tl.load(columns + 16, mask=is_number, other=0.0)
-        is_there = (output < N)[None, :] & (byte < DEPTH // 2)[:, None]
+        is_there = is_output[None, :] & (byte < DEPTH // 2)[:, None]
         code = codes + output[None, :] * (DEPTH // 2) + byte[:, None]
-        scale = scales + output[None, :] * (DEPTH // 32) + group[:, None]
-        low, high = _fp4_tiles(code, scale, is_there, dtype)
+        # One scale for each group: it is spread over its bytes after it is loaded.
+        group = start // 16 + tl.arange(0, BLOCK_K // 32)
+        has_scale = is_output[None, :] & (group < DEPTH // 32)[:, None]
+        place = scales + output[None, :] * (DEPTH // 32) + group[:, None]
+        scale = tl.load(place, mask=has_scale, other=0).to(tl.int32)
+        low, high = _fp4_tiles(code, scale, is_there, dtype, ASM)
         sums = tl.dot(low_numbers, low, sums, input_precision="ieee")
         sums = tl.dot(high_numbers, high, sums, input_precision="ieee")
         if PARTS == 2:
-            low, high = _fp4_tiles(code + N * (DEPTH // 2), scale + N * (DEPTH // 32), is_there, dtype)
+            scale = tl.load(place + N * (DEPTH // 32), mask=has_scale, other=0).to(tl.int32)
+            low, high = _fp4_tiles(code + N * (DEPTH // 2), scale, is_there, dtype, ASM)
             up_sums = tl.dot(low_numbers, low, up_sums, input_precision="ieee")
             up_sums = tl.dot(high_numbers, high, up_sums, input_precision="ieee")
     return sums, up_sums
@@ -116,14 +158,14 @@ def _fp4_sums(  # type: ignore[no-untyped-def]
 @triton.jit
 def _expert_sums(  # type: ignore[no-untyped-def]
     rows, is_row, weight, scales, expert, output,
-    N: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+    N: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     if scales is None:
         return _sums(rows, is_row, weight + expert * (PARTS * N * DEPTH), output, N, DEPTH, PARTS, BLOCK_K)
     else:
         codes = weight + expert * (PARTS * N * DEPTH // 2)
         scales += expert * (PARTS * N * DEPTH // 32)
-        return _fp4_sums(rows, is_row, codes, scales, output, N, DEPTH, PARTS, BLOCK_K)
+        return _fp4_sums(rows, is_row, codes, scales, output, N, DEPTH, PARTS, BLOCK_K, ASM)
 
 
 @triton.jit
@@ -146,6 +188,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ASM: tl.constexpr,  # False: in the interpreter, which runs no assembly
 ):
     block = blocks + tl.program_id(0) * FIELDS
     expert = tl.load(block).to(tl.int64)
@@ -157,7 +200,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.load(order + first + row, mask=is_row, other=0) // K
     rows = x + token.to(tl.int64) * stride
-    gate, up = _expert_sums(rows, is_row, weight, scales, expert, output, INNER, DEPTH, 2, BLOCK_K)
+    gate, up = _expert_sums(rows, is_row, weight, scales, expert, output, INNER, DEPTH, 2, BLOCK_K, ASM)
     if bias is not None:
         at = bias + expert * (2 * INNER) + output
         gate += tl.load(at, mask=output < INNER, other=0.0).to(tl.float32)[None, :]
@@ -185,6 +228,7 @@ def _down(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ASM: tl.constexpr,  # False: in the interpreter, which runs no assembly
 ):
     block = blocks + tl.program_id(0) * FIELDS
     expert = tl.load(block).to(tl.int64)
@@ -195,7 +239,7 @@ def _down(  # type: ignore[no-untyped-def]
     is_row = row < tl.load(block + 2)
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = inner + (first + row).to(tl.int64) * INNER
-    sums, _ = _expert_sums(rows, is_row, weight, scales, expert, output, DEPTH, INNER, 1, BLOCK_K)
+    sums, _ = _expert_sums(rows, is_row, weight, scales, expert, output, DEPTH, INNER, 1, BLOCK_K, ASM)
     if bias is not None:
         sums += tl.load(bias + expert * DEPTH + output, mask=output < DEPTH, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order + first + row, mask=is_row, other=0)
@@ -253,13 +297,13 @@ def experts(
     _launch_gate_up(
         (num_blocks, -(-inner_size // tiles.block_n), 1),
         (x, *gate_up, plan.order, plan.blocks, inner, x.stride(0), alpha, limit, offset),
-        (num_chosen, depth, inner_size, limit != 0.0, tiles.block_m, tiles.block_n, tiles.block_k),
+        (num_chosen, depth, inner_size, limit != 0.0, tiles.block_m, tiles.block_n, tiles.block_k, x.is_cuda),
         options,
     )
     _launch_down(
         (num_blocks, -(-depth // tiles.block_n), 1),
         (inner, *down, plan.weights, plan.order, plan.blocks, pairs),
-        (depth, inner_size, tiles.block_m, tiles.block_n, tiles.block_k),
+        (depth, inner_size, tiles.block_m, tiles.block_n, tiles.block_k, x.is_cuda),
         options,
     )
     block = min(triton.next_power_of_2(depth), 1024)

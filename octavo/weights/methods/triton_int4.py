@@ -1,0 +1,203 @@
+"""Weights as 4-bit codes in groups with a scale and a zero, on a GPU: as AWQ, GPTQ and compressed-tensors checkpoints have them, or
+rounded so by --quantization int4. Kernels multiply them as they are held; activations keep their 16 bits."""
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.device_ops import Activation, NormWeights
+from octavo.kernels.torch_ops import activate
+from octavo.kernels.triton.gemm import int4
+from octavo.kernels.triton.gemm.int4_layout import GROUPS, OUTPUTS, Int4Tensor, decode, make_room, store
+from octavo.quants import Quants, Weight
+from octavo.weights.methods.base import HeldWeight, LinearMethod, Method, Settings, Use, WeightRequest, other_kernels
+from octavo.weights.methods.triton_bf16 import TritonWeight
+from octavo.weights.methods.triton_invariant import InvariantWeight
+
+_TYPES = {"Q4_0": 8, "Q5_0": 16}  # how checkpoints' codes arrive, and the code that stands for 0
+_ROUNDED_GROUP = 32  # columns that share a scale with --quantization int4
+_AT_ONCE = 1 << 24  # numbers unpacked together: bounds the temporaries
+
+
+class Int4Weight(HeldWeight):
+    """What has no exact 4-bit form (5-bit weights of a GGUF file, say) is held in 16 bits, as the whole of the weight then is."""
+
+    def __init__(self, request: WeightRequest, settings: Settings) -> None:
+        super().__init__(settings.ops)
+        self._request, self._settings = request, settings
+        self._packed: Int4Tensor | None = None
+        self._plain: TritonWeight | InvariantWeight | None = None
+        self._filled: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        held = self._plain if self._plain is not None else self._packed
+        return 0 if held is None else held.nbytes
+
+    @property
+    def name(self) -> str:
+        return "int4" if self._plain is None else self._plain.name
+
+    def fill(self, part: int, rows: Weight) -> None:
+        if self._plain is None:
+            found = self._codes(rows)
+            if found is not None and self._make_room(found[2].shape[1]):
+                self._store(part, *found)
+                self._filled.append(part)
+                return
+            self._decode()
+        assert self._plain is not None
+        self._plain.fill(part, rows)
+
+    def _codes(self, rows: Weight) -> tuple[Tensor, Tensor, Tensor] | None:
+        device = self._settings.device
+        if isinstance(rows, Quants):
+            return _exact_codes(Quants(rows.type, rows.rows.to(device))) if rows.type in _TYPES else None
+        if self._settings.quantization != "int4":
+            return None
+        return round_to_codes(rows.to(device), _ROUNDED_GROUP)
+
+    def _make_room(self, num_groups: int) -> bool:
+        """Whether there is room for weights with so many groups in a row."""
+        request, settings = self._request, self._settings
+        group_size = request.in_features // num_groups
+        if self._packed is None:
+            is_interleaved = request.is_gated and request.out_features % (2 * OUTPUTS) == 0
+            self._packed = make_room(
+                request.out_features, request.in_features, group_size, settings.dtype, settings.device, is_interleaved
+            )
+        return self._packed.group_size <= group_size
+
+    def _store(self, part: int, codes: Tensor, zeros: Tensor, scales: Tensor) -> None:
+        assert self._packed is not None
+        times = self._request.in_features // self._packed.group_size // scales.shape[1]
+        zeros, scales = (numbers.repeat_interleave(times, dim=1) for numbers in (zeros, scales))
+        store(self._packed, self._request.rows(part).start, codes, zeros, scales)
+
+    def _decode(self) -> None:
+        """Hold the weight in 16 bits from now on."""
+        make = InvariantWeight if self._settings.ops.is_invariant else TritonWeight
+        self._plain = make(self._request, self._settings)
+        if self._packed is not None:
+            decoded = decode(self._packed)
+            for part in self._filled:
+                self._plain.fill(part, decoded[self._request.rows(part)].to(self._settings.dtype))
+        self._packed = None
+
+    def product(
+        self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
+    ) -> Tensor:
+        if self._plain is not None:
+            return self._plain.product(x, norm, bias, activation)
+        return activate(self._multiply(x, norm, bias, None, None), activation)
+
+    def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        if self._plain is not None:
+            return self._plain.product_add(x, bias, residual)
+        return self._multiply(x, None, bias, residual, None)
+
+    def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
+        if self._plain is not None:
+            return self._plain.gated(x, norm, bias, activation)
+        assert self._packed is not None
+        if activation not in int4.ACTIVATIONS or not self._packed.is_interleaved:
+            return None
+        return self._multiply(x, norm, bias, None, activation)
+
+    def _multiply(
+        self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, residual: Tensor | None, gated: str | None
+    ) -> Tensor:
+        assert self._packed is not None, "it is filled first"
+        x, before = self._rms_normed(x, norm)
+        return int4.int4_linear(
+            x, self._packed, bias=bias, norm=before, residual=residual, gated=gated, pdl=True,
+            is_fixed=self._settings.ops.is_invariant,
+        )  # fmt: skip
+
+    def warm_up_gate(self, activation: Activation, has_bias: bool, max_rows: int) -> None:
+        if self._plain is not None:
+            self._plain.warm_up_gate(activation, has_bias, max_rows)
+            return
+        assert self._packed is not None
+        bias = self._settings.empty(self._request.out_features) if has_bias else None
+        for num_rows in int4.row_counts(max_rows):
+            x = self._settings.empty(num_rows, self._request.in_features)
+            if self.gated(x, None, bias, activation) is None:
+                self.product(x, None, bias)
+
+
+def _exact_codes(weight: Quants) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Codes [N, K] uint8, zeros and scales [N, K / group] that are the weight exactly; None: a group spans more than 16 numbers.
+    A checkpoint's groups are larger than a quant: they are found again by their equal scales."""
+    rows, width = weight.shape
+    scales = weight.stored.view(rows, width // 32, -1)[:, :, :2].contiguous().view(torch.float16)[:, :, 0]
+    group_size = 32
+    while group_size < GROUPS[-1] and width % (2 * group_size) == 0 and torch.equal(scales[:, 0::2], scales[:, 1::2]):
+        group_size, scales = 2 * group_size, scales[:, 0::2].contiguous()
+    codes = torch.empty((rows, width), dtype=torch.uint8, device=weight.stored.device)
+    zeros = torch.empty_like(scales, dtype=torch.int32)
+    step = max(1, _AT_ONCE // width)
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        numbers = _numbers(weight.stored[some].view(-1, width // 32, weight.stored.shape[1] * 32 // width), weight.type)
+        groups = numbers.view(-1, width // group_size, group_size)
+        if weight.type == "Q4_0":
+            zero = torch.full(groups.shape[:2], 8, dtype=torch.int8, device=codes.device)
+        else:
+            least, most = torch.aminmax(groups, dim=2)
+            zero = (-least).clamp_(min=0)
+            if bool((most + zero > 15).any()):
+                return None
+        codes[some] = (groups + zero.unsqueeze(2)).flatten(1).to(torch.uint8)
+        zeros[some] = zero
+    return codes, zeros, scales
+
+
+def _numbers(quants: Tensor, type: str) -> Tensor:
+    """Quants [N, B, bytes] → their codes less the middle one, int8 [N, 32 B]."""
+    nibbles = quants[:, :, -16:]
+    codes = torch.cat((nibbles & 15, nibbles >> 4), dim=2)
+    if type == "Q5_0":
+        shifts = torch.arange(8, dtype=torch.uint8, device=quants.device)
+        codes = codes | (quants[:, :, 2:6, None] >> shifts & 1).flatten(2) << 4
+    return (codes.view(torch.int8) - _TYPES[type]).flatten(1)
+
+
+def round_to_codes(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, K] → codes, zeros and scales: each group's range, with 0 in it, in 16 steps, of which one is 0."""
+    codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+    all_zeros, all_scales = [], []
+    step = max(1, _AT_ONCE // rows.shape[1])
+    for first in range(0, len(rows), step):
+        groups = rows[first : first + step].float().view(-1, rows.shape[1] // group_size, group_size)
+        least, most = (numbers for numbers in torch.aminmax(groups, dim=2))
+        least, most = least.clamp_(max=0.0), most.clamp_(min=0.0)
+        # In float16 the step is at least its smallest number, which also keeps it from being 0.
+        scales = ((most - least) / 15).clamp_(min=6e-8).to(torch.float16)
+        exact = scales.float()
+        zeros = (-least / exact).round_().clamp_(0, 15)
+        found = (groups / exact.unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15)
+        codes[first : first + step] = found.flatten(1).to(torch.uint8)
+        all_zeros.append(zeros.to(torch.int32))
+        all_scales.append(scales)
+    return codes, torch.cat(all_zeros), torch.cat(all_scales)
+
+
+def supports(request: WeightRequest, settings: Settings) -> str | None:
+    if settings.ops.kernels != "triton":
+        return other_kernels(settings)
+    if settings.quantization != "int4" and not settings.packed_types & _TYPES.keys():
+        return "neither asked for nor in the checkpoint"
+    if request.use is not Use.PRODUCT:
+        return f"a {request.use.value} stays more exact"
+    if settings.dtype not in (torch.float16, torch.bfloat16):
+        return "the product takes inputs of 16 bits"
+    if request.in_features % _ROUNDED_GROUP or request.out_features % 8:
+        return (
+            f"the product wants multiples of 8 by {_ROUNDED_GROUP}, not {request.out_features} by {request.in_features}"
+        )
+    if settings.ops.is_invariant and not int4.can_run(settings.device) and settings.device.type == "cuda":
+        return "--deterministic has a kernel for it only on GPUs of NVIDIA's Hopper generation"
+    return None
+
+
+LINEAR: LinearMethod = Method("triton_int4", supports, Int4Weight, packings={"Q4_0": (32, 17), "Q5_0": (32, 17)})
