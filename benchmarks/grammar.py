@@ -35,6 +35,7 @@ PERSON = {
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}  # longer than any answer here
 OPEN_PEOPLE = {"type": "array", "items": PERSON}
 NAMES = {"type": "array", "items": {"type": "string", "minLength": 3}, "uniqueItems": True, "minItems": 100}
+LONG = 4000  # max_tokens with room for the shortest answer of a large schema
 FAR, NEAR = 1000, 150  # max_tokens: ends are searched for from about 200 tokens before it on
 # Name of a side → its schema, max_tokens, and what it may cost of a step; None: it has no target.
 SIDES: dict[str, tuple[dict[str, Any], int, float | None]] = {
@@ -102,7 +103,7 @@ def longest_pause(llm: LLM, wish: Any, num_neighbours: int = 4, num_steps: int =
     checked before that, as a server does in its API processes."""
     free = SamplingParams(temperature=0.7, seed=1, max_tokens=1000, ignore_eos=True)
     neighbours = [llm._request(PROMPT.format(number), free) for number in range(num_neighbours)]
-    comes = llm._request(PROMPT, SamplingParams(temperature=0.7, seed=1, max_tokens=1000, structured_outputs=wish))
+    comes = llm._request(PROMPT, SamplingParams(temperature=0.7, seed=1, max_tokens=LONG, structured_outputs=wish))
     for request in neighbours:
         llm._loop.add(request)
     for _ in range(8):
@@ -139,7 +140,7 @@ def per_step(llm: LLM, rows: int, tokens: int, wish: Any, max_tokens: int, seed:
 
 
 def first_token(llm: LLM, wish: Any) -> float:
-    params = SamplingParams(temperature=0.0, max_tokens=1000, structured_outputs=wish)
+    params = SamplingParams(temperature=0.0, max_tokens=LONG, structured_outputs=wish)
     started = time.perf_counter()
     stream = llm.stream(PROMPT, params)
     next(stream)
@@ -218,8 +219,8 @@ def main() -> None:
         answered = {
             name: is_answered(llm, schema, max_tokens)
             for name, schema, max_tokens in (
-                ("500 properties", wide_schema(-1, 500), 4000),
-                ("100 kB", large_schema(-1), 2500),
+                ("500 properties", wide_schema(-1, 500), LONG),
+                ("100 kB", large_schema(-1), LONG),
                 ("60 levels", deep_schema(), 1000),
             )
         }

@@ -59,9 +59,12 @@ class Answers:
         rng = random.Random(seed)
         compiled = LLMatcher(self._tokenizer, built.grammar, log_level=0, limits=parser_limits())
         matcher = guarded(compiled, built.grammar, self._kinds)
-        proposals = self._ends.proposals(built.grammar)
+        proposals = self._ends.proposals(built.grammar, self._kinds.fewest_tokens)
         shortest, _ = shortest_answer(self._ends, self._kinds, matcher, built.grammar, proposals)
-        ending, text = BudgetedEnd.of(shortest, proposals, growth_of_grammar(built.grammar)), b""
+        ending, text = (
+            BudgetedEnd.of(shortest, proposals, growth_of_grammar(built.grammar, self._kinds.fewest_tokens)),
+            b"",
+        )
         bits = np.zeros(-(-(EOS + 1) // 32), dtype=np.int32)
         # A request that has no room for the shortest answer is refused.
         max_tokens = max(self._max_tokens, len(shortest.tokens) if shortest else 0)

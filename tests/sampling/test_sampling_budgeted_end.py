@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from octavo.errors import Field
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
+from octavo.sampling.grammar.guarded_matcher import TokenKinds
 from octavo.sampling.grammar.shortest_completion import ShortestCompletion
 from octavo.text.grammar.build import grammar_of, schema_grammar
 from tests.walks import EOS, SIZE, TOKENS, VOCABULARY
@@ -22,7 +23,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOKENIZER = VOCABULARY.tokenizer(SIZE)
-ENDS = Ends(VOCABULARY, SIZE)
+ENDS, KINDS = Ends(VOCABULARY, SIZE), TokenKinds(VOCABULARY, SIZE)
 
 
 def matcher(schema: object = SCHEMA) -> LLMatcher:
@@ -244,12 +245,12 @@ def test_an_answer_with_a_pattern_is_closed_at_its_limit(pattern: str) -> None:
         "additionalProperties": False,
     }
     grammar = schema_grammar(schema, VOCABULARY, field=Field("schema"))
-    proposals = ENDS.proposals(grammar)
+    proposals = ENDS.proposals(grammar, KINDS.fewest_tokens)
     for seed in range(12):
         rng, at = random.Random(seed), LLMatcher(TOKENIZER, grammar, log_level=0)
         shortest = ENDS.shortest(at, proposals)
         assert shortest is not None
-        closing, said = BudgetedEnd.of(shortest, proposals, growth_of_grammar(grammar)), b""
+        closing, said = BudgetedEnd.of(shortest, proposals, growth_of_grammar(grammar, KINDS.fewest_tokens)), b""
         for left in range(len(shortest.tokens) + 5 * (seed % 6), 0, -1):
             bits = np.full(-(-SIZE // 32), -1, dtype=np.int32)
             at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)

@@ -32,7 +32,8 @@ def text_of(schema: Any) -> str | None:
          '"leaf"'),
         ({"anyOf": [{"type": "string", "pattern": "^(aaaa|b)$"}, {"const": "cc"}]}, '"b"'),
         ({"anyOf": [{"type": "string", "format": "ipv4"}, {"const": "a long word"}]}, '"0.0.0.0"'),
-        ({"anyOf": [{"type": "number", "multipleOf": 7}, {"const": "cc"}]}, None),
+        ({"anyOf": [{"type": "number", "multipleOf": 7, "minimum": 8}, {"const": "abc"}]}, "14"),
+        ({"anyOf": [{"type": "array", "items": {"type": "null"}, "minItems": 65}, {"const": "cc"}]}, None),
     ],
 )  # fmt: skip
 def test_of_each_choice_the_one_with_the_fewest_tokens_is_taken(schema: Any, text: str | None) -> None:

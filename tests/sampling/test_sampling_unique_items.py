@@ -75,7 +75,7 @@ def grammar_of(schema: object) -> str:
 def answer(grammar: str, seed: str, max_tokens: int, comes_back: float = 0.0) -> bytes:
     """A random answer. `comes_back`: the probability, per token, that all state but the tokens is lost."""
     rng, leaves = random.Random(seed), random.Random(seed + "leaves")
-    proposals, growth = ENDS.proposals(grammar), growth_of_grammar(grammar)
+    proposals, growth = ENDS.proposals(grammar, KINDS.fewest_tokens), growth_of_grammar(grammar, KINDS.fewest_tokens)
     start = matcher_of(grammar)
     assert isinstance(start, GuardedMatcher)
     shortest = ENDS.shortest(start, proposals)

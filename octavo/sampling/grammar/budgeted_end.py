@@ -19,7 +19,6 @@ says how early to search, and it is the map for all later searches. The code kno
 which open something."""
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,8 +29,7 @@ import numpy as np
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words, is_set, keep_only, tokens_of
 from octavo.sampling.grammar.closing_rank import SIGNS, opens, rank_of, text_rank
 from octavo.sampling.grammar.matcher import Matcher
-from octavo.sampling.grammar.pattern_ends import ends_of_grammar
-from octavo.sampling.grammar.schema_places import marked_schema
+from octavo.sampling.grammar.proposals import Proposals, Spell, proposals_of
 from octavo.sampling.grammar.shortest_completion import CONTEXT, LONGEST, ShortestCompletion
 
 if TYPE_CHECKING:
@@ -47,13 +45,14 @@ _OPENS_NOTHING = 16  # tokens left beyond those of the end: from here on nothing
 _ENDS = 4  # tokens left beyond those of the end: from here on it ends; a partial character takes three to complete
 _NEAR = 8  # tokens left: from here on search at every token, and on other paths too
 _FEW = 64  # tokens that are tried one by one
-_LOOKED_FOR = 8  # of those: the number that may need a search for their end
+_LOOKED_FOR = 16  # of those: the number that may need a search for their end
 _GROWTH = 4  # an end comes nearer by at most about this many tokens with each token of an answer
 _MAX_CIRCLES = 8  # consecutive tokens that needed a full mask: tokens that close or are forced need none
 _MAX_MASKS = 256  # full masks in failed searches of one answer: some take tenths of a millisecond each
 _MAX_LOOKS = (
     192  # full masks in the search for a grammar's shortest answer: a request waits for it, as for its compilation
 )
+_MANY_MISSES = 8  # … one after another: then half of the remaining tokens are used before the next
 _NEVER = 1 << 20
 _NO_LIMIT = 1 << 62
 # Per order of ranks: tokens below a rank of _CLOSE close something and are tried first; then those below a rank of _TRIED, and
@@ -66,7 +65,6 @@ _ONWARD = b"01,: " + bytes(sorted({*range(33, 127)} - {*b'01,:"]}'}, key=lambda 
 _REPEATS = 3  # consecutive tokens that neither close nor are forced: then a way out of a repetition is searched
 _TURNS = 12  # of those characters: the number that is followed for a second step
 _ONWARD_FROM = 32  # tokens left: such a search takes tenths of a millisecond, and earlier there is still time
-_NUMBERS = 64  # that are tried for items that must differ
 _MAX_ONWARD = 4  # such searches on one path to an end
 
 
@@ -91,18 +89,21 @@ class BudgetedEnd:
     shortest: ShortestCompletion | None = None  # of its grammar, if that is long
     is_far: bool = False  # near the limit, and the end is out of reach
     is_cut: bool = False  # the limit has banned tokens that the grammar allows
-    proposals: Sequence[list[int]] = ()  # ends of strings by the grammar's patterns
+    num_missed: int = _MANY_MISSES  # searches without success since an end was found
+    proposals: Proposals | None = None  # of its grammar
     growth: int = _GROWTH  # an end moves away by at most about this many tokens with each token of an answer
 
     @staticmethod
-    def of(shortest: ShortestCompletion | None, proposals: Sequence[list[int]] = (), growth: int = 0) -> "BudgetedEnd":
+    def of(shortest: ShortestCompletion | None, proposals: Proposals | None = None, growth: int = 0) -> "BudgetedEnd":
         """The state at the beginning of an answer, given its grammar's shortest completion."""
         growth = max(growth, _GROWTH)
         if shortest is None:
             return BudgetedEnd(_LOOKS_FROM + growth, proposals=proposals, growth=growth)
         looks_from = max(_LOOKS_FROM, shortest.looks_from, len(shortest.tokens) + 2 * growth + 32)
         map_to_end = shortest if shortest.looks_from > _LOOKS_FROM else None  # a short one is of no use later on
-        return BudgetedEnd(looks_from, known=shortest.tokens, shortest=map_to_end, proposals=proposals, growth=growth)
+        return BudgetedEnd(
+            looks_from, known=shortest.tokens, shortest=map_to_end, num_missed=0, proposals=proposals, growth=growth
+        )
 
 
 class Ends:
@@ -115,7 +116,7 @@ class Ends:
         # [3, V] ranks, the lower, the nearer to an end: outside strings; inside a string, where all but a quote continues it;
         # inside a string that requires certain characters before it may end, such as an address.
         ranks = [[_NEVER] * vocab_size for _ in range(3)]
-        opening, blank = (bytearray(-(-vocab_size // WORD) * WORD) for _ in range(2))
+        opening, blank, leaving = (bytearray(-(-vocab_size // WORD) * WORD) for _ in range(3))
         single: dict[bytes, int] = {}
         for token in range(min(vocab_size, vocabulary.size)):
             if token not in vocabulary.special_ids and (piece := vocabulary.spell(token)):
@@ -125,12 +126,15 @@ class Ends:
                 ranks[2][token] = text_rank(piece, SIGNS, rank)
                 opening[token] = opens(piece)
                 blank[token] = not piece.strip()
+                leaving[token] = opening[token] and opens(piece.partition(b'"')[2])
                 if len(piece) == 1:
                     single.setdefault(piece, token)
                 if piece in (b"}", b"q"):
                     self._text_signs.append(token)
         self._ranks = np.array(ranks, dtype=np.int32)
         self._opens: Words = np.packbits(np.frombuffer(opening, np.uint8), bitorder="little").view(np.int32)
+        # Tokens that end a string and begin something after it.
+        self._leaves: Words = np.packbits(np.frombuffer(leaving, np.uint8), bitorder="little").view(np.int32)
         self._blank: Words = np.packbits(np.frombuffer(blank, np.uint8), bitorder="little").view(np.int32)
         self._eos_ids = [token for token in vocabulary.eos_ids if token < vocab_size]
         self._bits: Words = np.empty_like(self._opens)
@@ -159,19 +163,11 @@ class Ends:
                 groups.setdefault(single.get(self._spell(token)[:1], token), []).append(token)
         return [([first], tokens) for first, tokens in groups.items()]
 
-    def proposals(self, grammar: str) -> "list[list[int]]":
-        """Ways to complete an item, as tokens: ends of strings that the patterns of a grammar may require before a string can be closed,
-        with the quote; for items that must differ also numbers, and the last property of an object."""
-        proposed = [f'{json.dumps(end, ensure_ascii=False)[1:-1]}"'.encode() for end in ends_of_grammar(grammar)]
-        if marked_schema(grammar) is not None:  # the shortest ones may be taken by earlier items
-            numbers = [b"%d%c" % (number, sign) for number in range(_NUMBERS) for sign in b"]},"]
-            members = [
-                b'"%c":%b}' % (name, value) for name in b"abcdef" for value in (b"0", b'""', b"[]", b"{}", b"true")
-            ]
-            proposed = [*numbers, *members, *proposed]
-        return [[self._single[byte] for byte in end] for end in proposed if all(byte in self._single for byte in end)]
+    def proposals(self, grammar: str, spell: Spell) -> Proposals:
+        """Ways to come nearer to an end where nothing can be closed."""
+        return proposals_of(grammar, self._single, spell)
 
-    def shortest(self, matcher: Matcher, proposals: "Sequence[list[int]]" = ()) -> ShortestCompletion | None:
+    def shortest(self, matcher: Matcher, proposals: Proposals | None = None) -> ShortestCompletion | None:
         """Find the shortest answer of the grammar, with `matcher` at its beginning. None: it is too long or too hard to find. May
         run in another thread than restrict()."""
         own = copy.copy(self)
@@ -193,7 +189,9 @@ class Ends:
         room = num_left - len(end or ())
         # Where a single token may begin a part that takes more than the room, each is looked at.
         zone = max(_OPENS_NOTHING, ending.growth)
-        ending.looks_at = max(num_left - _pause(end, room - zone, num_left, ending.growth), min(_NEAR, num_left - 1))
+        ending.num_missed = ending.num_missed + 1 if end is None else 0
+        pause = _pause(end, room - zone, num_left, ending.growth, ending.num_missed)
+        ending.looks_at = max(num_left - pause, min(_NEAR, num_left - 1))
         if end is None:
             if num_left <= _NEAR:
                 self._make_do(ending, matcher, bits, num_left)
@@ -204,12 +202,16 @@ class Ends:
         if room > (zone if end else _ENDS):
             return False
         if room > _ENDS:
-            if ending.growth > _GROWTH and 1 < len(allowed := tokens_of(bits, self._vocab_size)) <= _FEW:
-                if self._forced(allowed) < 0:
+            is_text = self._is_text(matcher)
+            if ending.growth > _GROWTH and not is_text:
+                allowed = tokens_of(bits, self._vocab_size)
+                # `}` and `},` are one text, but the second begins another item.
+                if len(allowed) > 1 and (self._forced(allowed) < 0 or (bits & self._opens).any()):
                     self._narrow(ending, bits, self._fitting(ending, matcher, bits, end, num_left))
                 return False
-            if room > _OPENS_NOTHING and len(end) + _OPENS_NOTHING < num_left and self._is_text(matcher):
-                return False  # within a string nothing is begun, whatever its characters are
+            if room > _OPENS_NOTHING and is_text:
+                bits &= ~self._leaves  # within a string nothing is begun, unless a token ends it
+                return False
             harmless = bits & ~self._opens
             if (harmless & ~self._blank).any():  # else only space could follow, where a comma or a bracket is due
                 bits[:] = harmless
@@ -283,7 +285,7 @@ class Ends:
             after = matcher.deep_copy()
             if not after.consume_token(token):  # its bit was set for a stop token, not by the grammar
                 continue
-            if not after.is_accepting():
+            if not after.is_accepting() and not _is_end(end, after, num_left - 1):
                 num_looked_for += 1
                 if num_left == 1 or num_looked_for > _LOOKED_FOR or self._num_masks > most:
                     continue
@@ -345,16 +347,13 @@ class Ends:
                 is_text = all(matcher.validate_tokens([sign]) for sign in self._text_signs)
                 order = text_order if is_text else 0
                 token = _first_of(self._closers[order], matcher)
-                if token < 0 and shortest and (rest := shortest.rest(matcher, after, longest - len(found))):
-                    if not matcher.consume_tokens(rest):
+                way = self._way_on(ending, matcher, token, is_text, longest - len(found))
+                if not way and token < 0 and shortest:
+                    way = shortest.rest(matcher, after, longest - len(found))
+                if way:
+                    if not matcher.consume_tokens(way):
                         return _Miss.LOST
-                    found += rest
-                    num_in_text = num_circles = num_not_closing = 0
-                    continue
-                if token < 0 and (end := _proposed(ending.proposals, matcher, longest - len(found))):
-                    if not matcher.consume_tokens(end):
-                        return _Miss.LOST
-                    found += end
+                    found += way
                     num_in_text = num_circles = num_not_closing = 0
                     continue
                 num_not_closing = num_not_closing + 1 if token < 0 else 0
@@ -373,6 +372,14 @@ class Ends:
                 return _Miss.TEXT if num_in_text else _Miss.LOST
             found.append(token)
         return found
+
+    def _way_on(self, ending: BudgetedEnd, matcher: Matcher, token: int, is_text: bool, longest: int) -> list[int]:
+        """A proposal where nothing closes. `token`: the one that would be taken. Empty: there is none, or a comma is due."""
+        closes = token >= 0 and (is_text or self._spell(token)[:1] != b'"')  # a quote may also begin a string
+        if closes or ending.proposals is None:
+            return []
+        is_comma_due = token < 0 and not is_text and self._comma and matcher.validate_tokens(self._comma)
+        return [] if is_comma_due else ending.proposals.first(matcher, longest, is_text)
 
     def _is_text(self, matcher: Matcher) -> bool:
         return all(matcher.validate_tokens([sign]) for sign in self._text_signs)
@@ -438,18 +445,19 @@ def _first_of(groups: _Groups, matcher: Matcher) -> int:
     return -1
 
 
-def _proposed(proposals: Sequence[list[int]], matcher: Matcher, longest: int) -> list[int]:
-    """The shortest proposal that the grammar takes. Empty: none."""
-    for end in proposals:
-        if len(end) > longest:
-            break
-        if matcher.validate_tokens(end) == len(end):
-            return end
-    return []
+def _is_end(end: list[int], matcher: Matcher, longest: int) -> bool:
+    """Whether an end is one here too. The matcher is of no further use if it is."""
+    return (
+        0 < len(end) <= longest
+        and matcher.validate_tokens(end) == len(end)
+        and (after := matcher.deep_copy()).consume_tokens(end)
+        and after.is_accepting()
+    )
 
 
-def _pause(end: list[int] | None, room: int, num_left: int, growth: int) -> int:
-    """Tokens until the next search. `room`: tokens left, without those of the end and those that a part may take."""
+def _pause(end: list[int] | None, room: int, num_left: int, growth: int, num_missed: int) -> int:
+    """Tokens until the next search. `room`: tokens left, without those of the end and those that a part may take. A search may
+    fail at one place, as within a character, so the next one comes soon; the more have failed, the later."""
     if end is None:
-        return max(1, num_left // 2)
+        return max(1, min(num_left // 2, 1 << (2 * min(num_missed - 1, _MANY_MISSES))))
     return max(1, room // (growth + 1)) if end else 1

@@ -3,14 +3,16 @@
 import json
 from typing import Any
 
+from octavo.sampling.grammar.proposals import Spell, tokens_per_character
+
 MOST = 400  # tokens; a larger part is not waited for
 _ROUNDS = 12  # of references that lead to each other
-_PER_CHARACTER = 0.6  # tokens: names and brackets of JSON have fewer than one each
-_PATTERN = 16  # characters of a string that has a pattern
+_PER_CHARACTER = 0.6  # tokens at least: names and brackets of JSON have fewer than one each
+_PATTERN = 24  # characters of a string that has a pattern
 _FORMAT = 40
 
 
-def growth_of_grammar(grammar: str) -> int:
+def growth_of_grammar(grammar: str, spell: Spell) -> int:
     """An estimate in tokens, from the schemas in a grammar. 0: it has none."""
     most = 0.0
     at = grammar.find("%json ")
@@ -21,7 +23,9 @@ def growth_of_grammar(grammar: str) -> int:
             break
         most = max(most, _Sizes(schema).most())
         at = grammar.find("%json ", end)
-    return min(MOST, int(_PER_CHARACTER * most))
+    if not most:
+        return 0
+    return min(MOST, int(max(_PER_CHARACTER, tokens_per_character(grammar, spell)) * most))
 
 
 class _Sizes:
@@ -70,6 +74,9 @@ class _Sizes:
             size += _FORMAT if "format" in schema else _PATTERN
         properties = schema.get("properties", {})
         sizes = {name: self._of(part) for name, part in properties.items()}
+        self._most = max(
+            [self._most, *(len(name) + 4 + value for name, value in sizes.items())]
+        )  # one that is optional
         for part in (*schema.get("patternProperties", {}).values(), schema.get("additionalProperties")):
             self._of(part)
         size += sum(len(name) + 4 + sizes.get(name, 2) for name in schema.get("required", ()))

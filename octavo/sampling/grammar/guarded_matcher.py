@@ -52,6 +52,7 @@ class TokenKinds:
         self.single: dict[int, int] = {}  # byte → its token
         self.first = np.zeros(vocab_size, dtype=np.uint8)  # byte of each token; 0: it is a control token
         self._unspaced: dict[bytes, int] = {}
+        self._with_space: dict[bytes, int] = {}
         self._spaced: dict[bytes, list[int]] = {}  # without its white space → tokens
         num_bits = -(-vocab_size // WORD) * WORD
         kinds = {name: bytearray(num_bits) for name in _KINDS}
@@ -65,6 +66,7 @@ class TokenKinds:
             if len(piece) <= _LONGEST:
                 if len(squeezed := piece.translate(None, _SPACES)) < len(piece):
                     self._spaced.setdefault(squeezed, []).append(token)
+                    self._with_space.setdefault(piece, token)
                 else:
                     self._unspaced[piece] = token
             if _MARKS.isdisjoint(piece):
@@ -89,14 +91,20 @@ class TokenKinds:
 
     def fewest_tokens(self, text: bytes) -> list[int]:
         """The fewest tokens of at most _LONG bytes that spell a text. Empty: none do."""
+        unspaced, with_space = self._unspaced, self._with_space
         ways: list[tuple[int, int, int]] = [(0, -1, -1)]  # by end: number of tokens, the last token, where it begins
         for end in range(1, len(text) + 1):
-            found = [
-                (ways[start][0] + 1, token, start)
-                for start in range(max(0, end - _LONG), end)
-                if (token := self._token(text[start:end])) is not None and ways[start][0] < _NEVER
-            ]
-            ways.append(min(found, default=(_NEVER, -1, -1)))
+            best = (_NEVER, -1, -1)
+            for start in range(max(0, end - _LONG), end):
+                number = ways[start][0] + 1
+                if number <= best[0]:
+                    piece = text[start:end]
+                    token = unspaced.get(piece, -1)
+                    if token < 0:
+                        token = with_space.get(piece, -1)
+                    if token >= 0:
+                        best = min(best, (number, token, start))
+            ways.append(best)
         tokens: list[int] = []
         at = len(text)
         while at > 0:
@@ -105,12 +113,6 @@ class TokenKinds:
             tokens.append(ways[at][1])
             at = ways[at][2]
         return tokens[::-1]
-
-    def _token(self, piece: bytes) -> int | None:
-        if (token := self._unspaced.get(piece)) is not None:
-            return token
-        spaced = self._spaced.get(piece.translate(None, _SPACES), ())
-        return next((token for token in spaced if self.spell(token) == piece), None)
 
     def along(self, text: bytes) -> Iterator[int]:
         """Tokens that are beginnings of a text, whatever white space they have."""

@@ -4,7 +4,7 @@ call here needs to be short: the process is ended if one takes too long."""
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, compiled_part, guarded
 from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.matcher import Matcher
+from octavo.sampling.grammar.proposals import Proposals
 from octavo.sampling.grammar.protocol import Begin, Compiled, Enter, Fill, Filled, FilledRow, RowToFill
-from octavo.sampling.grammar.shortest_completion import LONGEST, ShortestCompletion
+from octavo.sampling.grammar.shortest_completion import ShortestCompletion
 from octavo.sampling.grammar.shortest_text import shortest_text
 from octavo.text.grammar.limits import parser_limits
 from octavo.text.tokenize.vocabulary import Vocabulary
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_USED = 32  # used matchers that are kept for later rows
 _MAX_THREADS = 8
 _MAX_AHEAD = 0.005  # seconds for the masks behind a row's drafts
-_LONGEST_TEXT = 4096  # bytes of a shortest answer
+_LONGEST_TEXT = 16_384  # bytes of a shortest answer; one that takes more is not known
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
@@ -81,7 +82,7 @@ class Matching:
         self._used: list[Matcher] = []
         self._compiled: Matcher | None = None
         self._shortest: ShortestCompletion | None = None  # of its answers
-        self._proposals: list[list[int]] = []  # ends of strings by its patterns
+        self._proposals: Proposals | None = None
         self._growth = 0  # tokens that a part of it may take
         # Its shortest answer is certain: it is a schema without alternatives, or all of them were compared.
         self._is_plain = False
@@ -94,7 +95,10 @@ class Matching:
         if compiled.is_error():
             return Compiled(error_of(compiled), 0)
         self._is_plain = "start: %json" in grammar and not any(word in grammar for word in _ALTERNATIVES)
-        self._proposals, self._growth = self._ends.proposals(grammar), growth_of_grammar(grammar)
+        self._proposals, self._growth = (
+            self._ends.proposals(grammar, self._shared.kinds.fewest_tokens),
+            growth_of_grammar(grammar, self._shared.kinds.fewest_tokens),
+        )
         self._compiled = guarded(compiled, grammar, self._shared.kinds)
         self._shortest, is_compared = shortest_answer(
             self._ends, self._shared.kinds, self._compiled, grammar, self._proposals
@@ -309,17 +313,15 @@ class Matching:
 
 
 def shortest_answer(
-    ends: Ends, kinds: TokenKinds, matcher: Matcher, grammar: str, proposals: Sequence[list[int]]
+    ends: Ends, kinds: TokenKinds, matcher: Matcher, grammar: str, proposals: Proposals
 ) -> tuple[ShortestCompletion | None, bool]:
     """The shortest answer of a grammar, as far as one was found, and whether all alternatives of its schema were compared."""
-    found = ends.shortest(matcher, proposals)
     text = shortest_text(grammar, kinds.num_tokens)
-    if text is None or len(text) > _LONGEST_TEXT:
-        return found, False
-    tokens, at = kinds.fewest_tokens(text.encode()), matcher.deep_copy()
-    if not tokens or len(tokens) > LONGEST or not at.consume_tokens(tokens) or not at.is_accepting():
-        return found, False
-    return found if found is not None and len(found.tokens) <= len(tokens) else ShortestCompletion(tokens), True
+    if text is not None and len(text) <= _LONGEST_TEXT:
+        tokens, at = kinds.fewest_tokens(text.encode()), matcher.deep_copy()
+        if tokens and at.consume_tokens(tokens) and at.is_accepting():
+            return ShortestCompletion(tokens), True
+    return ends.shortest(matcher, proposals), False
 
 
 def error_of(matcher: Matcher) -> str:

@@ -3,6 +3,7 @@
 A search for an answer's end tries them where a string cannot be closed yet: `x` for ^.*x$, the rest of a date, the domain of an
 address. They are only proposals: the grammar decides which of them fit, so a pattern that is read inexactly here does no harm."""
 
+import functools
 import importlib
 import json
 import re
@@ -67,6 +68,7 @@ def ends_of(pattern: str) -> list[str]:
     return [] if automaton is None else [*dict.fromkeys(end for end in automaton.ends().values() if end)]
 
 
+@functools.lru_cache(maxsize=256)
 def shortest_match(pattern: str) -> str | None:
     """The shortest string that matches a pattern. None: the pattern cannot be read here."""
     automaton = _read(pattern)

@@ -4,8 +4,11 @@ The search of budgeted_end.py takes the first way that closes, which need not be
 compares them. It is a proposal: the grammar decides whether it is an answer."""
 
 import contextlib
+import functools
 import json
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,7 +20,14 @@ Count = Callable[[bytes], int]
 
 _ROUNDS = 8  # of definitions that refer to each other
 _COMPARED = 8  # texts of one choice whose tokens are counted: those with the fewest characters
-_MAX_COUNTED = 8000  # characters of all that are compared
+_MAX_VALUES = 64  # of one enum
+_MAX_COUNTED = 8000  # characters of all that are compared by their tokens; then their characters are
+# Keywords by where they hold schemas.
+_BY_NAME, _LISTS, _SINGLE = (
+    {"properties", "patternProperties", "$defs"},
+    {"anyOf", "oneOf", "allOf", "prefixItems"},
+    {"items", "additionalProperties"},
+)
 _TYPES = {"null": "null", "boolean": "true", "string": '""', "array": "[]", "object": "{}"}
 
 
@@ -41,15 +51,74 @@ def shortest_text(grammar: str, count: Count) -> str | None:
         return None
 
 
+@functools.lru_cache(maxsize=2)
+def parts_of_grammar(grammar: str) -> tuple[list[str], list[tuple[str, str]], list[tuple[str, str]]]:
+    """Of all schemas in a grammar: short values of their parts, and the members of objects, those that are required and the others, as
+    name and value. A value that is not known is empty."""
+    values: dict[str, None] = {}
+    members: dict[tuple[str, str], bool] = {}  # → it is required
+    at = grammar.find("%json ")
+    while at >= 0:
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, at + len("%json "))
+            _Texts(schema, len, is_guess=True).collect(values, members)
+        except (ValueError, RecursionError):
+            break
+        at = grammar.find("%json ", end)
+    required, optional = ([member for member, is_one in members.items() if is_one is kind] for kind in (True, False))
+    return list(values), required, optional
+
+
 class _Texts:
-    def __init__(self, root: Schema, count: Count) -> None:
-        self._root, self._count = root, count
+    """`is_guess`: keywords that are not known here are left out of account."""
+
+    def __init__(self, root: Schema, count: Count, *, is_guess: bool = False) -> None:
+        self._root, self._count, self._is_guess = root, count, is_guess
+        self._made: dict[int, str | None] = {}  # id of a part → its text
         self._defs: dict[str, Any] = root.get("$defs", {})
         self._num_left = _MAX_COUNTED
         self._known: dict[str, str] = {}  # definitions whose text is known
         self._unknown: set[str] = set()  # … and those of which it cannot be
 
     def root(self) -> str:
+        self._define()
+        return self._of(self._root)
+
+    def collect(self, values: dict[str, None], members: dict[tuple[str, str], bool]) -> None:
+        """Add the values and members of all parts."""
+        self._define()
+        waiting: list[Any] = [self._root]
+        while waiting:
+            part = waiting.pop()
+            if not isinstance(part, dict):
+                continue
+            for value in part["enum"][:_MAX_VALUES] if isinstance(part.get("enum"), list) else ():
+                values[_written(value)] = None
+            if text := self._guessed(part):
+                values[text] = None
+            listed, required = part.get("properties"), part.get("required", ())
+            if isinstance(listed, dict):
+                for name, value in listed.items():
+                    member = (name, self._guessed(value))
+                    members[member] = members.get(member, False) or name in required
+            for name in required if isinstance(required, list) else ():
+                if isinstance(name, str) and not (isinstance(listed, dict) and name in listed):
+                    members[name, self._guessed(part.get("additionalProperties", True))] = True
+            for key in sorted(_BY_NAME & part.keys()):
+                waiting += part[key].values() if isinstance(part[key], dict) else ()
+            for key in sorted(_LISTS & part.keys()):
+                waiting += part[key] if isinstance(part[key], list) else ()
+            waiting += [part[key] for key in sorted(_SINGLE & part.keys())]
+
+    def _guessed(self, part: Any) -> str:
+        if id(part) not in self._made:
+            try:
+                self._made[id(part)] = self._of(part)
+            except _Unknown:
+                self._made[id(part)] = None
+        return self._made[id(part)] or ""
+
+    def _define(self) -> None:
         for _ in range(_ROUNDS):
             before = dict(self._known)
             for name, part in self._defs.items():
@@ -61,7 +130,6 @@ class _Texts:
                     self._unknown.add(name)
             if before == self._known:
                 break
-        return self._of(self._root)
 
     def _best(self, texts: list[str]) -> str:
         if not texts:
@@ -70,7 +138,7 @@ class _Texts:
             return few[0]
         self._num_left -= sum(map(len, few))
         if self._num_left < 0:
-            raise _Unknown
+            return few[0]
         return min(few, key=lambda text: (self._count(text.encode()), len(text)))
 
     def _of(self, schema: Any) -> str:
@@ -78,6 +146,8 @@ class _Texts:
             raise _Unknown
         if schema is True or not schema:
             return "0"
+        if not isinstance(schema, dict):
+            raise _Unknown
         own = {key: value for key, value in schema.items() if key not in ("$defs", "x-guidance", "$comment")}
         match own:
             case {"$ref": str(reference), **rest} if not rest:
@@ -100,7 +170,7 @@ class _Texts:
         """Texts of the parts. One that cannot be known might be the shortest; one that is not known yet is compared in the next round."""
         found: list[str] = []
         for part in parts:
-            with contextlib.suppress(_Pending):
+            with contextlib.suppress(_Unknown if self._is_guess else _Pending):
                 found += [self._of(part)] if part is not False else []
         if not found:
             raise _Pending
@@ -115,9 +185,9 @@ class _Texts:
     def _typed(self, name: str, rest: Schema) -> str:
         match name:
             case "string":
-                return _string(rest)
+                return _string(rest, self._is_guess)
             case "integer" | "number":
-                return _number(rest)
+                return _number(rest, self._is_guess)
             case "array":
                 return self._array(rest)
             case "object":
@@ -126,7 +196,7 @@ class _Texts:
 
     def _array(self, rest: Schema) -> str:
         least, first = int(rest.get("minItems", 0)), rest.get("prefixItems", [])
-        if rest.keys() - {"items", "prefixItems", "minItems", "maxItems"} or least > 64:
+        if (rest.keys() - {"items", "prefixItems", "minItems", "maxItems"} and not self._is_guess) or least > 64:
             raise _Unknown
         return (
             f"[{','.join(self._of(first[at] if at < len(first) else rest.get('items', True)) for at in range(least))}]"
@@ -134,7 +204,7 @@ class _Texts:
 
     def _object(self, rest: Schema) -> str:
         known = {"properties", "required", "additionalProperties", "maxProperties"}
-        if rest.keys() - known:
+        if rest.keys() - known and not self._is_guess:
             raise _Unknown
         listed, required = rest.get("properties", {}), [*dict.fromkeys(rest.get("required", ()))]
         others = [name for name in required if name not in listed]
@@ -157,8 +227,8 @@ def _joined(parts: list[Any]) -> Schema:
     return joined
 
 
-def _string(rest: Schema) -> str:
-    if rest.keys() - {"minLength", "maxLength", "pattern", "format"}:
+def _string(rest: Schema, is_guess: bool) -> str:
+    if rest.keys() - {"minLength", "maxLength", "pattern", "format"} and not is_guess:
         raise _Unknown
     pattern = rest.get("pattern") or pattern_of_format(rest.get("format", ""))
     if pattern is None and "format" in rest:
@@ -169,15 +239,24 @@ def _string(rest: Schema) -> str:
     return _written(text or "a" * int(rest.get("minLength", 0)))
 
 
-def _number(rest: Schema) -> str:
-    if rest.keys() - {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
+def _number(rest: Schema, is_guess: bool) -> str:
+    if rest.keys() - {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"} and not is_guess:
         raise _Unknown
-    for number in (0, *range(1, 10), *(rest[key] for key in ("minimum", "maximum") if key in rest)):
+    bounds = [rest[key] for key in ("minimum", "maximum") if key in rest]
+    if step := rest.get("multipleOf"):
+        lowest = max((rest[key] for key in ("minimum", "exclusiveMinimum") if key in rest), default=0)
+        first = math.ceil(Fraction(str(lowest)) / Fraction(str(step)))
+        bounds = [_plain((first + at) * Fraction(str(step))) for at in range(2)]
+    for number in (0, *range(1, 10), *bounds):
         is_above = number >= rest.get("minimum", number) and number > rest.get("exclusiveMinimum", number - 1)
         is_below = number <= rest.get("maximum", number) and number < rest.get("exclusiveMaximum", number + 1)
-        if is_above and is_below:
+        if is_above and is_below and (not step or (Fraction(str(number)) / Fraction(str(step))).denominator == 1):
             return _written(number)
     raise _Unknown
+
+
+def _plain(number: Fraction) -> int | float:
+    return int(number) if number.denominator == 1 else float(number)
 
 
 def _written(value: Any) -> str:

@@ -1,9 +1,8 @@
 """Prepares a JSON schema for the grammar compiler: lower.py rewrites it, and here each value, the references and the sizes are
 checked."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 from urllib.parse import quote
 
 from octavo.errors import Field, InvalidRequest, Unsupported
@@ -15,14 +14,23 @@ from octavo.text.grammar.references import escaped as _escaped
 from octavo.text.grammar.references import unescaped
 from octavo.text.grammar.regex import ascii_classes
 from octavo.text.grammar.schema_tree import rebuilt
+from octavo.text.grammar.shapes import (
+    A_BOUND,
+    A_COUNT,
+    A_MULTIPLE,
+    A_TYPE,
+    MAX_COUNT,
+    TYPES,
+    are_strings,
+    is_number,
+    is_type,
+)
 
 Schema = dict[str, Any]
 
 _MAX_PLACE = 4096  # characters of a place: names of nested properties together
 _MAX_SAFE = 2**53  # beyond this, readers of JSON no longer agree on integers
-_MAX_COUNT = 100_000  # characters, items or properties
 
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 # These patterns check leap years, the lengths of months and 60 seconds per minute, which the compiler's own formats do not.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 _FOURTH = "(0[48]|[2468][048]|[13579][26])"
@@ -35,42 +43,28 @@ _PLACES = ("$defs",)  # hold schemas that others refer to
 _SAME_PLACE = ("allOf", "anyOf", "oneOf")
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    # Not isfinite for integers: it overflows where they are larger than any float.
-    return type(value) is int or (type(value) is float and math.isfinite(value))
-
-
 def _is_bound(value: object) -> bool:
-    return _is_number(value) and abs(value) <= _MAX_SAFE
+    return is_number(value) and abs(value) <= _MAX_SAFE
 
 
 def _is_count(value: object) -> bool:
-    return _is_number(value) and value == int(value) and 0 <= value <= _MAX_COUNT
+    return is_number(value) and value == int(value) and 0 <= value <= MAX_COUNT
 
 
-def _is_type(value: object) -> bool:
-    names = value if isinstance(value, list) else [value]
-    return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
-
-
-def _are_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-_COUNT = (_is_count, f"a whole number from 0 to {_MAX_COUNT}")
-_BOUND = (_is_bound, "a number between -2**53 and 2**53")
+_COUNT = (_is_count, A_COUNT)
+_BOUND = (_is_bound, A_BOUND)
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "type": (_is_type, f"one or several of {', '.join(_TYPES)}"),
+    "type": (is_type, A_TYPE),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a non-empty list"),
     "const": (lambda value: True, ""),
-    "required": (_are_strings, "a list of strings"),
+    "required": (are_strings, "a list of strings"),
     "minimum": _BOUND,
     "maximum": _BOUND,
     "exclusiveMinimum": _BOUND,
     "exclusiveMaximum": _BOUND,
     "multipleOf": (
         lambda value: _is_bound(value) and value > 0 and scaled(value) <= MAX_MULTIPLE,
-        f"a number above 0 and, without its decimal point, at most {MAX_MULTIPLE}",
+        A_MULTIPLE,
     ),
     "minLength": _COUNT,
     "maxLength": _COUNT,
@@ -213,7 +207,7 @@ class _Checker:
             return int(value)  # 2.0 is a valid count too
         if key == "pattern" and isinstance(value, str):
             return ascii_classes(value)
-        if key == "multipleOf" and _is_number(value) and not self._budget.spend(value):
+        if key == "multipleOf" and is_number(value) and not self._budget.spend(value):
             raise self._invalid(here, f"is too large: the sum of all multipleOf values must be at most {MAX_MULTIPLE}")
         return value
 
@@ -321,7 +315,7 @@ class _Checker:
             parts = [f"{place}/{key}/{at}" for at in range(len(node.get(key, ())))]
             if parts and ends.isdisjoint(parts):
                 yield parts
-        types = node.get("type", _TYPES)
+        types = node.get("type", TYPES)
         names = [types] if isinstance(types, str) else types
         if "const" in node or "enum" in node or not {*names} <= {"object", "array"}:
             return

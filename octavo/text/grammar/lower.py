@@ -20,10 +20,12 @@ from octavo.text.grammar.keywords import (
     PLAIN,
     REWRITTEN,
     SINGLES,
+    Draft,
 )
 from octavo.text.grammar.names import NamesUnknown, allowed_names
 from octavo.text.grammar.negate import TYPES, CannotNegate, any_of, negated, types_of
 from octavo.text.grammar.references import ROOT, At, References, escaped, start
+from octavo.text.grammar.shapes import wrong_shape
 
 Schema = dict[str, Any]
 
@@ -37,6 +39,8 @@ _MAX_POSITIONS = 16  # items among which one must match `contains`
 _MAX_UNIQUE = 5  # values whose sequences without repetition are listed
 _TAG_DEPTH = 2  # levels of properties to search for what distinguishes the alternatives of oneOf
 DEFS = "#/$defs/"
+# Keywords that allow more than others would without them: the first draft in which they mean anything.
+_SINCE: dict[str, Draft] = {"prefixItems": 2020, "minContains": 2019}
 
 
 # Keywords that evaluate properties in a way that the lowered schema does not show.
@@ -104,6 +108,8 @@ class _Lowering:
             raise self._invalid(at.place, "must be a schema: an object, true or false")
         at = at.entered(value)
         given = self._translated(value, at)
+        for key, part in given.items():
+            self._check_shape(key, part, at)
         if "$ref" in given and at.draft <= LAST_WITHOUT_SIBLINGS:
             for key in given:
                 if key not in ("$ref", *IDENTITY, "$id", "id"):
@@ -139,6 +145,10 @@ class _Lowering:
     def _translated(self, schema: Mapping[str, Any], at: At) -> dict[str, Any]:
         """Older spellings as newer ones; keywords that say nothing are dropped."""
         found = dict(schema)
+        for key, first in _SINCE.items():
+            if key in found and at.draft < first:
+                del found[key]
+                self._note(at, key)
         if isinstance(found.get("items"), list):
             found["prefixItems"] = found.pop("items")
             if "additionalItems" in found:
@@ -151,15 +161,13 @@ class _Lowering:
         if "nullable" in found:
             is_nullable, types = found.pop("nullable"), found.get("type")
             if is_nullable is True and types is not None:
-                found["type"] = (
-                    list(dict.fromkeys([*([types] if isinstance(types, str) else types), "null"]))
-                    if isinstance(types, str | list)
-                    else types
-                )
+                self._check_shape("type", types, at)
+                found["type"] = list(dict.fromkeys([*([types] if isinstance(types, str) else types), "null"]))
             elif is_nullable is not False:
                 self._note(at, "nullable")  # no effect without a type
-        dependencies = found.pop("dependencies", None)
-        if isinstance(dependencies, Mapping):
+        if "dependencies" in found:
+            dependencies = found.pop("dependencies")
+            self._check_shape("dependencies", dependencies, at)
             names = {
                 key: [part] if isinstance(part, str) else part
                 for key, part in dependencies.items()
@@ -168,9 +176,8 @@ class _Lowering:
             schemas = {key: part for key, part in dependencies.items() if not isinstance(part, list | str)}
             for key, parts in (("dependentRequired", names), ("dependentSchemas", schemas)):
                 if parts:
+                    self._check_shape(key, found.get(key, {}), at)
                     found[key] = {**parts, **found.get(key, {})}
-        elif dependencies is not None:
-            raise self._invalid(f"{at.place}/dependencies", "must be an object")
         if found.get("required") is False:  # an older draft's, of a property
             del found["required"]
             self._note(at, "required")
@@ -185,22 +192,16 @@ class _Lowering:
         return found
 
     def _inner(self, key: str, part: Any, at: At) -> Any:
-        """The schemas in a keyword. Values of a wrong kind are left as they are: json_schema.py refuses them."""
+        """The schemas in a keyword."""
         if key in BY_NAME:
-            if not isinstance(part, Mapping):
-                return part
             return {name: self._schema(inner, at.step(key, name)) for name, inner in part.items()}
         if key in LISTS:
-            if not isinstance(part, list):
-                return part
             return [self._schema(inner, at.step(key, number)) for number, inner in enumerate(part)]
         return self._schema(part, at.step(key))
 
     # ── references ──
 
-    def _reference(self, wanted: object, at: At) -> object:
-        if not isinstance(wanted, str):
-            return wanted
+    def _reference(self, wanted: str, at: At) -> str:
         found = self._references.find(wanted, at)
         if found is None:
             why = "does not exist in this schema" if wanted.startswith("#") else "points outside this schema"
@@ -263,7 +264,7 @@ class _Lowering:
                 case "propertyNames":
                     self._property_names(self._strictly(value, here), core)
                 case "uniqueItems":
-                    self._unique(value, core, at)
+                    self._unique(core, at)
                 case "contains":
                     self._contains(given, core, more, at)
                 case "minContains" | "maxContains" if "contains" not in given:
@@ -312,9 +313,7 @@ class _Lowering:
         ]
         more.append(any_of([*cases]))
 
-    def _dependent(self, key: str, value: object, more: list[Schema | bool], at: At) -> None:
-        if not isinstance(value, Mapping):
-            raise self._invalid(at.place, "must be an object")
+    def _dependent(self, key: str, value: Mapping[str, Any], more: list[Schema | bool], at: At) -> None:
         for name, part in value.items():
             if key == "dependentSchemas":
                 then = self._strictly(part, at.step(name))
@@ -329,10 +328,8 @@ class _Lowering:
                 is_there = {"type": "object", "required": list(dict.fromkeys([name, *part]))}
             more.append(any_of([{"properties": {name: False}}, *([is_there] if isinstance(is_there, dict) else [])]))
 
-    def _one_of(self, value: object, core: Schema, more: list[Schema | bool], at: At) -> None:
+    def _one_of(self, value: list[Any], core: Schema, more: list[Schema | bool], at: At) -> None:
         """oneOf becomes anyOf if no value can satisfy two alternatives, or with the opposite of the others added to each."""
-        if not isinstance(value, list) or not value:
-            raise self._invalid(f"{at.place}/oneOf", "must be a non-empty list of schemas")
         num_left_out = len(self._found.unenforced)
         parts = [self._schema(part, at.step("oneOf", number)) for number, part in enumerate(value)]
         parts = [part for part in parts if part is not False]
@@ -385,7 +382,7 @@ class _Lowering:
             kept.pop("enum", None)
         elif "enum" in part:
             kept.pop("const", None)
-        return {**kept, "properties": inner} if _is_regular(kept) else {}
+        return {**kept, "properties": inner}
 
     def _property_names(self, names: Schema | bool, core: Schema) -> None:
         allowed = allowed_names(names, self._resolve)
@@ -393,8 +390,6 @@ class _Lowering:
             return
         parts = core.get("properties", {})
         patterns, additional = core.get("patternProperties", {}), core.get("additionalProperties", True)
-        if not isinstance(parts, Mapping) or not isinstance(patterns, Mapping):
-            return  # json_schema.py refuses it
         kept = {name: part if allowed.has(name) else False for name, part in parts.items()}
         if allowed.listed is not None:
             if patterns:
@@ -411,10 +406,8 @@ class _Lowering:
         if kept:
             core["properties"] = kept
 
-    def _unique(self, value: object, core: Schema, at: At) -> None:
+    def _unique(self, core: Schema, at: At) -> None:
         """Sequences of few values without repetition are listed."""
-        if value is not True:
-            raise self._invalid(f"{at.place}/uniqueItems", "must be true or false")
         most = core.get("maxItems")
         if isinstance(most, int) and most <= 1:
             return
@@ -467,9 +460,6 @@ class _Lowering:
 
     def _contains(self, given: dict[str, Any], core: Schema, more: list[Schema | bool], at: At) -> None:
         least, most = given.get("minContains", 1), given.get("maxContains")
-        for key, count in (("minContains", least), ("maxContains", most)):
-            if count is not None and (type(count) not in (int, float) or count != int(count) or count < 0):
-                raise self._invalid(f"{at.place}/{key}", "must be a whole number from 0 on")
         wanted = self._strictly(given["contains"], at.step("contains"))
         if most == 0:
             more.append({"items": any_of(negated(wanted, TYPES, self._resolve))})
@@ -553,10 +543,8 @@ class _Lowering:
             raise Unenforced(at.place, "unevaluatedItems", "beside other schemas for the same value")
         core["items"] = self._strictly(given["unevaluatedItems"], at.step("unevaluatedItems"))
 
-    def _dynamic_reference(self, key: str, value: object, core: Schema, more: list[Schema | bool], at: At) -> None:
+    def _dynamic_reference(self, key: str, value: str, core: Schema, more: list[Schema | bool], at: At) -> None:
         """A dynamic reference is a plain one if no other schema may take the place of its target."""
-        if not isinstance(value, str):
-            raise self._invalid(f"{at.place}/{key}", "must be a string")
         if key == "$recursiveRef":
             is_plain = self._references.num_recursive_anchors == 0
         else:
@@ -591,15 +579,12 @@ class _Lowering:
             )
         self._found.unenforced.append(error.args[0] + error.why)
 
+    def _check_shape(self, key: str, value: object, at: At) -> None:
+        if words := wrong_shape(key, value):
+            raise self._invalid(f"{at.place}/{escaped(key)}", words)
+
     def _invalid(self, place: str, words: str) -> InvalidRequest:
         return InvalidRequest(self._field + f": {place} {words}")
-
-
-def _is_regular(kept: Schema) -> bool:
-    """Whether the values of these keywords are of the right kind."""
-    types = kept.get("type", [])
-    is_type = isinstance(types, str) or (isinstance(types, list) and all(isinstance(name, str) for name in types))
-    return is_type and isinstance(kept.get("enum", []), list)
 
 
 def _unknown_root() -> Schema | bool:

@@ -1,0 +1,89 @@
+"""Every answer closes: of random schemas, with every max_tokens that has room for the shortest answer, and whatever tokens are chosen."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from octavo.errors import Field
+from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
+from octavo.sampling.grammar.growth import growth_of_grammar
+from octavo.sampling.grammar.guarded_matcher import TokenKinds, guarded
+from octavo.sampling.grammar.matching import shortest_answer
+from octavo.text.grammar.build import schema_grammar
+from octavo.text.grammar.limits import parser_limits
+from tests.walks import SIZE, VOCABULARY
+
+TOKENIZER = VOCABULARY.tokenizer(SIZE)
+ENDS, KINDS = Ends(VOCABULARY, SIZE), TokenKinds(VOCABULARY, SIZE)
+NAMES = ["id", "name", "createdAt", "createdBy", "n", "items", "type", "a longer name of a property", "é", "b"]
+STRINGS: list[dict[str, Any]] = [
+    {}, {"minLength": 3}, {"pattern": "^[a-z]+-[0-9]{3}$"}, {"pattern": "x$"}, {"format": "date-time"}, {"enum": ["red", "green", "redder"]},
+    {"format": "uuid"}, {"maxLength": 5},
+]  # fmt: skip
+NUMBERS: list[dict[str, Any]] = [{}, {"minimum": 10}, {"minimum": 0, "maximum": 1}, {"multipleOf": 5, "minimum": 12}]
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "integer", "number", "boolean", "null"] + ["object", "array", "anyOf"] * (2 if depth < 3 else 0)
+    match rng.choice(kinds) if depth else rng.choice(["object", "array"]):
+        case "string":
+            return {"type": "string", **rng.choice(STRINGS)}
+        case "integer" | "number" as kind:
+            return {"type": kind, **rng.choice(NUMBERS)}
+        case "object":
+            names = rng.sample(NAMES, rng.randrange(1, 6))
+            return {
+                "type": "object",
+                "properties": {name: random_schema(rng, depth + 1) for name in names},
+                "required": rng.sample(names, rng.randrange(len(names) + 1)),
+                **({"additionalProperties": False} if rng.random() < 0.6 else {}),
+            }
+        case "array":
+            unique = {"uniqueItems": True} if rng.random() < 0.2 else {}
+            return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randrange(3)} | unique
+        case "anyOf":
+            return {"anyOf": [random_schema(rng, depth + 1) for _ in range(rng.randrange(2, 4))]}
+        case kind:
+            return {"type": kind}
+
+
+def answers(schema: dict[str, Any], rng: random.Random, num_answers: int) -> list[tuple[int, bytes, bool]]:
+    """max_tokens, a random answer, and whether it was closed. Empty: the shortest answer is not known."""
+    grammar = schema_grammar(schema, VOCABULARY, field=Field("schema"))
+    start = guarded(LLMatcher(TOKENIZER, grammar, log_level=0, limits=parser_limits()), grammar, KINDS)
+    proposals, growth = ENDS.proposals(grammar, KINDS.fewest_tokens), growth_of_grammar(grammar, KINDS.fewest_tokens)
+    shortest, _ = shortest_answer(ENDS, KINDS, start, grammar, proposals)
+    found: list[tuple[int, bytes, bool]] = []
+    for _ in range(num_answers if shortest else 0):
+        assert shortest is not None
+        at, closing, said, is_last = start.deep_copy(), BudgetedEnd.of(shortest, proposals, growth), b"", False
+        max_tokens = len(shortest.tokens) + rng.choice([0, 1, 5, 20, 60, 120])
+        for left in range(max_tokens, 0, -1):
+            bits = np.zeros(-(-SIZE // 32), dtype=np.int32)
+            at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            is_last = ENDS.restrict(closing, at, bits, left)
+            token = rng.choice(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:SIZE]).tolist())
+            if is_end := token in VOCABULARY.eos_ids:
+                break
+            said += VOCABULARY.spell(token)
+            assert at.consume_token(token)
+            if is_last:
+                break
+        found.append((max_tokens, said, is_end or at.is_accepting()))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_answer_to_a_random_schema_closes(seed: int) -> None:
+    rng = random.Random(seed)
+    schema = random_schema(rng)
+    found = answers(schema, rng, 4)
+    assert found, "the shortest answer is not known"
+    for max_tokens, said, is_closed in found:
+        assert is_closed, (max_tokens, said)
+        jsonschema.validate(json.loads(said), schema)
