@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.cpu.targets import OCTAVO, OCTAVO_FLOAT32
 from benchmarks.gpu.limits import Chip, Model
-from benchmarks.gpu.subject import Subject, spec_of
+from benchmarks.gpu.subject import NO_DRAFTS, Subject, spec_of
 from octavo import LLM
 from octavo.errors import ConfigError
 
@@ -59,7 +59,7 @@ class Measured(Subject):
     """As on a GPU, but the engine reports the bytes of its weights, and the chip is this machine."""
 
     def __init__(self, model: str, name: str, **options: Any) -> None:
-        self.options = {"model": model, **options, **OPTIONS[name]}
+        self.options = {"model": model, "speculative_config": NO_DRAFTS, **options, **OPTIONS[name]}
         started = time.perf_counter()
         self.llm = LLM(**self.options)
         self.start_seconds = time.perf_counter() - started

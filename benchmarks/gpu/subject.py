@@ -20,10 +20,13 @@ from octavo.spec import ModelSpec
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
+NO_DRAFTS = '{"method": "none"}'
+"""Models with random weights repeat themselves, so drafts would gain more than with any text, and a step would give several tokens."""
+
 
 def engine_options(arguments: argparse.Namespace, **otherwise: Any) -> dict[str, Any]:
     """Return LLM()'s options: the flags, a known model's folder for its name, random weights where the folder has none."""
-    options = otherwise | options_from(arguments)
+    options = {"speculative_config": NO_DRAFTS} | otherwise | options_from(arguments)
     name = options.get("model", "")
     if not name:
         raise ConfigError(f"--model is missing: give one of {', '.join(known_models())}, or a folder")

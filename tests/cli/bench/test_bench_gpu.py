@@ -300,7 +300,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "qwen3-0.6b"]) == 2
     assert capsys.readouterr().err.startswith("benchmarks.gpu: error: nothing to measure: give --workload all")
     assert main(["--growth"]) == 2
-    assert "--model is missing: give one of llama-3.1-8b, qwen3-0.6b, or a folder" in capsys.readouterr().err
+    assert (
+        "--model is missing: give one of gpt-oss-20b, llama-3.1-8b, llama-3.1-8b-awq, qwen3-0.6b, qwen3-30b-a3b, or a folder"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["--workload", "mixd"])
     assert "'mixd' is not one of" in capsys.readouterr().err
