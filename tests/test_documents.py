@@ -368,7 +368,7 @@ def test_every_block_runs_or_says_what_it_needs() -> None:
         f"\ncode blocks: {counted['run']} run; not run: {', '.join(f'{counted[need]} {need}' for need in sorted(NEEDS))}"
     )
     # Tagging a block is a decision: more of them than here need one.
-    assert sum(counted[need] for need in NEEDS) <= 16, counted
+    assert sum(counted[need] for need in NEEDS) <= 17, counted
     assert counted["run"] >= 35, counted
 
 

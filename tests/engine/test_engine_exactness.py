@@ -103,7 +103,8 @@ def test_prompts_cut_for_streams(model):
 
 
 def _said(box: list[TokenDelta]) -> list[object]:
-    return [(delta.token_ids, delta.logprobs) for delta in box if delta.token_ids]
+    """Tokens and their logprobs, one by one: how many a step gives depends on drafts."""
+    return [pair for delta in box for pair in zip(delta.token_ids, delta.logprobs, strict=True)]
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
