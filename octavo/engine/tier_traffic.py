@@ -3,7 +3,7 @@ bytes beside the steps (worker/page_mover.py).
 
 A request whose prefix is in the tier, and is read faster than it is computed, is held before it enters the scheduler, while the pages
 are loaded into the prefix cache; then it is added like any other, and finds them there. So a load is two inputs of the cache,
-which are recorded (decision 047), and the scheduler knows nothing of tiers.
+which are recorded (decision 047); the scheduler needs no code for tiers.
 
 Pages are stored behind the steps: a run at a time, for a small share of the time while the engine is busy, a larger one where prefixes do come again,
 and without a limit while it is idle."""
