@@ -19,7 +19,7 @@ CORPUS = [
 ] * 4
 
 # As many as the corpus yields: with more merges, their order matters more.
-SENTENCEPIECE_SIZE = {"bpe": 480, "unigram": 360}
+SENTENCEPIECE_SIZE = {"bpe": 480, "unigram": 350}
 
 SAMPLES = [
     "",

@@ -16,6 +16,10 @@ from octavo.text.tokenize.tokenizer import SPACE_MARK, spell_marked
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
+# Appended to a model's bytes: a second `normalizer_spec` (field 3) that only says `add_dummy_prefix` (field 3) is false. Protocol
+# buffers merge it into the first. The package's own call for this left it in 0.2.3.
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
 
 @dataclass(frozen=True, slots=True)
 class AddedTokens:
@@ -89,9 +93,7 @@ class SentencePieceTokenizer:
 
     @functools.cached_property
     def _unprefixed(self) -> "SentencePieceProcessor":
-        processor = _load(self._model)
-        processor.override_normalizer_spec(add_dummy_prefix=False)
-        return processor
+        return _load(self._model + NO_DUMMY_PREFIX)
 
     def _encode(self, text: str, encode: "Callable[[SentencePieceProcessor, str], list[int]]") -> list[int]:
         ids = []
