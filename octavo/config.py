@@ -310,10 +310,26 @@ class FleetConfig:
         most=MAX_REPLICAS,
     )
 
+    distributed_executor_backend: str = knob(
+        "mp",
+        "where replicas and their ranks run. mp, uni: as processes of this machine; ray: on the nodes of a Ray cluster (pip install "
+        "octavo[ray])",
+        choices=("mp", "uni", "ray"),
+    )
+    ray_address: str = knob(
+        "",
+        "HOST:PORT of the Ray cluster's head, with --distributed-executor-backend ray; empty: the cluster of which this machine is a node, "
+        "or one that is started here and that other machines join with ray start",
+    )
+
     @property
     def is_fleet(self) -> bool:
         """Whether there are, or may be, several replicas: otherwise no router is in the path."""
         return max(self.data_parallel_size, self.min_replicas, self.max_replicas) > 1
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.distributed_executor_backend == "ray"
 
     @property
     def least_replicas(self) -> int:
@@ -678,6 +694,12 @@ class Config:
         if fleet.min_replicas and not fleet.max_replicas:
             raise ConfigError(
                 "--min-replicas needs --max-replicas: the number of replicas follows the load between the two"
+            )
+        if fleet.ray_address and not fleet.uses_ray:
+            raise ConfigError("--ray-address needs --distributed-executor-backend ray: give both, or neither")
+        if fleet.uses_ray and self.cache.kv_tier:
+            raise ConfigError(
+                "--kv-tier keeps pages on this machine's disk and cannot be used by replicas that Ray places: leave it out"
             )
         if fleet.is_fleet and self.cache.kv_tier:
             raise ConfigError("--kv-tier cannot be used by a fleet of replicas yet: leave it out, or serve one replica")
