@@ -6,12 +6,14 @@ The supervisor starts it with one line of JSON on standard input, and its answer
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection, Listener
@@ -77,22 +79,28 @@ class RayCluster:
         refuses us."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._ray = ray = load_ray()
         self._num_replicas = num_replicas
         self._head: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._used: dict[str, int] = {}  # node → replicas that were placed there
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(MISSING)
         if address:
             _check_answers(address)
         elif not (address := _running_here()):
             if not may_start:
                 raise ConfigError("no Ray cluster runs here: octavo serve would start one")
             self._head, address = _start_head()
+        # Not earlier: Ray reads how it authenticates when it is loaded.
+        self._ray = ray = load_ray()
         try:
             ray.init(address, log_to_driver=False, configure_logging=False, namespace="octavo", logging_level="ERROR")
         except Exception as error:
             self.close()
-            raise ConfigError(f"the Ray cluster at {address} cannot be joined: {_brief(error)}") from None
+            raise ConfigError(
+                f"the Ray cluster at {address} cannot be joined: {_brief(error)}. If it asks for a token, RAY_AUTH_MODE=token and the same "
+                "token are needed here"
+            ) from None
         self.address = address
         self.is_ours = self._head is not None
         self.host = str(ray.util.get_node_ip_address())
@@ -336,44 +344,59 @@ def _check_answers(address: str) -> None:
 
 
 def _running_here() -> str:
-    """The address of a cluster of which this machine is a node; empty: none."""
-    services = importlib.import_module("ray._private.services")
-    with contextlib.suppress(ConnectionError, ConfigError):
-        address = str(services.canonicalize_bootstrap_address_or_die("auto"))
-        _check_answers(address)
-        return address
-    return ""
+    """The address of a cluster of which this machine is a node; empty: none. Ray leaves it in a file, which may outlive the cluster."""
+    found = os.environ.get("RAY_ADDRESS", "")
+    if not found:
+        with contextlib.suppress(OSError):
+            found = (Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster").read_text().strip()
+    try:
+        _check_answers(found)
+    except ConfigError:
+        return ""
+    return found
 
 
 def _start_head() -> tuple[subprocess.Popen[bytes], str]:
     """Start the head of a new cluster on this machine. It ends with this process."""
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
-        importlib.import_module("ray._private.authentication.authentication_token_setup").ensure_token_if_auth_enabled()
-    host = str(importlib.import_module("ray._private.services").get_node_ip_address())
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={_HEAD_PORT}"]
-    command += ["--include-dashboard=false", "--disable-usage-stats", f"--node-ip-address={host}"]
+        # Does nothing if there is one.
+        subprocess.run([*ray, "get-auth-token", "--generate"], stdin=subprocess.DEVNULL, capture_output=True)
+    host = _own_address()
+    command = [*ray, "start", "--head", "--block", f"--port={_HEAD_PORT}", f"--node-ip-address={host}"]
+    command += ["--include-dashboard=false", "--disable-usage-stats"]
     command.append(f"--system-config={msgspec.json.encode(SYSTEM_CONFIG).decode()}")
-    head = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal_at_parents_end(signal.SIGTERM),
-    )
-    deadline, address = time.monotonic() + _HEAD_START_S, f"{host}:{_HEAD_PORT}"
-    while True:
-        try:
-            socket.create_connection((host, _HEAD_PORT), timeout=_ANSWER_S).close()
-            return head, address
-        except OSError:
+    with tempfile.TemporaryFile() as said:
+        head = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal_at_parents_end(signal.SIGTERM),
+        )
+        deadline, address = time.monotonic() + _HEAD_START_S, f"{host}:{_HEAD_PORT}"
+        while _running_here() != address:
             if head.poll() is not None or time.monotonic() > deadline:
                 head.kill()
                 head.wait()
+                said.seek(0)
+                lines = said.read().decode(errors="replace").strip().splitlines() or ["it did not say why"]
                 raise ConfigError(
-                    f"no Ray cluster runs here, and a head could not be started at {address}: run ray start --head and look at its output"
-                ) from None
+                    f"no Ray cluster runs here, and none could be started at {address}: {lines[-1][:500]}"
+                )
             time.sleep(0.2)
+    return head, address
+
+
+def _own_address() -> str:
+    """This machine's address on the network that leads to others. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:  # no network
+            return "127.0.0.1"
 
 
 def _brief(error: BaseException) -> str:
@@ -407,10 +430,12 @@ def main() -> int:
     Path(launch.listen).unlink(missing_ok=True)  # of a placer before this one
     listener = Listener(launch.listen, "AF_UNIX", backlog=64)
     threading.Thread(target=_accept, args=(listener, cluster), daemon=True).start()
-    threading.Thread(target=_watch_nodes, args=(cluster,), daemon=True).start()
+    is_closing = threading.Event()
+    threading.Thread(target=_watch_nodes, args=(cluster, is_closing), daemon=True).start()
     answer(ClusterReport(cluster.words))
     while os.read(0, 4096):
         pass
+    is_closing.set()
     cluster.close()
     return 0
 
@@ -421,7 +446,7 @@ def _accept(listener: Listener, cluster: RayCluster) -> None:
         threading.Thread(target=lease.serve, daemon=True).start()
 
 
-def _watch_nodes(cluster: RayCluster) -> None:
+def _watch_nodes(cluster: RayCluster, is_closing: threading.Event) -> None:
     """Log nodes that come and go, and a head that does not answer."""
     known: dict[str, NodeRoom] | None = None
     is_lost = False
@@ -432,6 +457,8 @@ def _watch_nodes(cluster: RayCluster) -> None:
                 log.info("Ray's head answers again")
             is_lost = False
         except Exception as error:
+            if is_closing.is_set():
+                return
             if not is_lost:
                 log.warning("Ray's head does not answer; replicas serve on, new ones have to wait: %s", _brief(error))
             is_lost = True

@@ -219,6 +219,8 @@ class _Supervisor:
     def run(self, signals: socket.socket, started: float) -> int:
         self._started = started
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(len(signals.recv(64))))
+        if self._launcher.words:
+            self._say(self._launcher.words)
         for replica in self._replicas.values():
             self._start_engine(replica)
         for slot in self._api_processes.slots:
@@ -321,7 +323,6 @@ class _Supervisor:
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
         if self._launcher.is_remote:
-            self._say(self._launcher.words)
             self._say("recorder: on the nodes of the replicas")
         else:
             self._say(replica.crash_files.status_line)
