@@ -285,7 +285,8 @@ class EngineHost:
 
     def _listen(self, name: str, address: str) -> None:
         """Receive what the engine sends to one API process."""
-        socket = zmq.Context.instance().socket(zmq.PULL)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        socket = context.socket(zmq.PULL)
         socket.set_hwm(0)
         socket.bind(address)
         encoded = name.encode()

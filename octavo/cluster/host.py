@@ -1,5 +1,6 @@
 """Host: the Ray actor in which a rank's agent runs. It does nothing but start one process on its node, and wait for its end."""
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -20,8 +21,7 @@ class Host:
 
     def about(self) -> dict[str, Any]:
         """Facts about the node."""
-        import ray  # type: ignore[import-not-found, unused-ignore]
-
+        ray: Any = importlib.import_module("ray")
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "address": ray.util.get_node_ip_address(),

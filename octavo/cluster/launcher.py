@@ -124,7 +124,7 @@ class RayLauncher:
         line = self._placer.stdout.readline()
         if not line:
             raise ConfigError("the process that speaks with Ray has ended: the log above says why")
-        message = msgspec.json.decode(line, type=FromPlacer)
+        message: FromPlacer = msgspec.json.decode(line, type=FromPlacer)
         if isinstance(message, ClusterFailed):
             raise ConfigError(message.message)
         return message

@@ -52,6 +52,7 @@ _NODES_S = 2.0
 _START_S = 120.0  # that an actor has to start
 _HEAD_PORT = 6379
 _HEAD_START_S = 60.0
+_PROBE_S = 0.5  # that a node has
 _ANSWER_S = 5.0  # that a Ray head has to accept a connection
 # A dead node is noticed in 1.5 s instead of 14, and nodes wait for a head that is gone for an hour instead of a minute.
 SYSTEM_CONFIG = {
@@ -131,13 +132,16 @@ class RayCluster:
     def nodes(self) -> list[NodeRoom]:
         free = self._free()
         return [
-            NodeRoom(each["NodeID"], each["NodeManagerAddress"], each["Resources"], free.get(each["NodeID"], {}))
+            NodeRoom(
+                each["NodeID"],
+                each["NodeManagerAddress"],
+                each["Resources"],
+                free.get(each["NodeID"], {}),
+                each["NodeManagerPort"],
+            )
             for each in self._ray.nodes()
             if each["Alive"]
         ]
-
-    def is_alive(self, node: str) -> bool:
-        return any(each["NodeID"] == node and each["Alive"] for each in self._ray.nodes())
 
     def wish(self, want: WantPlace) -> Wish:
         return wish_of(want.num_ranks, want.device, want.cpu_threads, self._num_replicas, self.nodes())
@@ -150,7 +154,10 @@ class RayCluster:
         group, and the node that was chosen and is counted, if one was."""
         bundles = [{wish.resource: wish.amount} for _ in range(wish.num_ranks)]
         with self._lock:
-            target = best_node(wish, self.nodes(), self._used)
+            # Ray takes seconds to notice that a node is gone, and until then what was used there seems free.
+            able = self.nodes()
+            while (target := best_node(wish, able, self._used)) is not None and not _answers(target):
+                able.remove(target)
             if target is None:
                 return self._groups.placement_group(bundles, strategy="PACK"), set()
             self._used[target.id] = self._used.get(target.id, 0) + 1
@@ -228,7 +235,7 @@ class _Lease:
             want = self._decoder.decode(self._connection.recv_bytes())
             assert isinstance(want, WantPlace)
             try:
-                self._place(want)
+                self._find_place(want)
             except ConfigError as error:
                 self._send(PlaceFailed(error.message))
             while True:
@@ -244,10 +251,33 @@ class _Lease:
                 self._send(PlaceFailed(f"Ray does not answer: {_brief(error)}"))
         finally:
             self._is_over = True
-            if self._group is not None:
-                self._cluster.free(self._group, self._actors)
-            self._cluster.count(self._nodes, -1)
+            self._give_back()
             self._connection.close()
+
+    def _find_place(self, want: WantPlace) -> None:
+        """Where a replica may wait, also for a head that is gone."""
+        said = ""
+        while True:
+            try:
+                return self._place(want)
+            except (ConfigError, EOFError, OSError):
+                raise
+            except Exception as error:
+                if not want.is_patient:
+                    raise
+                if (words := f"Ray does not answer: {_brief(error)}") != said:
+                    said = words
+                    self._send(NoRoomYet(words))
+                self._give_back()
+                if self._connection.poll(_NODES_S):
+                    raise EOFError from None
+
+    def _give_back(self) -> None:
+        """Free the places, if there are any."""
+        if self._group is not None:
+            self._cluster.free(self._group, self._actors)
+        self._cluster.count(self._nodes, -1)
+        self._group, self._actors, self._nodes = None, [], set()
 
     def _place(self, want: WantPlace) -> None:
         cluster = self._cluster
@@ -297,6 +327,14 @@ class _Lease:
     def _send(self, message: ToRelay) -> None:
         with self._sending:
             self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+
+def _answers(node: NodeRoom) -> bool:
+    try:
+        socket.create_connection((node.address, node.port), timeout=_PROBE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def places_of(facts: list[dict[str, Any]]) -> list[HostPlace]:

@@ -232,7 +232,8 @@ class Relay:
     def _forward(self, first: _Agent) -> None:
         """API processes → the engine."""
         data = first.channels["data"]
-        receiver = zmq.Context.instance().socket(zmq.PULL)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        receiver = context.socket(zmq.PULL)
         receiver.set_hwm(0)
         receiver.bind(self._launch.address)
         with contextlib.suppress(OSError):

@@ -12,6 +12,7 @@ class NodeRoom(NamedTuple):
     address: str
     total: Mapping[str, float]  # by resource: CPU, GPU
     free: Mapping[str, float]
+    port: int = 0  # of Ray's process there
 
     @property
     def words(self) -> str:
