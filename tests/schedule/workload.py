@@ -318,7 +318,8 @@ class Workload:
         is_full = sum(plan.counts) == self.budget or any(search_of(request) for request, _, _ in chunks)
         assert not in_plan or in_plan[0] or is_full, "the oldest prompt starves"
         whole = any(request.needs_one_step for request in planned.admitted)
-        if self.budget >= len(one) + MIN_PROMPT_TOKENS and not whole:
+        # With several stages a row may be left for the next plan: _check_turn() has how long it may wait.
+        if self.budget >= len(one) + MIN_PROMPT_TOKENS and not whole and self.num_stages == 1:
             missing = [request for request in streams if request not in planned.requests and not request.late_steps]
             assert not missing, "prompts took a stream's place"
         self.tally.capped += planned.capped is not None
