@@ -554,8 +554,9 @@ def _struct_fields(source: str, name: str) -> Iterator[tuple[str, str, str, str]
 def metrics_page() -> Iterator[str]:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from octavo.messages import Responded
+    from octavo.messages import FleetState, ReplicaState, Responded
     from octavo.observe.metrics.engine_metrics import EngineMetrics
+    from octavo.observe.metrics.fleet_metrics import fleet_metrics
     from octavo.observe.metrics.gauges import EngineState
     from octavo.observe.metrics.process_metrics import MODULES, SUPERVISOR, process_metrics
     from tests.doubles import REPORT
@@ -572,9 +573,11 @@ def metrics_page() -> Iterator[str]:
         rejections={"x": 1},
         blocked_seconds={},
     )
-    families = list(text_string_to_metric_families(metrics.text(some) + process_metrics()))
+    fleet = fleet_metrics(FleetState([ReplicaState(0, "ready", 1, place="core 0")], 1))
+    families = list(text_string_to_metric_families(metrics.text(some) + fleet + process_metrics()))
     labels = _labels(families)
     roles = {SUPERVISOR, *MODULES.values()}
+    known |= {family.name: {} for family in families if family.name not in known}
     known |= {family.name: {"process": roles} for family in families if family.name.startswith("process_")}
     yield "# Metrics"
     yield ""

@@ -85,6 +85,8 @@ def test_metrics_history_and_journeys_come_from_the_nodes(server: Server) -> Non
     status, body = server.post("/v1/completions", {"prompt": "Once", "max_tokens": 4, "temperature": 0})
     assert status == 200, body
     assert server.metric("vllm:generation_tokens_total") >= 4
+    assert server.metric("octavo:replica_ready", 'engine="1",place="node here (127.0.0.1, 00010000)') == 1
+    assert server.metric("octavo:replicas_wanted") == 2
     journey = json.loads(server.get("/v1/requests?state=finished&limit=1")[1])["data"][0]
     assert journey["replicas"][0]["replica"] in (0, 1) and 0 <= journey["seconds"] < 120
     assert all(stage["end"] >= stage["start"] >= 0 for stage in journey["stages"])
@@ -143,6 +145,8 @@ def test_a_replica_without_room_waits_for_a_node(server: Server, room: Path, unt
         assert time.monotonic() < deadline, (replicas(server), server.lines)
         time.sleep(0.05)
     assert replicas(server)[1]["status"] == "restarting" and server.get("/health")[0] == 200
+    assert server.metric("octavo:replica_ready", 'engine="1",place="waits for room in the cluster') == 0
+    assert server.metric("octavo:replica_ready") == 1
     assert server.post("/v1/completions", {"prompt": "Once", "max_tokens": 2})[0] == 200
     room.write_text("2")
     wait_for(server, "ready", "ready")
