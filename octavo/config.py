@@ -252,8 +252,18 @@ class ParallelConfig:
     cpu_threads: int | str = knob(
         AUTO, "compute threads per rank on a CPU; auto: all cores, divided by the ranks", kind="tokens", least=1
     )
+    distributed_executor_backend: str = knob(
+        "mp",
+        "where replicas and their ranks run. mp, uni: as processes of this machine; ray: on the nodes of a Ray cluster (pip install "
+        "octavo[ray])",
+        choices=("mp", "uni", "ray"),
+    )
     # Off by default: measured, it gains nothing when the server's own processes share the cores (benchmarks/cpu.md).
     cpu_pinning: bool = knob(False, "pin every compute thread, except the first of each rank, to one core")
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.distributed_executor_backend == "ray"
 
     @property
     def num_ranks(self) -> int:
@@ -310,12 +320,6 @@ class FleetConfig:
         most=MAX_REPLICAS,
     )
 
-    distributed_executor_backend: str = knob(
-        "mp",
-        "where replicas and their ranks run. mp, uni: as processes of this machine; ray: on the nodes of a Ray cluster (pip install "
-        "octavo[ray])",
-        choices=("mp", "uni", "ray"),
-    )
     ray_address: str = knob(
         "",
         "HOST:PORT of the Ray cluster's head, with --distributed-executor-backend ray; empty: the cluster of which this machine is a node, "
@@ -326,10 +330,6 @@ class FleetConfig:
     def is_fleet(self) -> bool:
         """Whether there are, or may be, several replicas: otherwise no router is in the path."""
         return max(self.data_parallel_size, self.min_replicas, self.max_replicas) > 1
-
-    @property
-    def uses_ray(self) -> bool:
-        return self.distributed_executor_backend == "ray"
 
     @property
     def least_replicas(self) -> int:
@@ -695,9 +695,9 @@ class Config:
             raise ConfigError(
                 "--min-replicas needs --max-replicas: the number of replicas follows the load between the two"
             )
-        if fleet.ray_address and not fleet.uses_ray:
+        if fleet.ray_address and not self.parallel.uses_ray:
             raise ConfigError("--ray-address needs --distributed-executor-backend ray: give both, or neither")
-        if fleet.uses_ray and self.cache.kv_tier:
+        if self.parallel.uses_ray and self.cache.kv_tier:
             raise ConfigError(
                 "--kv-tier keeps pages on this machine's disk and cannot be used by replicas that Ray places: leave it out"
             )

@@ -388,12 +388,14 @@ def _add_doctor(commands: Any) -> None:
 
 
 # The address that the check of the machine tries, and the cluster that it looks at.
-_MACHINE_KNOBS = ("host", "port", "distributed_executor_backend", "ray_address")
+_MACHINE_KNOBS = ("host", "port", "ray_address")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     given = options_from(arguments).keys()
-    if not (arguments.deep or arguments.determinism or given - {*_MACHINE_KNOBS, "device"}):
+    if not (
+        arguments.deep or arguments.determinism or given - {*_MACHINE_KNOBS, "device", "distributed_executor_backend"}
+    ):
         from octavo.cli.doctor import machine
 
         return machine.run(config_from(arguments), as_json=arguments.json)

@@ -237,7 +237,14 @@ class EngineHost:
     def _launch_of(self, given: EngineLaunch, rank_secret: bytes) -> tuple[EngineLaunch, tuple[int, ...]]:
         """The launch with this machine's paths and descriptors."""
         order, config = self._order, given.config
-        config = replace(config, data_parallel_size=order.num_neighbours, min_replicas=0, max_replicas=0)
+        config = replace(
+            config,
+            distributed_executor_backend="mp",
+            ray_address="",
+            data_parallel_size=order.num_neighbours,
+            min_replicas=0,
+            max_replicas=0,
+        )
         if order.cpu_threads:
             config = replace(config, cpu_threads=order.cpu_threads)
         path, kind = given.model_path, given.model_kind

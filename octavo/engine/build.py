@@ -197,6 +197,8 @@ def load_executor(config: Config, source: ModelSource, ranks: PlacedRanks | None
     # A bounded spin keeps a quiet machine fast and a crowded one alive; benchmarks/cpu.md has what each bound costs.
     # Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    if config.parallel.uses_ray:  # those that Ray places are started without it
+        raise ConfigError("--distributed-executor-backend ray is for octavo serve: leave it out here")
     name = "local" if config.parallel.num_ranks == 1 else "processes"
     options = {}
     if ranks is not None:

@@ -132,7 +132,7 @@ def _serve(config: Config, listener: socket.socket, started: float) -> int:
 
 def _launcher(config: Config, folder: Path) -> Launcher:
     """How engines are started. Ray's is loaded only if it is asked for."""
-    if not config.fleet.uses_ray:
+    if not config.parallel.uses_ray:
         return LocalLauncher()
     module, _, name = RAY_LAUNCHER.partition(":")
     launcher: Launcher = getattr(importlib.import_module(module), name)(config, folder)

@@ -72,7 +72,7 @@ def test_values_that_would_change_something_are_refused(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         parse("--distributed-executor-backend", "external_launcher")
     assert "--distributed-executor-backend" in capsys.readouterr().err
-    assert parse("--distributed-executor-backend", "ray").fleet.uses_ray
+    assert parse("--distributed-executor-backend", "ray").parallel.uses_ray
 
 
 def test_the_off_form_of_what_is_not_offered_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _cache()
     if (tier := read_tier(config.cache.kv_tier)) is not None:
         yield _tier(tier)
-    if config.fleet.uses_ray:
+    if config.parallel.uses_ray:
         yield _cluster(config.fleet.ray_address)
     yield _confinement()
     yield _hub()
