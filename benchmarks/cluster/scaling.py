@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arrivals_of(num_replicas: int, arguments: argparse.Namespace, cost: StepCost) -> list[Arrival]:
-    """A Poisson stream at nine tenths of what the replicas compute; prompts share nothing."""
+    """A Poisson stream of more than the replicas compute, so that their pace is what counts; prompts share nothing."""
     rng = random.Random(arguments.seed)
     rows = 16
     # Seconds of a replica that a request takes: its prompt, and its share of decode steps.
     each = arguments.prompt_len * cost.token + arguments.output_len * (cost.step / rows + cost.row)
-    rate = 0.9 * num_replicas / each
+    rate = 4 * num_replicas / each
     now, found = 0.0, []
     for number in range(arguments.requests * num_replicas):
         now += rng.expovariate(rate)
