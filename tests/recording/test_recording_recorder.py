@@ -49,7 +49,16 @@ from tests.recording.recorded import Recorded
 from tests.schedule.workload import Workload
 from tests.worker.tiny import write_tiny_llama
 
-KINDS = ["has_windows", "has_beams", "has_grammars", "has_late", "has_responses", "has_limit", "has_drafts"]
+KINDS = [
+    "has_windows",
+    "has_beams",
+    "has_grammars",
+    "has_late",
+    "has_responses",
+    "has_limit",
+    "has_drafts",
+    "has_tenants",
+]
 
 
 def replayed(recording: Recording) -> Replay:
