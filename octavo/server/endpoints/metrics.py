@@ -21,6 +21,7 @@ def router(service: Service) -> APIRouter:
     async def metrics() -> Response:
         text = await service.query(ReadMetrics(call=0))
         text += await PROCESSES.run(process_metrics)
+        text += service.tenants.metrics()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
