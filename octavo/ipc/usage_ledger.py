@@ -117,7 +117,8 @@ class UsageLedger:
     def accounts(self, keys: dict[bytes, KeySettings]) -> "dict[bytes, Account]":
         """The accounts of all keys of the server, by their ids. Ids that the server does not have any more make room for new ones."""
         with self._locked():
-            held = [bytes(self._memory[_IDS + at * ID_BYTES :][:ID_BYTES]) for at in range(MAX_KEYS)]
+            ids = self._memory[_IDS:_SHARED]
+            held = [ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES)]
             self._slots = {held_id: at for at, held_id in enumerate(held) if any(held_id)}
             free = [at for at, held_id in enumerate(held) if not any(held_id)][::-1]
             for key_id in keys:

@@ -432,7 +432,8 @@ class Scheduler:
         way; nor if the plan has its share of the rows, so that the next plan has some, too.
 
         A row that is left out for that is in one of the next `num_stages` plans: no other row has two turns meanwhile, and all of these
-        plans together have room for every row."""
+        plans together have room for every row. Where tenants are told apart, rows of a tenant that was served less go first, and others
+        may wait some plans more, until theirs was served less."""
         if isinstance(request.special, BeamGroup):
             return True  # a search advances as a whole
         return not request.pending and self._num_decodes < self._most_decodes

@@ -341,8 +341,9 @@ class Workload:
         self.num_left_out = {sequence: self.num_left_out.get(sequence, 0) + 1 for sequence in ready}
         if sum(plan.counts) == self.budget or planned.returned:  # there was no room
             self.num_left_out = {}
-        # One more for a choice that was forked by the first of these plans.
-        assert all(count <= self.num_stages + 1 for count in self.num_left_out.values()), "left out for too long"
+        # One more for a choice that was forked by the first of these plans. Rows of a tenant that was served less go first.
+        most = self.num_stages + 1 + (self.rows if self.has_tenants else 0)
+        assert all(count <= most for count in self.num_left_out.values()), "left out for too long"
         self.tally.left_out += bool(self.num_left_out)
         self.tally.turns += bool(decodes)
 

@@ -188,7 +188,9 @@ async def test_no_answer_shows_anything_of_another_key(made: Made) -> None:
             continue
         for name, value in OTHER_PARAMETERS.items():
             path = path.replace(name, value)
-        for body in [None] if method == "GET" else [{}, ask("hi", max_tokens=2)]:
+        # The engine of these tests has no vectors.
+        bodies = [{}] if "embed" in path else [{}, ask("hi", max_tokens=2)]
+        for body in [None] if method == "GET" else bodies:
             made.check(f"{method} {path}", await made.ask(method, path, body))
             num_tried += 1
     assert num_tried >= 45
