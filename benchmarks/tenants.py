@@ -81,7 +81,7 @@ def usage(server: Server, admin: str) -> dict[str, dict[str, Any]]:
 def serving(lines: list[str], *flags: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
-        keys.write_text("\n".join([*lines, "admin: boss ops"]) + "\n")
+        keys.write_text("\n".join([*lines, "admin: boss name=ops"]) + "\n")
         files = Path(folder) / "files"
         with Server("--api-key-file", str(keys), "--files-folder", str(files), "--record-bytes", "0", *flags) as server:
             yield server
