@@ -619,9 +619,10 @@ class Scheduler:
         if self.num_stages > 1:
             has_input = start >= request.prompt_len and not isinstance(request.special, BeamGroup)
             draft.inputs.append(request.tokens[start] if has_input else NO_INPUT)
-            self._num_decodes += count == 1
+            # Beside rows of other tenants a prompt may get one token of a step: it is no row that waits for its turn.
+            self._num_decodes += count == 1 and (samples or self.fairness is None)
         request.computed = end
-        if count == 1 and self._num_reserved:
+        if count == 1 and samples and self._num_reserved:
             self._num_reserved -= 1
         if samples:
             request.pending += 1

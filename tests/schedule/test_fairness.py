@@ -175,22 +175,22 @@ def test_tenants_that_wait_get_their_shares(rows, budget, more_pages, weights, d
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("weights", [(1.0, 2.0, 4.0), (0.5, 8.0, 1.0)])
+@pytest.mark.parametrize("weights", [(1.0, 2.0, 4.0), (0.5, 4.0, 1.0)])
 def test_shares_follow_the_weights_however_many_requests_wait(weights, depth):
     """Unequal requests: one tenant's prompts are long, another's answers, and one asks for several choices. All three are behind for the
-    whole time, so the shares are within one round of the rows."""
+    whole time: shares are within three percent, or two requests."""
     shared = Shared(8, 16, 400, weights, depth)
     kinds = [Asked(0, 0, 0, 30, 2), Asked(1, 0, 0, 2, 16), Asked(2, 0, 0, 4, 6, n=3)]
     for _ in range(400):
         for kind in kinds:
             shared.add(kind)
-    for _ in range(900):
+    for _ in range(800):
         shared.step()
     assert {request.tenant.number for request in shared.scheduler.waiting} == {0, 1, 2}
     total = sum(shared.service.values())
     for tenant, weight in enumerate(weights):
         want = total * weight / sum(weights)
-        assert abs(shared.service[tenant] - want) <= max(0.03 * want, shared.largest), (shared.service, weights)
+        assert abs(shared.service[tenant] - want) <= max(0.03 * want, 2 * shared.largest), (shared.service, weights)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -290,3 +290,27 @@ def test_counters_of_tenants_that_have_gone_are_bounded(monkeypatch):
             plan = scheduler.plan().plan
             scheduler.commit(plan, StepResult(plan.step, [7] * sum(plan.samples)))
     assert len(fairness.known) <= 12
+
+
+FAULTS = {
+    "nothing is charged": ("charge", lambda self, request, start, count, samples: None),
+    "answers are not charged": (
+        "charge",
+        lambda self, request, start, count, samples: CHARGE(self, request, start, count, False) if count > 1 else None,
+    ),
+    "weights do not count": ("join", lambda self, request, number, weight: JOIN(self, request, number, 1.0)),
+    "the time away is a claim": ("lift", lambda self, tenant: None),
+    "no row is given up": ("victims", lambda self, head, running: []),
+    "tenants keep their first order": ("rank_all", lambda self: False),
+}
+CHARGE, JOIN = Fairness.charge, Fairness.join
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault, monkeypatch):
+    name, wrong = FAULTS[fault]
+    monkeypatch.setattr(Fairness, name, wrong)
+    with pytest.raises(AssertionError):
+        test_a_flood_keeps_no_other_tenant_waiting(64, 1)
+        test_shares_follow_the_weights_however_many_requests_wait((1.0, 2.0, 4.0), 1)
+        test_a_tenant_that_was_away_has_a_credit_and_no_more()
