@@ -212,7 +212,7 @@ def test_a_flood_keeps_no_other_tenant_waiting(num_flood, depth):
     alone = Shared(8, 16, 900, (1.0, 1.0), depth)
     name = alone.add(Asked(1, 0, 0, 24, 4))
     alone.run([])
-    waits = [shared.first_tokens[each] for each in names]
+    waits = [shared.first_tokens.get(each, 10**6) for each in names]
     assert max(waits) <= alone.first_tokens[name] + 3, waits
     assert shared.num_preempted <= len(names), "preempted more often than needed"
 
