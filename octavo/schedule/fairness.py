@@ -2,7 +2,7 @@
 
 A tenant is what requests have in common that are to share one part of the engine: an API key, as a rule. The scheduler has its number and
 its weight; it never sees the key. Every tenant has a counter of the service that it got, divided by its weight, as in VTC (Sheng et al.,
-OSDI 2024). Service is what was computed: a token of a prompt counts 1, and 8 if its logprobs are wanted; a sampled token counts 1 more. What the
+OSDI 2024). Service is what was computed: a token of a prompt counts 1, and SCORED_COST if its logprobs are wanted; a sampled token 1 more. What the
 prefix cache had, what is computed again after a preemption, and drafted tokens that were wrong count nothing.
 
 At the beginning of a plan the tenants are ordered by their counters, and all sequences by the order of their tenants; within a tenant the
