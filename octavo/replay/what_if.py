@@ -57,7 +57,12 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
                 names = ", ".join(self.__struct_fields__)
                 raise ConfigError(f"--what-if {text}: give NAME=VALUE, where NAME is one of {names}")
             values[name] = _value_of(name, value.strip(), text)
-        return msgspec.structs.replace(self, **values)
+        changed = msgspec.structs.replace(self, **values)
+        if changed.fairness and changed.scheduling_policy != "fcfs":
+            raise ConfigError(
+                "--what-if fairness=on serves the requests of one key in order of arrival: leave priority out"
+            )
+        return changed
 
 
 _WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}

@@ -457,6 +457,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         ([str(file), "--what-if", "pages=3"], "NAME is one of max_num_seqs"),
         ([str(file), "--what-if", "num_pages=0"], "num_pages is a whole number of at least 1"),
         ([str(file), "--what-if", "scheduling_policy=lifo"], "one of fcfs, priority"),
+        ([str(file), "--what-if", "fairness=on", "--what-if", "scheduling_policy=priority"], "leave priority out"),
         ([str(file), "--what-if", "max_inter_token_ms=soon"], "a number of milliseconds, auto or off"),
         ([str(file), "--what-if", "max_inter_token_ms=-1"], "a number of milliseconds, auto or off"),
         ([str(file), "--what-if", "max_inter_token_ms=nan"], "a number of milliseconds, auto or off"),
