@@ -63,7 +63,9 @@ def steady_steps(scheduler: Scheduler, last: Planned) -> int:
         if request.computed - num_in_flight - request.num_published >= page_size:
             return 0
         most = min(most, request.max_len - len(request.tokens) - 1)
-    if len(scheduler.cache.windows) > 1 or scheduler.cache.windows[0]:  # growing may free pages that a window has passed
+    if (
+        len(scheduler.cache.windows) > 1 or scheduler.cache.windows[0]
+    ):  # growing may free pages that a window has passed
         most = min(most, *(request.capacity - request.computed for request in running))
     return max(most, 0)
 

@@ -38,15 +38,16 @@ class Case:
         least = pages_of(longest + 80, self.page_size, self.windows, self.budget)
         self.num_pages = least + r.choice([0, 1, 5, 200]) * len(self.windows)
         self.num_host_pages, self.shares = r.choice([0, 0, 40]), r.random() < 0.8
-        self.policy, self.limit = r.choice(["fcfs", "priority"]), r.choice([None, None, StallLimit(0.0), StallLimit(0.05)])
+        self.policy, self.limit = (
+            r.choice(["fcfs", "priority"]),
+            r.choice([None, None, StallLimit(0.0), StallLimit(0.05)]),
+        )
         stems = [[r.randrange(3) for _ in range(longest)] for _ in range(2)]
         self.inputs: list[tuple[int, GenerateRequest | str]] = []
         for number in range(r.randrange(1, 12)):
             prompt = r.choice(stems)[: r.randrange(longest)] + [r.randrange(3) for _ in range(r.randrange(1, 9))]
             params = SamplingParams(n=r.choice([1, 1, 1, 2]), seed=r.randrange(3), max_tokens=r.randrange(1, 72))
-            source = GenerateRequest(
-                f"r{number}", prompt, params, r.choice([[], [STOP]]), priority=r.choice([0, 0, 1])
-            )
+            source = GenerateRequest(f"r{number}", prompt, params, r.choice([[], [STOP]]), priority=r.choice([0, 0, 1]))
             moment = r.randrange(0, 120)
             self.inputs.append((moment, source))
             if r.random() < 0.1:
@@ -70,7 +71,9 @@ class Case:
         return request.prompt_len + 7 + request.seed % 40 - len(request.tokens)
 
     def run(self, with_jumps: bool) -> "tuple[list[StepPlan], list[object]]":
-        cache = KVCache(self.num_pages, self.page_size, self.num_host_pages, self.shares, None, self.windows, self.budget)
+        cache = KVCache(
+            self.num_pages, self.page_size, self.num_host_pages, self.shares, None, self.windows, self.budget
+        )
         scheduler = Scheduler(cache, self.rows, self.budget, 0, POLICIES[self.policy], self.limit)
         scheduler.learn(StepCosts(0.01, 0.001, 0.0005, 1e-5, 1e-6))
         plans: list[StepPlan] = []
@@ -134,10 +137,18 @@ class Case:
             grown = [growth for growth in done.growths if growth.step == step]
             plans.append(
                 StepPlan(
-                    before.step + 1 + step, [], [], [], before.rows, [start + 1 + step for start in before.starts],
-                    before.counts, before.samples, [growth.row for growth in grown], [growth.entry for growth in grown],
+                    before.step + 1 + step,
+                    [],
+                    [],
+                    [],
+                    before.rows,
+                    [start + 1 + step for start in before.starts],
+                    before.counts,
+                    before.samples,
+                    [growth.row for growth in grown],
+                    [growth.entry for growth in grown],
                     [growth.page for growth in grown],
-                )  # fmt: skip
+                )
             )
         return plans
 
@@ -182,4 +193,4 @@ def test_a_jump_stops_where_the_head_of_the_queue_could_share_a_page():
     assert last.head_waits_for == "pages"
     done = jump(scheduler, last, steady_steps(scheduler, last), lambda request, count: [0] * count)
     first = scheduler.running[0]
-    assert 0 < done.num_steps and first.computed % 4 == 0, "it stops with a page that was just published"
+    assert done.num_steps > 0 and first.computed % 4 == 0, "it stops with a page that was just published"
