@@ -33,8 +33,9 @@ class MachineCosts(msgspec.Struct, frozen=True):
     front: Front
     start_seconds: float  # from the command to a server that is ready
     num_steps: int  # that were measured
-    median_error: float  # of the fit, as a share of a step's seconds
+    median_error: float  # of the fit, as a share of the mean of steps of about one size
     p90_error: float
+    noise: float = 0.0  # median share by which single steps are off
     flags: list[str] = []  # that the server was started with
 
     def step_of(self, shape: ModelShape, weights_bytes: int, kv_ratio: float) -> StepModel:
@@ -52,9 +53,8 @@ class MachineCosts(msgspec.Struct, frozen=True):
             floor = max(floor, measured * ((1 - part) * by_bytes + part * by_flops))
             seconds.append(floor)
         row = step.row * shape.vocab_size * shape.hidden_size / (own.vocab_size * own.hidden_size)
-        return StepModel(
-            step.tokens, seconds, row, step.context * kv_ratio, step.pair * shape.pair_flops / own.pair_flops
-        )
+        pair = step.pair * shape.pair_flops / own.pair_flops
+        return StepModel(step.tokens, seconds, row, step.context * kv_ratio, pair, step.noise)
 
 
 def read_costs(path: Path) -> MachineCosts:

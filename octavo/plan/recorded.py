@@ -6,44 +6,49 @@ from statistics import median
 
 from octavo.cache.page_keys import keys_of
 from octavo.plan.trace import Trace, TraceRequest
-from octavo.recording.format import Arrived, Recording
+from octavo.recording.format import Aborted, Arrived, Recording
 from octavo.replay.replay import ReplayedCommit
 from octavo.replay.what_if import Learned, learn
 from octavo.schedule.step_costs import Sample, shape_of
 
-_IDLE_SECONDS = 0.003  # a longer pause between two steps is no part of a step …
-_IDLE_SHARE = 0.5  # … if it is also longer than this share of it
-
 
 class Measured:
-    """Steps of a recording. A step's time is that from the result before it to its own, as far as nothing was waited for between them: so
-    it has what planning, sending and other processes took, too."""
+    """Steps of a recording. A step's time is that from the result before it to its own, if a request was open all the while: so it has what
+    planning, sending and other processes took, too."""
 
     def __init__(self, recording: Recording) -> None:
         self._steps: list[tuple[Sample, float | None]] = []  # (by its computing alone, seconds since the one before)
         self._before = 0
         self._arrived: dict[str, int] = {}
+        self._open: set[str] = set()
+        self._was_busy = False  # after the last step, some request was open
         self.first_seconds: dict[str, float] = {}  # by request: from its arrival in the engine to its first token
         self.learned: Learned = learn(recording, self._hear)
         hosts = [between - sample.seconds for sample, between in self._steps if between is not None]
         self.host_seconds = max(0.0, median(hosts)) if hosts else 0.0
 
     def _hear(self, happening: object) -> None:
-        if isinstance(happening, Arrived):
-            self._arrived[happening.id] = happening.micros
-        if isinstance(happening, ReplayedCommit):
-            for delta in happening.deltas:
-                if delta.request_id in self._arrived:
-                    came = self._arrived.pop(delta.request_id)
-                    self.first_seconds[delta.request_id] = (happening.micros - came) / 1e6
-            seconds = happening.outcome.micros / 1e6
-            between = (happening.micros - self._before) / 1e6
-            self._before = happening.micros
-            if happening.plan.moves or not seconds:
-                return
-            is_next = seconds <= between <= seconds + max(_IDLE_SECONDS, _IDLE_SHARE * seconds)
+        match happening:
+            case Arrived():
+                self._arrived[happening.id] = happening.micros
+                self._open.add(happening.id)
+            case Aborted():
+                self._open.discard(happening.id)
+            case ReplayedCommit():
+                self._committed(happening)
+
+    def _committed(self, happening: ReplayedCommit) -> None:
+        for delta in happening.deltas:
+            if delta.request_id in self._arrived:
+                came = self._arrived.pop(delta.request_id)
+                self.first_seconds[delta.request_id] = (happening.micros - came) / 1e6
+            if delta.finish is not None:
+                self._open.discard(delta.request_id)
+        seconds, between = happening.outcome.micros / 1e6, (happening.micros - self._before) / 1e6
+        is_next, self._was_busy, self._before = self._was_busy, bool(self._open), happening.micros
+        if seconds and not happening.plan.moves:
             sample = Sample(shape_of(happening.plan, happening.outcome.num_tokens), seconds)
-            self._steps.append((sample, between if is_next else None))
+            self._steps.append((sample, between if is_next and between >= seconds else None))
 
     @property
     def samples(self) -> list[Sample]:

@@ -187,7 +187,8 @@ class SimulatedReplica:
                 self.feed.rows_changed(planned, 0.0)
             self.feed.planned(planned, 0.0)
         if not planned.is_empty:
-            duration = self._clock.step(shape_of(planned.plan, planned.num_tokens))
+            shape = shape_of(planned.plan, planned.num_tokens)
+            duration = self._clock.step(shape, self.num_steps + self.number)
             begins = max(self.now, flight[-1][2]) if flight else self.now
             flight.append((planned, duration, begins + duration))
             self.num_steps += 1

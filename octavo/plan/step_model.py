@@ -23,7 +23,9 @@ Numbers = npt.NDArray[np.float64]
 
 PICOSECONDS = 10**12
 _KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
-_OUTLIER = 0.15  # a sample that is off by this share of its seconds counts for half in the second pass
+_OUTLIER = 3.0  # a sample that took so many times as long as the first fit says does not count
+_NOISE_PARTS = 64
+_CELL = 10  # samples of about one size, whose mean is compared with the model's
 
 
 class StepModel(msgspec.Struct, frozen=True):
@@ -34,9 +36,12 @@ class StepModel(msgspec.Struct, frozen=True):
     row: float  # seconds more for each row
     context: float  # for each position that a row with one token looks back at
     pair: float  # for each pair of a token and a position at or before it, in rows with several tokens
+    # Steps with prompts take so many times as long as this says, one as often as another; 1 on average. Empty: no step differs. Those without
+    # prompts are many, and their differences cancel out.
+    noise: list[float] = []
 
     def __post_init__(self) -> None:
-        numbers = [*self.seconds, self.row, self.context, self.pair]
+        numbers = [*self.seconds, self.row, self.context, self.pair, *self.noise]
         is_ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not is_ascending or self.tokens[0] < 1:
             raise ValueError("tokens must be at least two ascending numbers, with as many seconds")
@@ -59,7 +64,7 @@ class StepModel(msgspec.Struct, frozen=True):
     def scaled(self, factor: float) -> "StepModel":
         """Every step takes `factor` times as long."""
         seconds = [each * factor for each in self.seconds]
-        return StepModel(self.tokens, seconds, self.row * factor, self.context * factor, self.pair * factor)
+        return StepModel(self.tokens, seconds, self.row * factor, self.context * factor, self.pair * factor, self.noise)
 
     def costs(self, max_rows: int, max_tokens: int) -> StepCosts:
         """What an engine on this machine learns of its steps: the sum that fits steps up to these sizes best."""
@@ -82,7 +87,7 @@ class StepClock:
     def __init__(self, model: StepModel) -> None:
         self._model = model
         self.context = round(model.context * PICOSECONDS)
-        self._pair = round(model.pair * PICOSECONDS)
+        self._pair, self._noise = round(model.pair * PICOSECONDS), model.noise
         self._bases: dict[tuple[int, int], int] = {}
 
     def base(self, rows: int, more_tokens: int = 0) -> int:
@@ -93,8 +98,14 @@ class StepClock:
             base = self._bases[rows, more_tokens] = max(1, round(seconds * PICOSECONDS))
         return base
 
-    def step(self, shape: StepShape) -> int:
-        return self.base(shape.rows, shape.more_tokens) + self.context * shape.context + self._pair * shape.pairs
+    def step(self, shape: StepShape, number: int = 0) -> int:
+        """`number`: of the step; the same one takes the same time."""
+        rows, more_tokens, context, pairs = shape
+        steady = self.base(rows, more_tokens) + self.context * context + self._pair * pairs
+        if not more_tokens or not self._noise:
+            return steady
+        at = (number * 0x9E3779B1 & 0xFFFFFFFF) * len(self._noise) >> 32
+        return round(steady * self._noise[at])
 
 
 # ── fitting ─────────────────────────────────────────────────────────────────────────────────────────
@@ -103,13 +114,15 @@ class StepClock:
 class Fit(msgspec.Struct, frozen=True):
     model: StepModel
     num_samples: int
-    median_error: float  # share of a step's seconds by which the model is off
+    noise: float  # median share by which single steps are off
+    median_error: float  # … and by which the means of steps of about one size are, of which there are several
     p90_error: float
 
 
 def fit_model(samples: Sequence[Sample]) -> Fit:
-    """Least squares of relative deviations, with slopes and coefficients of at least 0; samples that are far off count less. Raises
-    ValueError where samples have no two sizes."""
+    """Least squares of relative deviations, with slopes and coefficients of at least 0, without samples that are far off. It is the mean of
+    steps that is found, not the shortest: what holds a step up now and then does so in the plan, too. Raises ValueError where samples have no
+    two sizes."""
     sizes = sorted({sample.shape.rows + sample.shape.more_tokens for sample in samples})
     if len(sizes) < 2:
         raise ValueError("all measured steps computed the same number of tokens")
@@ -124,18 +137,42 @@ def fit_model(samples: Sequence[Sample]) -> Fit:
     matrix = np.stack(columns, axis=1)
     weights = 1 / seconds
     found = _nonnegative(matrix * weights[:, None], seconds * weights)
-    for _ in range(3):
-        deviation = (matrix @ found - seconds) / seconds
-        again = weights / np.sqrt(1 + (deviation / _OUTLIER) ** 2)
-        found = _nonnegative(matrix * again[:, None], seconds * again)
+    for _ in range(4):
+        # By what the model says, not by what was measured: else long ones of equal steps would count less, and means come out too short.
+        predicted = np.maximum(matrix @ found, 1e-9)
+        weights = np.where(seconds > _OUTLIER * predicted, 0.0, 1 / predicted)
+        found = _nonnegative(matrix * weights[:, None], seconds * weights)
     values, value = [float(found[0])], float(found[0])
     for slope, low, high in zip(found[1:-3], knots, knots[1:], strict=False):
         value += float(slope) * (high - low)
         values.append(value)
     values[0] = max(values[0], 1e-9)
-    model = StepModel(knots, values, *(float(each) for each in found[-3:]))
-    errors = np.sort(np.abs((matrix @ found - seconds) / seconds))
-    return Fit(model, len(samples), float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
+    predicted = matrix @ found
+    has_prompt = np.array([sample.shape.more_tokens > 0 for sample in samples])
+    model = StepModel(
+        knots, values, *(float(each) for each in found[-3:]), _noise(seconds[has_prompt], predicted[has_prompt])
+    )
+    errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
+    noise = float(np.median(np.abs(predicted / seconds - 1)))
+    return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
+
+
+def _noise(seconds: Numbers, predicted: Numbers) -> list[float]:
+    """How many times as long as predicted steps took: the middles of equal parts of them."""
+    if len(seconds) < _NOISE_PARTS:
+        return []
+    ratios = seconds / np.maximum(predicted, 1e-9)
+    parts = np.quantile(ratios[ratios < _OUTLIER], (np.arange(_NOISE_PARTS) + 0.5) / _NOISE_PARTS)
+    return [round(float(each), 4) for each in parts / parts.mean()]
+
+
+def _cell_errors(samples: Sequence[Sample], predicted: Numbers, seconds: Numbers) -> list[float]:
+    """By how much the model is off for steps of about one size, on average."""
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for at, sample in enumerate(samples):
+        cells.setdefault(tuple(number.bit_length() for number in sample.shape), []).append(at)
+    large = [members for members in cells.values() if len(members) >= _CELL] or [list(range(len(samples)))]
+    return [abs(float(predicted[members].sum() / seconds[members].sum()) - 1) for members in large]
 
 
 def _nonnegative(matrix: Numbers, values: Numbers) -> Numbers:

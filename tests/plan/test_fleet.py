@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import defaultdict
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from octavo.plan.step_model import StepModel
 from octavo.plan.trace import Trace, TraceRequest
 
 MODEL = StepModel([1, 8, 64], [0.005, 0.006, 0.03], 1e-4, 3e-7, 2e-7)
+
+NOISY = msgspec.structs.replace(MODEL, noise=[0.7, 0.9, 1.0, 1.4])
 
 
 def fleet_of(num_replicas: int = 1, depth: int = 0, num_pages: int = 400, **changes: object) -> FleetSettings:
@@ -62,6 +65,7 @@ def test_a_fleet_with_jumps_makes_the_same_plans_at_the_same_times(seed):
     r = random.Random(seed)
     trace = random_trace(r, r.randrange(1, 25))
     fleet = fleet_of(r.choice([1, 2, 3]), r.choice([0, 1]), r.choice([70, 150, 400]))
+    fleet = msgspec.structs.replace(fleet, model=r.choice([MODEL, NOISY]))
     failures = [Failure(r.random() * 2, 1, r.random() < 0.7)] if r.random() < 0.3 and fleet.num_replicas > 1 else []
     without, plans = run(trace, fleet, False, failures)
     with_jumps, fewer = run(trace, fleet, True, failures)
@@ -99,8 +103,6 @@ def test_times_are_those_of_the_steps():
 
 
 def test_what_happens_before_the_engine_is_in_the_first_token():
-    import msgspec
-
     plain = fleet_of()
     slow = msgspec.structs.replace(plain, front=Front(0.5, 0.001))
     trace = Trace("one", [TraceRequest(0.0, 100, 3)])
@@ -153,8 +155,6 @@ def test_what_does_not_fit_is_refused_by_name():
 
 
 def test_replicas_follow_the_load():
-    import msgspec
-
     trace = steady_trace(300, 0.05, 40)
     fixed = fleet_of(1)
     scaled = msgspec.structs.replace(fixed, max_replicas=4, min_replicas=1, saturation_seconds=0.5)
