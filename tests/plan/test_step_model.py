@@ -23,7 +23,7 @@ def samples_of(model: StepModel, noise: float, seed: int = 0) -> list[Sample]:
         rows, more = dice.choice([1, 2, 4, 8, 16, 32, 64]), dice.choice([0, 0, 0, 16, 60, 130, 400])
         shape = StepShape(rows, more, rows * dice.randrange(2000), more * dice.randrange(1, 1500))
         seconds = model.step_seconds(shape) * dice.uniform(1 - noise, 1 + noise)
-        samples.append(Sample(shape, seconds * (3 if noise and dice.random() < 0.02 else 1)))
+        samples.append(Sample(shape, seconds * (5 if noise and dice.random() < 0.02 else 1)))
     return samples
 
 
@@ -31,7 +31,7 @@ def samples_of(model: StepModel, noise: float, seed: int = 0) -> list[Sample]:
 def test_a_fit_finds_the_curve_that_was_measured(noise):
     found = fit_model(samples_of(TRUE, noise))
     for sample in samples_of(TRUE, 0.0, seed=1):
-        assert abs(found.model.step_seconds(sample.shape) / sample.seconds - 1) < 0.02 + noise / 4
+        assert abs(found.model.step_seconds(sample.shape) / sample.seconds - 1) < 0.02 + noise / 2
     assert found.median_error < 0.001 + noise and found.num_samples == 600
 
 
