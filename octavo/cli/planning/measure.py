@@ -5,6 +5,7 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -101,6 +102,7 @@ async def _one_by_one(load: _Load, lengths: Sequence[int]) -> None:
 def measure(model: str, flags: Sequence[str], path: Path, seconds: float) -> MachineCosts:
     """Raises ConfigError where the server does not start or records nothing."""
     shape = read_shape(model)
+    signal.signal(signal.SIGTERM, _leave)  # so that the server does not outlive this process
     with tempfile.TemporaryDirectory(prefix="octavo-plan-") as folder:
         started = time.monotonic()
         own = ["--record-folder", folder, "--record-bytes", "1G", "--speculative-config", '{"method": "none"}']
@@ -153,6 +155,10 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float) -> Mac
     )
     write_costs(path, costs)
     return costs
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _recording(folder: Path) -> Recording:
