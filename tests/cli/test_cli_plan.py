@@ -61,7 +61,7 @@ def test_json_has_the_same_answer(capsys, model):
 
 
 def test_a_larger_load_needs_more_replicas(capsys, model):
-    load = ("--rate", "120", "--seconds", "1.5", "--input-len", "2000", "--output-len", "10", "--slo", "ttft_p99=900ms")
+    load = ("--rate", "120", "--seconds", "0.7", "--input-len", "2000", "--output-len", "10", "--slo", "ttft_p99=900ms")
     code, out, _ = run(capsys, model, "--chip", "l4", *load, "--json")
     answer = json.loads(out)["answer"]
     assert code == 0 and answer["replicas"] > 2 and answer["headroom"] >= 1
