@@ -96,7 +96,7 @@ def test_a_trace_file(capsys, model, tmp_path):
         (("--chip", "l4", "--trace", "/nowhere"), "--trace /nowhere: No such file"),
         ((*LOAD, "--costs", "/nowhere"), "--costs /nowhere: No such file"),
         (("--measure", "/nowhere/costs.json"), "does not exist"),
-        ((*LOAD, "--chip", "l4", "extra"), "takes one MODEL"),
+        ((*LOAD, "--chip", "l4", "extra"), "unexpected argument 'extra'"),
     ],
 )
 def test_mistakes_have_one_line(capsys, model, arguments, words):
