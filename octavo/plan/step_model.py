@@ -149,9 +149,8 @@ def fit_model(samples: Sequence[Sample]) -> Fit:
     values[0] = max(values[0], 1e-9)
     predicted = matrix @ found
     has_prompt = np.array([sample.shape.more_tokens > 0 for sample in samples])
-    model = StepModel(
-        knots, values, *(float(each) for each in found[-3:]), _noise(seconds[has_prompt], predicted[has_prompt])
-    )
+    row, context, pair = (float(each) for each in found[-3:])
+    model = StepModel(knots, values, row, context, pair, _noise(seconds[has_prompt], predicted[has_prompt]))
     errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
     noise = float(np.median(np.abs(predicted / seconds - 1)))
     return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
