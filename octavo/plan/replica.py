@@ -322,13 +322,15 @@ class SimulatedReplica:
             journey.last = now
             if gap > journey.longest_gap:
                 journey.longest_gap = gap
+        durations = [base + more * at for at in range(num_done)]
         if flight:
-            planned, _, ends = flight.popleft()
+            planned, duration, ends = flight.popleft()
+            durations = [duration, *durations[:-1]]  # of the steps that were committed
             flight.append((planned, base + more * (num_done - 1), ends + _sum(base, more, num_done)))
         if last.head_waits_for is not None:
             self.waits[last.head_waits_for] += now - before
         if self.feed is not None:
-            self.feed.jumped(rows, [(base + more * at) / PICOSECONDS for at in range(num_done)])
+            self.feed.jumped(rows, [duration / PICOSECONDS for duration in durations])
         self.most_pages = max(self.most_pages, self.cache.pool.num_used)
 
     def _next_tokens(self, request: Request, count: int) -> list[int]:

@@ -61,6 +61,18 @@ class Trace(msgspec.Struct, frozen=True):
         block_size = max(1, round(self.block_size * length))
         return msgspec.structs.replace(self, requests=requests, block_size=block_size)
 
+    def thinned(self, share: float) -> "Trace":
+        """A sample of the requests, whole sessions at a time: for a fleet of as small a share of the replicas, which then have the load that
+        they have in the whole one. A smaller fleet evens out less of a burst, so its tails are a little longer."""
+        if share >= 1.0:
+            return self
+        limit = int(share * 2**32)
+        requests = [
+            each for number, each in enumerate(self.requests)
+            if (each.session if each.session >= 0 else number + 1) * 0x9E3779B1 % 2**32 < limit
+        ]  # fmt: skip
+        return msgspec.structs.replace(self, requests=requests)
+
     def limited(self, count: int = 0, seconds: float = 0.0) -> "Trace":
         """The first requests; 0: no limit."""
         requests: Sequence[TraceRequest] = self.requests

@@ -69,6 +69,26 @@ def test_a_larger_load_needs_more_replicas(capsys, model):
     assert code == 1 and not json.loads(out)["answer"]["keeps_levels"]
 
 
+def test_a_sample_answers_for_the_whole(capsys, model):
+    code, out, _ = run(
+        capsys,
+        model,
+        "--chip",
+        "l4",
+        "--rate",
+        "40",
+        "--seconds",
+        "8",
+        "--output-len",
+        "8",
+        "--sample",
+        "0.1",
+        "--json",
+    )
+    found = json.loads(out)
+    assert code == 0 and found["trace"]["requests"] < 60 and found["answer"]["replicas"] % 10 == 0
+
+
 def test_a_trace_file(capsys, model, tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text(
@@ -93,6 +113,7 @@ def test_a_trace_file(capsys, model, tmp_path):
         ((*LOAD, "--chip", "l4", "--length-spread", "9"), "from 0 to 3"),
         ((*LOAD, "--chip", "l4", "--input-len", "9000", "--length-spread", "0"), "no request of the trace fits"),
         ((*LOAD, "--chip", "l4", "--max-model-len", "100000"), "--max-model-len 100000 does not fit"),
+        ((*LOAD, "--chip", "l4", "--sample", "2"), "at most 1"),
         (("--chip", "l4", "--trace", "/nowhere"), "--trace /nowhere: No such file"),
         ((*LOAD, "--costs", "/nowhere"), "--costs /nowhere: No such file"),
         (("--measure", "/nowhere/costs.json"), "does not exist"),

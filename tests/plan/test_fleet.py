@@ -2,13 +2,14 @@
 
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.messages import StepPlan
+from octavo.plan.arrivals import Lengths, Shape, trace_of
 from octavo.plan.figures import Figures, Levels
 from octavo.plan.fleet import Run, Simulation, simulate
 from octavo.plan.settings import Failure, FleetSettings, Front, ReplicaSettings
@@ -168,3 +169,18 @@ def test_levels_and_goodput():
     figures = simulate(trace, fleet_of(), levels=Levels({"ttft_p99": 0.5, "itl_p99": 1.0}))
     assert isinstance(figures, Figures)
     assert Levels({"ttft_p99": 0.5}).missed(figures) == ["ttft_p99"] and 0 < figures.good_share < 1
+
+
+def test_a_sample_on_as_many_of_the_replicas_is_like_the_whole():
+    shape = Shape(40.0, 12.0, Lengths(120, 0.5), Lengths(40, 0.5))
+    trace = trace_of(shape, 5)
+    whole, sample = simulate(trace, fleet_of(12)), simulate(trace.thinned(1 / 3), fleet_of(4))
+    assert abs(sample.num_requests * 3 / whole.num_requests - 1) < 0.1
+    for measure, most in (("ttft", 0.25), ("tpot", 0.1), ("itl", 0.1)):
+        assert abs(getattr(sample, measure).mean / getattr(whole, measure).mean - 1) < most, measure
+
+
+def test_a_sample_keeps_sessions_together():
+    trace = trace_of(Shape(4.0, 100.0, Lengths(40), Lengths(10), turns=4), 1).thinned(0.5)
+    turns = Counter(each.session for each in trace.requests)
+    assert set(turns.values()) == {4} and 20 < len(turns) < 80

@@ -1,6 +1,7 @@
 """`octavo plan`: reads the flags, runs the simulation, and prints one page or JSON."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measure:
         return _measure(arguments, config)
     levels = Levels(read_levels(arguments.slo))
-    trace = _trace(arguments, config)
+    trace = _trace(arguments, config).thinned(arguments.sample)
+    if not trace.requests:
+        raise ConfigError(f"--sample {arguments.sample:g}: no request is left; take a larger share")
     shape = read_shape(config.model.model)
     machine = _machine(arguments, config, shape)
     if arguments.check:
@@ -67,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         trace,
         machine.settings,
         levels,
-        replicas=replicas,
+        replicas=max(1, round(replicas * arguments.sample)) if replicas else 0,
         error=machine.error,
         price=arguments.price,
         searches=arguments.search,
@@ -75,6 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         note=_progress,
     )
     _progress("")
+    if arguments.sample < 1:
+        found = msgspec.structs.replace(found, replicas=replicas or math.ceil(found.replicas / arguments.sample))
+        trace = msgspec.structs.replace(
+            trace, name=f"{trace.name}, a sample of {arguments.sample:.3g} on as many of the replicas"
+        )
     if arguments.chart:
         _write(arguments.chart, chart(found.loads, levels, f"{shape.name}, {found.replicas} × {machine.name}"))
     if arguments.json:

@@ -93,6 +93,13 @@ def add_plan(commands: Any) -> None:
         metavar="X",
         help="prompts and outputs so many times as long (default: 1)",
     )
+    load.add_argument(
+        "--sample",
+        type=_share,
+        default=1.0,
+        metavar="X",
+        help="simulate this share of the requests on this share of the replicas, for large fleets (default: 1, all)",
+    )
     what = parser.add_argument_group("question")
     what.add_argument(
         "--slo",
@@ -153,6 +160,13 @@ def _positive(text: str) -> float:
     value = number(text)
     if not 0 < value < 1e12:
         raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
     return value
 
 
