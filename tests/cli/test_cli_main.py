@@ -129,6 +129,17 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "throughput" in capsys.readouterr().err
 
 
+def test_the_usage_of_a_command_with_many_flags_names_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, usage in (
+        ("serve", "[MODEL] [flags]"),
+        ("run-batch", "[INPUT] [OUTPUT] [flags]"),
+        ("rm", "[-h] NAME [NAME ...]"),
+    ):
+        with pytest.raises(SystemExit):
+            main.main([command, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: octavo {command} {usage}\n")
+
+
 def test_version_and_a_quick_help() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     first, *details = octavo("--version").stdout.splitlines()
