@@ -55,4 +55,13 @@ async def _error_response(request: Request, error: Exception) -> Response:
         wrong = error.errors()[0]
         name = str(wrong["loc"][-1])[:100]
         error = InvalidRequest(f"{name}: {wrong['msg'][:1].lower() + wrong['msg'][1:200]}", param=name)
-    return error_response(error, request.scope["octavo.request_id"], request.method, route_of(request.scope))
+    path = route_of(request.scope)
+    is_unknown = isinstance(error, HTTPException) and error.status_code == 404
+    near = _near(request.app, path) if is_unknown else ""
+    return error_response(error, request.scope["octavo.request_id"], request.method, path, near)
+
+
+def _near(app: FastAPI, path: str) -> str:
+    """The route at `path` with /v1 once before it: clients whose base URL has no /v1, or one too many, ask for the others."""
+    meant = "/v1" + path if not path.startswith("/v1/") else path.removeprefix("/v1")
+    return meant if any(getattr(route, "path", "") == meant for route in app.routes) else ""
