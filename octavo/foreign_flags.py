@@ -396,7 +396,7 @@ _CPP_SWITCHES = {
     "--metrics": _switch("/metrics is always there"),
     "--props --slots --no-slots": _switch("/props and /slots can be read, and change nothing"),
     "--no-webui --webui": _switch("the pages are always there; they need a key where the server has keys"),
-    "--embedding --embeddings": _switch("/v1/embeddings is always there, and encoders serve nothing else"),
+    "--embedding --embeddings": _switch("vectors are always at /v1/embeddings, and encoders serve nothing else"),
     "--no-warmup --warmup": _switch("the start always runs a step"),
     "--no-context-shift --context-shift": _switch("a context is never shifted: an answer ends where the context is full"),
     "--no-kv-offload -nkvo": _switch("KV pages are on the device that computes"),
@@ -434,7 +434,7 @@ _ONE_FP8 = "fp8", "there is one way to round weights to fp8"
 VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "--dtype": {"half": ("float16", ""), "float": ("float32", "")},
     "--load-format": dict.fromkeys(
-        ("safetensors", "pt", "hf", "gguf", "mistral", "npcache", "fastsafetensors", "instanttensor", "runai_streamer"), _FROM_FILES
+        ("safetensors", "pt", "hf", "gguf", "npcache", "fastsafetensors", "instanttensor", "runai_streamer"), _FROM_FILES
     ),
     "--quantization": dict.fromkeys(
         ("awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "bitsandbytes", "mxfp4", "gpt_oss_mxfp4", "fbgemm_fp8",

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from octavo.client.client import EngineClient
 from octavo.config import Config, split_list
@@ -18,6 +19,9 @@ from octavo.server.openapi import build_document
 from octavo.server.state.loopback import ask
 from octavo.server.state.service import Service
 from octavo.text import Text
+
+VERSION = "/v1"
+"""Begins OpenAI's and Anthropic's routes."""
 
 
 def build_app(
@@ -57,11 +61,13 @@ async def _error_response(request: Request, error: Exception) -> Response:
         error = InvalidRequest(f"{name}: {wrong['msg'][:1].lower() + wrong['msg'][1:200]}", param=name)
     path = route_of(request.scope)
     is_unknown = isinstance(error, HTTPException) and error.status_code == 404
-    near = _near(request.app, path) if is_unknown else ""
+    near = _near(request, path) if is_unknown else ""
     return error_response(error, request.scope["octavo.request_id"], request.method, path, near)
 
 
-def _near(app: FastAPI, path: str) -> str:
-    """The route at `path` with /v1 once before it: clients whose base URL has no /v1, or one too many, ask for the others."""
-    meant = "/v1" + path if not path.startswith("/v1/") else path.removeprefix("/v1")
-    return meant if any(getattr(route, "path", "") == meant for route in app.routes) else ""
+def _near(request: Request, path: str) -> str:
+    """The route at `path` with the version once before it: clients whose base URL has none, or one too many, ask for the others."""
+    meant = path.removeprefix(VERSION) if path.startswith(VERSION + "/") else VERSION + path
+    scope = {**request.scope, "path": request.scope.get("root_path", "") + meant}
+    has_route = any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes)
+    return meant if has_route else ""
