@@ -36,6 +36,7 @@ CHECKED = {"json", "yaml"}
 SHOWN = {"text", "nginx", "http", "ini", ""}  # output, files of other programs, drawings
 MAX_SECONDS = 120  # for the blocks of a page
 START_SECONDS = 60
+HUB_MODEL = "bartowski/SmolLM2-135M-Instruct-GGUF"  # the embedded model's name at the hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ class Place:
     folder: Path
     port: int
     replaced: dict[str, str]
-    hub: str = "http://127.0.0.1:1"  # nothing is there: no block may reach the real one
+    hub: str = ""
     printed: dict[str, str] = field(default_factory=dict)  # of a command that was a whole block
 
     def filled(self, text: str, port: int) -> str:
@@ -180,7 +181,6 @@ class Place:
             "PYTHONPATH": str(ROOT),
             "DOCS_PYTHON": sys.executable,
             "OCTAVO_CACHE": self.replaced["~/.cache/octavo"],
-            "HF_ENDPOINT": self.hub,
             "OCTAVO_PORT": str(port),
             "NO_COLOR": "1",
             "COLUMNS": "120",
@@ -204,6 +204,8 @@ def run_console(block: Block, place: Place) -> list[str]:
     environment = place.environment(port if has_server else free_port()) | (
         {"OCTAVO_MODEL": place.replaced["path/to/folder"]} if has_server else {}
     )
+    if HUB_MODEL in block.text:
+        environment |= {"HF_ENDPOINT": place.hub}
     if len(commands) == 1 and (command := lines[1]) in place.printed:  # `octavo doctor MODEL` is on two pages
         return _compared(block, commands, place.printed[command])
     done = subprocess.run(
@@ -262,9 +264,7 @@ def run_python(jobs: list[tuple[str, list[Block]]], place: Place) -> list[str]:
 def hub() -> Iterator[str]:
     """The URL of a hub that has the embedded model under its name there."""
     with registry() as opened:
-        opened.repositories["bartowski/SmolLM2-135M-Instruct-GGUF"] = {
-            "SmolLM2-135M-Instruct-Q4_1.gguf": fetch().read_bytes()
-        }
+        opened.repositories[HUB_MODEL] = {"SmolLM2-135M-Instruct-Q4_1.gguf": fetch().read_bytes()}
         yield opened.url
 
 
