@@ -82,7 +82,7 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["serv"], "COMMAND: 'serv' is not one of serve, chat, run, pull, list, rm, ps, complete, top, scale, bench, run-batch, doctor, replay, help, completion; did you mean serve?"),
+        (["serv"], "COMMAND: 'serv' is not one of serve, chat, run, pull, list, rm, ps, complete, top, scale, bench, run-batch, doctor, replay, plan, help, completion; did you mean serve?"),
         (["bench", "latncy"], "KIND: 'latncy' is not one of latency, throughput, serve; did you mean latency?"),
         (["serve", "--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["complete", ""], "the prompt is empty: give a text to continue"),
