@@ -7,8 +7,8 @@ import pytest
 from octavo.cache import KVCache
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams, StepResult
 from octavo.schedule import Scheduler
-from octavo.schedule.results import Planned
 from octavo.schedule.request import SCORED_COST
+from octavo.schedule.results import Planned
 from octavo.schedule.stall_limit import (
     AUTO_OVERHEAD,
     AUTO_SECONDS,
