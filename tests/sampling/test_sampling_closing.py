@@ -10,6 +10,7 @@ import pytest
 from llguidance import LLMatcher
 
 from octavo.errors import Field
+from octavo.sampling.grammar.bitmask import tokens_of
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, guarded
@@ -17,10 +18,9 @@ from octavo.sampling.grammar.matching import shortest_answer
 from octavo.sampling.grammar.shortest_text import has_clear_values
 from octavo.text.grammar.build import schema_grammar
 from octavo.text.grammar.limits import parser_limits
-from tests.walks import SIZE, VOCABULARY
+from octavo.text.tokenize.vocabulary import Vocabulary
+from tests.walks import VOCABULARY
 
-TOKENIZER = VOCABULARY.tokenizer(SIZE)
-ENDS, KINDS = Ends(VOCABULARY, SIZE), TokenKinds(VOCABULARY, SIZE)
 NAMES = ["id", "name", "createdAt", "createdBy", "n", "items", "type", "a longer name of a property", "é", "b"]
 STRINGS: list[dict[str, Any]] = [
     {}, {"minLength": 3}, {"pattern": "^[a-z]+-[0-9]{3}$"}, {"pattern": "x$"}, {"format": "date-time"}, {"enum": ["red", "green", "redder"]},
@@ -85,14 +85,27 @@ def form(num_parts: int) -> dict[str, Any]:
 SLACK = [0, 1, 5, 20, 60, 120]  # tokens beyond those of the shortest answer
 
 
+class Tokens:
+    """A vocabulary, and what is made of it once."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary, self.size = vocabulary, vocabulary.size
+        self.tokenizer = vocabulary.tokenizer(self.size)
+        self.ends, self.kinds = Ends(vocabulary, self.size), TokenKinds(vocabulary, self.size)
+
+
+WALKS = Tokens(VOCABULARY)
+
+
 def answers(
-    schema: dict[str, Any], rng: random.Random, num_answers: int, slack: list[int] = SLACK
+    schema: dict[str, Any], rng: random.Random, num_answers: int, slack: list[int] = SLACK, tokens: Tokens = WALKS
 ) -> list[tuple[int, bytes, bool]]:
     """max_tokens, a random answer, and whether it was closed. Empty: the shortest answer is not known."""
-    grammar = schema_grammar(schema, VOCABULARY, field=Field("schema"))
-    start = guarded(LLMatcher(TOKENIZER, grammar, log_level=0, limits=parser_limits()), grammar, KINDS)
-    proposals, growth = ENDS.proposals(grammar, KINDS.fewest_tokens), growth_of_grammar(grammar, KINDS.fewest_tokens)
-    shortest, _ = shortest_answer(ENDS, KINDS, start, grammar, proposals)
+    ends, kinds = tokens.ends, tokens.kinds
+    grammar = schema_grammar(schema, tokens.vocabulary, field=Field("schema"))
+    start = guarded(LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits()), grammar, kinds)
+    proposals, growth = ends.proposals(grammar, kinds.fewest_tokens), growth_of_grammar(grammar, kinds.fewest_tokens)
+    shortest, _ = shortest_answer(ends, kinds, start, grammar, proposals)
     is_regular = not isinstance(start, GuardedMatcher) and has_clear_values(grammar)
     found: list[tuple[int, bytes, bool]] = []
     for _ in range(num_answers if shortest else 0):
@@ -101,13 +114,13 @@ def answers(
         closing = BudgetedEnd.of(shortest, proposals, growth, is_regular=is_regular)
         max_tokens = len(shortest.tokens) + rng.choice(slack)
         for left in range(max_tokens, 0, -1):
-            bits = np.zeros(-(-SIZE // 32), dtype=np.int32)
+            bits = np.zeros(-(-tokens.size // 32), dtype=np.int32)
             at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            is_last = ENDS.restrict(closing, at, bits, left)
-            token = rng.choice(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:SIZE]).tolist())
-            if is_end := token in VOCABULARY.eos_ids:
+            is_last = ends.restrict(closing, at, bits, left)
+            token = rng.choice(tokens_of(bits, tokens.size).tolist())
+            if is_end := token in tokens.vocabulary.eos_ids:
                 break
-            said += VOCABULARY.spell(token)
+            said += tokens.vocabulary.spell(token)
             assert at.consume_token(token)
             closing.last = token
             if is_last:
@@ -134,6 +147,19 @@ def test_an_answer_of_many_parts_closes_with_little_slack(slack: int) -> None:
     for max_tokens, said, is_closed in answers(schema, random.Random(slack), 2, [slack]):
         assert is_closed, (max_tokens, said)
         jsonschema.validate(json.loads(said), schema)
+
+
+@pytest.mark.model
+def test_an_answer_of_many_parts_closes_with_a_models_vocabulary() -> None:
+    """Its tokens span several parts of JSON, so that an end can be spelled in many ways."""
+    from octavo.text.load import load_text
+    from octavo.weights.sources.source import resolve
+
+    tokens, schema = Tokens(load_text(resolve("").path).vocabulary), form(24)
+    for slack in (5, 20):
+        for max_tokens, said, is_closed in answers(schema, random.Random(slack), 2, [slack], tokens):
+            assert is_closed, (max_tokens, said)
+            jsonschema.validate(json.loads(said), schema)
 
 
 @pytest.mark.parametrize(
