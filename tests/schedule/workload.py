@@ -11,7 +11,7 @@ from octavo.cache.pool import PageChanges
 from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
-from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule import POLICIES, Fairness, Scheduler
 from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
 from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Planned
@@ -90,6 +90,7 @@ class Workload:
     has_responses: bool = False  # several prompts are parts of one response, and have more choices than there are rows
     has_drafts: bool = False  # rows verify tokens that are right, wrong, or right for a while
     policy: str = "fcfs"
+    has_tenants: bool = False  # requests are of several, which are served by their weights
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
@@ -140,6 +141,8 @@ class Workload:
         self._want_vectors(random.Random(self.seed + 10**9))
         if self.has_responses:
             self._join_responses(random.Random(self.seed + 6 * 10**9))
+        if self.has_tenants:
+            self._assign_tenants(random.Random(self.seed + 12 * 10**9))
         if self.has_beams:
             self._search_beams(random.Random(self.seed + 3 * 10**9))
         if self.has_grammars:
@@ -160,6 +163,7 @@ class Workload:
             self.stall_limit,
             self.num_stages,
             speculation,
+            Fairness(self.rows, self.budget) if self.has_tenants else None,
         )
         self.num_left_out: dict[int, int] = {}  # sequence → plans since it could have been in one
         self.pages_reported: set[bytes] = set()  # of the prefix cache, by what plan() and commit() have returned
@@ -230,10 +234,12 @@ class Workload:
             if each.request.late_steps:  # perhaps because a window has passed its pages, which none can give back
                 continue
             younger = [request for request in planned.requests if request.order > each.request.order]
+            younger = [request for request in younger if request.tenant is each.request.tenant]
             assert not any(request.gives_way for request in younger), "a younger one stays"
         if head is None or not head.is_primary or planned.returned or planned.head_waits_for != "rows":
             return
         younger = [request for request in scheduler.running if request.gives_way and request.order > head.order]
+        younger = [request for request in younger if request.tenant is head.tenant]
         width = len(search_of(head)) or 1
         # Pages may have become free since it was decided; so only where they cannot have been scarce.
         own = self.cache.num_missing(head.sequence, head.tokens, reuse=False) + self.cache.pool.num_free
@@ -253,10 +259,22 @@ class Workload:
         one = [request for request, count in left if count == 1 and request.length < request.max_len]
         return one, [request for request, count in left if count > 1 and not search_of(request) and request.capacity]
 
+    def _entered_before_limit(
+        self, planned: Planned, columns: list[tuple[Request, int, int]]
+    ) -> list[tuple[Request, int]]:
+        """(request, start) of those that came back from host pages with one token to compute, before the limit was found: that is when
+        the first prompt is planned, or the first request asks to enter that may have one."""
+        entered = []
+        for request, start, count in columns:
+            comes_back = request in planned.admitted and request.sequence in self._swapped
+            if count > 1 or (request in planned.admitted and not comes_back):
+                break
+            if comes_back:
+                entered.append((request, start))
+        return entered
+
     def _check_limit(self, planned: Planned, one: list[Request], several: list[Request], had_output: set[int]) -> None:
         """Beside streams, a step computes as much of prompts as there is time for, the oldest first, and never nothing of the oldest."""
-        if self.num_stages > 1:  # other rows are in other plans: test_stall_limit.py has what then holds
-            return
         costs, plan = self.scheduler.costs, planned.plan
         if self.stall_limit is None:
             assert planned.capped is None
@@ -264,8 +282,13 @@ class Workload:
         drafted = {draft.at: len(draft.tokens) for draft in plan.drafts}
         counts = [count - drafted.get(at, 0) for at, count in enumerate(plan.counts)]
         columns = list(zip(planned.requests, plan.starts, counts, strict=True))
-        if planned.returned or any(count == 1 and request in planned.admitted for request, _, count in columns):
-            return  # the limit was found with rows that then left, or with those that entered with one token to compute
+        if planned.returned:
+            return  # the limit was found with rows that then left
+        if self.num_stages > 1:  # rows that are in other plans
+            one = [request for request in one if request in planned.requests or not request.pending]
+        entered = self._entered_before_limit(planned, columns)
+        one = [*one, *(request for request, _ in entered)]
+        had_output = had_output | {request.sequence for request, start in entered if start >= request.prompt_len}
         streams = [request for request in one if request.sequence in had_output and not search_of(request)]
         chunks = [(request, start, count) for request, start, count in columns if count > 1]
         if not streams:
@@ -278,9 +301,12 @@ class Workload:
             assert is_whole or sum(count for _, _, count in chunks) <= most, "more than a part of the budget"
             self.tally.unknown += planned.capped is not None
             return
-        context = sum(self._computed[request.sequence] for request in one)
+        computed = self._computed | {request.sequence: start for request, start in entered}
+        context = sum(computed[request.sequence] for request in one)
         seconds = costs.seconds(StepShape(len(one), 0, context, 0))
-        left = max(self.stall_limit.within(costs, seconds) - seconds, MIN_SHARE * seconds)
+        num_turns = 1 if self.num_stages == 1 else self.num_stages + 1  # plans from one token of a row to the next
+        limit = self.stall_limit.within(costs, seconds * num_turns) / num_turns
+        left = max(limit - seconds, MIN_SHARE * seconds)
         for at, (request, start, count) in enumerate(chunks):
             took = costs.chunk_seconds(start, count)
             if took > left * (1 + 1e-9) + 1e-12:
@@ -298,7 +324,8 @@ class Workload:
         is_full = sum(plan.counts) == self.budget or any(search_of(request) for request, _, _ in chunks)
         assert not in_plan or in_plan[0] or is_full, "the oldest prompt starves"
         whole = any(request.needs_one_step for request in planned.admitted)
-        if self.budget >= len(one) + MIN_PROMPT_TOKENS and not whole:
+        # With several stages a row may be left for the next plan: _check_turn() has how long it may wait.
+        if self.budget >= len(one) + MIN_PROMPT_TOKENS and not whole and self.num_stages == 1:
             missing = [request for request in streams if request not in planned.requests and not request.late_steps]
             assert not missing, "prompts took a stream's place"
         self.tally.capped += planned.capped is not None
@@ -335,8 +362,9 @@ class Workload:
         self.num_left_out = {sequence: self.num_left_out.get(sequence, 0) + 1 for sequence in ready}
         if sum(plan.counts) == self.budget or planned.returned:  # there was no room
             self.num_left_out = {}
-        # One more for a choice that was forked by the first of these plans.
-        assert all(count <= self.num_stages + 1 for count in self.num_left_out.values()), "left out for too long"
+        # One more for a choice that was forked by the first of these plans. Rows of a tenant that was served less go first.
+        most = self.num_stages + 1 + (self.rows if self.has_tenants else 0)
+        assert all(count <= most for count in self.num_left_out.values()), "left out for too long"
         self.tally.left_out += bool(self.num_left_out)
         self.tally.turns += bool(decodes)
 
@@ -367,10 +395,16 @@ class Workload:
             changed = msgspec.structs.replace(source, params=params, response_id=response_id)
             self.arrivals[at] = (step, changed)
 
+    def _assign_tenants(self, r: random.Random) -> None:
+        weights = [r.choice([0.5, 1.0, 2.0, 4.0]) for _ in range(r.choice([2, 3, 5]))]
+        for at, (step, source) in enumerate(self.arrivals):
+            tenant = r.randrange(len(weights))
+            self.arrivals[at] = (step, msgspec.structs.replace(source, tenant=tenant, weight=weights[tenant]))
+
     def _search_beams(self, r: random.Random) -> None:
         """Some requests become beam searches, with pages for the largest of them as the door sees to it; some workloads are
         scheduled by priority."""
-        self.policy = r.choice([*POLICIES])
+        self.policy = "fcfs" if self.has_tenants else r.choice([*POLICIES])
         needed = self.least_pages
         for at, (step, source) in enumerate(self.arrivals):
             params, stop_ids = source.params, source.stop_ids
@@ -393,7 +427,7 @@ class Workload:
                 needed = max(needed, pages)
             priority = r.randrange(-1, 2) if self.policy == "priority" else 0
             pooling = {"pooling": source.pooling, "needs_one_step": source.needs_one_step, "priority": priority}
-            pooling["response_id"] = source.response_id
+            pooling |= {"response_id": source.response_id, "tenant": source.tenant, "weight": source.weight}
             self.arrivals[at] = (step, GenerateRequest(source.id, source.prompt_ids, params, stop_ids, **pooling))
         self.num_pages = needed + r.choice([0, 0, 1, 5])
         self._start_engine()
@@ -434,6 +468,7 @@ class Workload:
             one, several = self._before()
             had_output = {request.sequence for request in one if request.length > request.prompt_len}
             self._computed = {request.sequence: request.computed for request in one}
+            self._swapped = {request.sequence for request in scheduler.rows.waiting if request.is_swapped}
             preemptions = scheduler.num_preemptions
             planned = scheduler.plan()
             self._check_limit(planned, one, several, had_output)
@@ -566,7 +601,9 @@ class Workload:
             ):  # preempted for one of a lower rank
                 continue
             younger = [other for other in scheduler.running if other.order > request.order]
-            assert all(other.gives_way or other.rank > request.rank for other in younger), "overtaking within a rank"
+            assert all(other.gives_way or other.order[0] > request.order[0] for other in younger), (
+                "overtaking within a rank"
+            )
         self._check_turns()
         self.tally.overtaken += any(
             other.sequence > request.sequence for other in scheduler.running for request in waiting

@@ -77,6 +77,7 @@ class OpenJourney:
     def __init__(self, id: str, method: str, path: str, api_process: int, received: float) -> None:
         self.id, self.method, self.path, self.api_process = id, method, path, api_process
         self.owner = b""  # of its API key (server/state/owners.py)
+        self.user = self.header_value = ""  # by which it may share the engine, within its key (--fairness)
         self.handler = path  # then the route's pattern, once that is known
         self.received, self.received_at = received, time.time() - (time.monotonic() - received)
         self.status = 0
