@@ -61,6 +61,7 @@ def test_no_verdict_on_a_case_of_the_suite_is_wrong():
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}, [0, -5], [1.5, "a"]),
         ({"type": "string", "maxLength": 2**31 - 1}, ["", "a" * 50], [1]),
         ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2}, [{"a": 1, "c": 2}, {"a": 1, "b": 1, "c": 1}], [{}, {"b": 1}]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "additionalProperties": False}, [{"a": 1}, {"a": 1, "b": 1}], [{}]),
         ({"type": ["object", "null"], "properties": {"a": {}, "b": {}}, "required": ["b"], "minProperties": 2}, [None, {"a": 1, "b": 1}], [{"b": 1}]),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"p": {"type": "array", "items": {"$ref": "#/$defs/a"}, "uniqueItems": True}}}}}, [{"p": [{}, {"p": []}]}], [{"p": [{}, {}]}]),
         ({"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}, ["1", "-0.5", ".5", "7."], ["", "-", ".", "+."]),

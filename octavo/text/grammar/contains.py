@@ -6,7 +6,10 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-MAX_POSITIONS = 16  # items among which the matching ones are
+MAX_POSITIONS = 16  # items of an array among which the matching ones may be anywhere
+_FIRST = (
+    4  # of a longer one: items among which they are. Few, so that an answer that comes to its end can still have them
+)
 _MAX_CASES = 64
 
 
@@ -17,10 +20,11 @@ def contains_cases(
     its first ones, and whether that is all of them. No schemas: there are too many ways. `wanted`: matches; `others`: does not; only
     needed if there is a most. `longest`: items that the array may have."""
     counts = [least] if most is None else range(least, most + 1)
-    num_positions = MAX_POSITIONS if longest is None else min(MAX_POSITIONS, longest)
+    is_long = longest is None or longest > MAX_POSITIONS
+    num_positions = max(_FIRST, min(least, MAX_POSITIONS)) if longest is None or is_long else longest
     while num_positions and _num_cases(num_positions, counts) > _MAX_CASES:
         num_positions -= 1
-    if num_positions < min(least, MAX_POSITIONS if longest is None else longest):
+    if num_positions < least and (longest is None or longest >= least):
         return [], False
     between: Schema | bool = True if most is None else others
     cases: list[Schema] = []

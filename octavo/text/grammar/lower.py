@@ -373,11 +373,13 @@ class _Lowering:
         """More properties than are required: a choice of which of the listed ones these are."""
         least, required = core.get("minProperties", 0), {*core.get("required", ())}
         missing = int(least) - len(required)
-        if least <= 1 or missing <= 0 or "object" not in types_of(core):
+        if missing <= 0 or "object" not in types_of(core):
             return
         listed = [
             name for name, part in core.get("properties", {}).items() if part is not False and name not in required
         ]
+        if least == 1 and (self._num_strict or not 1 <= len(listed) <= _MAX_CASES):
+            return  # enforced as it is, if no property is listed
         if not 1 <= math.comb(len(listed), missing) <= _MAX_CASES:
             raise Unenforced(
                 at.place, "minProperties", "enforced up to 1, and for a choice among few listed properties"
