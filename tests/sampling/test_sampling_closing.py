@@ -10,16 +10,17 @@ import pytest
 from llguidance import LLMatcher
 
 from octavo.errors import Field
+from octavo.sampling.grammar.bitmask import tokens_of
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
-from octavo.sampling.grammar.guarded_matcher import TokenKinds, guarded
+from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, guarded
 from octavo.sampling.grammar.matching import shortest_answer
+from octavo.sampling.grammar.shortest_text import has_clear_values
 from octavo.text.grammar.build import schema_grammar
 from octavo.text.grammar.limits import parser_limits
-from tests.walks import SIZE, VOCABULARY
+from octavo.text.tokenize.vocabulary import Vocabulary
+from tests.walks import VOCABULARY
 
-TOKENIZER = VOCABULARY.tokenizer(SIZE)
-ENDS, KINDS = Ends(VOCABULARY, SIZE), TokenKinds(VOCABULARY, SIZE)
 NAMES = ["id", "name", "createdAt", "createdBy", "n", "items", "type", "a longer name of a property", "é", "b"]
 STRINGS: list[dict[str, Any]] = [
     {}, {"minLength": 3}, {"pattern": "^[a-z]+-[0-9]{3}$"}, {"pattern": "x$"}, {"format": "date-time"}, {"enum": ["red", "green", "redder"]},
@@ -52,26 +53,76 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
             return {"type": kind}
 
 
-def answers(schema: dict[str, Any], rng: random.Random, num_answers: int) -> list[tuple[int, bytes, bool]]:
+def form(num_parts: int) -> dict[str, Any]:
+    """A schema of many required parts, each with optional members of its own."""
+    person: dict[str, Any] = {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "email": {"type": "string", "format": "email"},
+        "tags": {"type": "array", "items": {"enum": ["new", "old", "friend"]}, "maxItems": 3},
+        "notes": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    }
+    code = {"type": "string", "pattern": "^[a-z]{2,8}$"}
+    parts = {f"part_{at}": {"$ref": f"#/$defs/kind_{at}"} if at % 3 else code for at in range(num_parts)}
+    kinds = {
+        f"kind_{at}": {
+            "type": "object",
+            "properties": {**person, f"choice_{at}": {"enum": [f"{at} {option}" for option in range(12)]}},
+            "required": ["name", f"choice_{at}"],
+            "additionalProperties": False,
+        }
+        for at in range(num_parts)
+    }
+    return {
+        "type": "object",
+        "properties": parts,
+        "required": list(parts),
+        "additionalProperties": False,
+        "$defs": kinds,
+    }
+
+
+SLACK = [0, 1, 5, 20, 60, 120]  # tokens beyond those of the shortest answer
+
+
+class Tokens:
+    """A vocabulary, and what is made of it once."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary, self.size = vocabulary, vocabulary.size
+        self.tokenizer = vocabulary.tokenizer(self.size)
+        self.ends, self.kinds = Ends(vocabulary, self.size), TokenKinds(vocabulary, self.size)
+
+
+WALKS = Tokens(VOCABULARY)
+
+
+def answers(
+    schema: dict[str, Any], rng: random.Random, num_answers: int, slack: list[int] = SLACK, tokens: Tokens = WALKS
+) -> list[tuple[int, bytes, bool]]:
     """max_tokens, a random answer, and whether it was closed. Empty: the shortest answer is not known."""
-    grammar = schema_grammar(schema, VOCABULARY, field=Field("schema"))
-    start = guarded(LLMatcher(TOKENIZER, grammar, log_level=0, limits=parser_limits()), grammar, KINDS)
-    proposals, growth = ENDS.proposals(grammar, KINDS.fewest_tokens), growth_of_grammar(grammar, KINDS.fewest_tokens)
-    shortest, _ = shortest_answer(ENDS, KINDS, start, grammar, proposals)
+    ends, kinds = tokens.ends, tokens.kinds
+    grammar = schema_grammar(schema, tokens.vocabulary, field=Field("schema"))
+    start = guarded(LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits()), grammar, kinds)
+    proposals, growth = ends.proposals(grammar, kinds.fewest_tokens), growth_of_grammar(grammar, kinds.fewest_tokens)
+    shortest, _ = shortest_answer(ends, kinds, start, grammar, proposals)
+    is_regular = not isinstance(start, GuardedMatcher) and has_clear_values(grammar)
     found: list[tuple[int, bytes, bool]] = []
     for _ in range(num_answers if shortest else 0):
         assert shortest is not None
-        at, closing, said, is_last = start.deep_copy(), BudgetedEnd.of(shortest, proposals, growth), b"", False
-        max_tokens = len(shortest.tokens) + rng.choice([0, 1, 5, 20, 60, 120])
+        at, said, is_last = start.deep_copy(), b"", False
+        closing = BudgetedEnd.of(shortest, proposals, growth, is_regular=is_regular)
+        max_tokens = len(shortest.tokens) + rng.choice(slack)
         for left in range(max_tokens, 0, -1):
-            bits = np.zeros(-(-SIZE // 32), dtype=np.int32)
+            bits = np.zeros(-(-tokens.size // 32), dtype=np.int32)
             at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            is_last = ENDS.restrict(closing, at, bits, left)
-            token = rng.choice(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:SIZE]).tolist())
-            if is_end := token in VOCABULARY.eos_ids:
+            is_last = ends.restrict(closing, at, bits, left)
+            token = rng.choice(tokens_of(bits, tokens.size).tolist())
+            if is_end := token in tokens.vocabulary.eos_ids:
                 break
-            said += VOCABULARY.spell(token)
+            said += tokens.vocabulary.spell(token)
             assert at.consume_token(token)
+            closing.last = token
             if is_last:
                 break
         found.append((max_tokens, said, is_end or at.is_accepting()))
@@ -87,3 +138,38 @@ def test_every_answer_to_a_random_schema_closes(seed: int) -> None:
     for max_tokens, said, is_closed in found:
         assert is_closed, (max_tokens, said)
         jsonschema.validate(json.loads(said), schema)
+
+
+@pytest.mark.parametrize("slack", [0, 1, 5, 20])
+def test_an_answer_of_many_parts_closes_with_little_slack(slack: int) -> None:
+    """An end that is longer by a token or two than necessary does not fit, and white space and beginnings of characters use tokens up."""
+    schema = form(6)
+    for max_tokens, said, is_closed in answers(schema, random.Random(slack), 2, [slack]):
+        assert is_closed, (max_tokens, said)
+        jsonschema.validate(json.loads(said), schema)
+
+
+@pytest.mark.model
+def test_an_answer_of_many_parts_closes_with_a_models_vocabulary() -> None:
+    """Its tokens span several parts of JSON, so that an end can be spelled in many ways."""
+    from octavo.text.load import load_text
+    from octavo.weights.sources.source import resolve
+
+    tokens, schema = Tokens(load_text(resolve("").path).vocabulary), form(24)
+    for slack in (5, 20):
+        for max_tokens, said, is_closed in answers(schema, random.Random(slack), 2, [slack], tokens):
+            assert is_closed, (max_tokens, said)
+            jsonschema.validate(json.loads(said), schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_clear"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "object"}]}, True),
+        ({"anyOf": [{"type": "object", "required": ["a"]}, {"type": ["object", "null"]}]}, False),
+        ({"items": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "array"}]}, "$defs": {"a": {"enum": [[1]]}}}, False),
+        ({"items": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "array"}]}, "$defs": {"a": {"enum": [1]}}}, True),
+    ],
+)
+def test_values_are_clear_where_no_two_alternatives_are_alike(schema: dict[str, Any], is_clear: bool) -> None:
+    assert has_clear_values(schema_grammar(schema, VOCABULARY, field=Field("schema"))) is is_clear

@@ -100,11 +100,21 @@ class Done:
     def __init__(self, *tokens: int, counted: set[int] | None = None) -> None:
         self._tokens, self._counted = tokens, counted
 
+    def is_done(self) -> bool:
+        return True
+
     def tokens(self) -> tuple[int, ...]:
         return self._tokens
 
     def counted(self) -> set[int] | None:
         return self._counted
+
+
+class Running(Done):
+    """A step whose tokens arrive when they are asked for, as on a GPU."""
+
+    def is_done(self) -> bool:
+        return False
 
 
 def left(masks: Masks | None, number: int = 0) -> set[str | int]:
@@ -147,26 +157,28 @@ def params(grammar: str = ABC, **values) -> SamplingParams:
     return SamplingParams(grammar=grammar, **values)
 
 
-def test_masks_follow_the_tokens_of_the_step_before(found):
+@pytest.mark.parametrize("step", [Done, Running])
+def test_masks_follow_the_tokens_of_the_step_before(found, step):
     assert found.masks(rows(0, 1), rows(5, 5)) is None
     found.enter(4, params(), 3, [], [*ENDS])
     masks = found.masks(rows(2, 4), rows(5, 3))
     assert masks is not None and masks.at.tolist() == [1] and left(masks) == {"a"}
-    found.started(Done(99, ord("a")))
+    found.started(step(99, ord("a")))
     assert left(found.masks(rows(4), rows(4))) == {"b", "c", *ENDS}
-    found.started(Done(ord("b")))
+    found.started(step(ord("b")))
     assert found.masks(rows(2), rows(6)) is None  # a step without the row: the row's state is kept
-    found.started(Done(7))
+    found.started(step(7))
     assert left(found.masks(rows(4), rows(5))) == {"b", "c", *ENDS}
-    found.started(Done(ord("c")))
+    found.started(step(ord("c")))
     assert left(found.masks(rows(4), rows(6))) == ENDS
-    found.started(Done(EOS))
+    found.started(step(EOS))
     assert len(left(found.masks(rows(4), rows(7)))) == SIZE  # the answer is over: tokens sampled now are discarded
     found.leave(4)
     assert found.masks(rows(4), rows(7)) is None
 
 
-def test_masks_behind_a_draft_are_those_of_steps_of_one_token(found):
+@pytest.mark.parametrize("step", [Done, Running])
+def test_masks_behind_a_draft_are_those_of_steps_of_one_token(found, step):
     """As far as the grammar allows the draft; what lies behind counts as late, and the row goes on from what was sampled."""
     wanted = params(max_tokens=1000)
     found.enter(0, wanted, 3, [], [*ENDS])
@@ -176,9 +188,13 @@ def test_masks_behind_a_draft_are_those_of_steps_of_one_token(found):
     assert masks is not None and masks.at.tolist() == [0, 4, 1, 2, 3, 5, 6] and masks.late == [5, 6]
     more = {"b", "c", *ENDS}
     assert [left(masks, number) for number in range(5)] == [{"a"}, more, more, more, more]
-    found.started(Done(*b"abcbbxx", 9, counted={0, 1, 2, 4, 7}))  # the third sample of row 0 was not what was drafted
+    found.started(step(*b"abcbbxx", 9, counted={0, 1, 2, 4, 7}))  # the third sample of row 0 was not what was drafted
+    found.drafts = {1: [*b"bb"]}
+    masks = found.masks(rows(1, 1, 1), rows(6, 7, 8))
+    assert [left(masks, number) for number in range(3)] == [more] * 3 and not masks.late
+    found.started(step(*b"bbx", counted={0, 1}))
     found.drafts = {}
-    masks = found.masks(rows(0, 1), rows(6, 6))
+    masks = found.masks(rows(0, 1), rows(6, 8))
     assert left(masks, 0) == ENDS and left(masks, 1) == more and not masks.late
     assert len(found._free_ahead) == len({*found._free_ahead}), "slots are free once"
 
@@ -190,6 +206,31 @@ def test_no_masks_behind_an_end_or_near_the_limit(found):
     masks = found.masks(rows(0, 0, 0, 0, 1, 1), rows(5, 6, 7, 8, 5, 6))
     assert masks is not None and masks.at.tolist() == [0, 4, 1, 2, 3, 5]
     assert masks.late == [1, 2, 3, 5]
+
+
+def test_masks_are_asked_for_as_soon_as_a_step_is_done(found):
+    """So that they are computed while the next step is planned. A row that leaves meanwhile gives its slots back, once each."""
+    found.enter(0, params(max_tokens=9), 3, [], [*ENDS])
+    found.enter(1, params(max_tokens=1), 3, [], [*ENDS])
+    found.masks(rows(0, 1), rows(3, 3))
+    found.started(Done(*b"aa"))
+    assert [row.asked for row in found.rows.values()] == [4, 3], "the second has no token left"
+    assert found.rows[0].process.num_unanswered == 1
+    found.leave(0)
+    found.enter(0, params(max_tokens=9), 3, [*b"ab"], [*ENDS])
+    assert left(found.masks(rows(0), rows(5))) == {"b", "c", *ENDS}
+    assert found.rows[0].process.num_unanswered == 0 and not found.rows[0].process.retired
+    assert len(found._free_slots) == len({*found._free_slots})
+
+
+def test_slots_come_back_from_a_grammar_without_rows(make_grammars):
+    found = make_grammars(num_slots=1)
+    for grammar in (ABC, HEAD + 'start: "x"+', ABC):
+        found.enter(0, params(grammar, max_tokens=9), 3, [], [*ENDS])
+        first = left(found.masks(rows(0), rows(3)))
+        assert len(first) == 1
+        found.started(Done(ord(str(*first))))  # the next mask is asked for, and the row leaves
+        found.leave(0)
 
 
 def test_who_comes_into_a_row_does_not_hear_of_who_left_it(found):

@@ -314,7 +314,7 @@ class TestNamesInErrors:
     ODD: ClassVar[dict[str, Any]] = {
         "type": "object",
         "properties": {
-            name: {"type": "array", "items": {"type": "string"}, "contains": {"const": "a"}}
+            name: {"type": "array", "items": {"type": "string"}, "contains": {"const": "a"}, "minContains": 40}
             for name in ("reasoning_effort", "messages", "max_tokens", "response_format", "x.function")
         },
     }

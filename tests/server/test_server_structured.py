@@ -71,16 +71,16 @@ async def test_what_asks_for_nothing_costs_nothing(serve: Serve, fields: dict[st
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"schema": {"type": "array", "contains": {"const": 1}}},
+                    "json_schema": {"schema": {"type": "array", "not": {"not": {"contains": {"const": 1}}}}},
                 }
             },
             "response_format.json_schema.schema",
-            "'contains' (at #)",
+            "'contains' (at #/not/not)",
         ),
         (
-            {"response_format": {"type": "json_object", "schema": {"contains": {"const": 1}}}},
+            {"response_format": {"type": "json_object", "schema": {"not": {"not": {"contains": {"const": 1}}}}}},
             "response_format.schema",
-            "'contains' (at #)",
+            "'contains' (at #/not/not)",
         ),
         ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema", "'json_object'"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
@@ -170,7 +170,7 @@ async def test_an_alias_that_cannot_be_honoured_is_refused(serve: Serve, fields:
 
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "title": "numbers"}
-HAS_TWO = {**UNIQUE, "contains": {"const": 2}}  # which cannot be enforced
+HAS_TWO = {**UNIQUE, "not": {"not": {"contains": {"const": 2}}}}  # which cannot be enforced
 
 
 def saying(text: str) -> ScriptedEngine:
@@ -204,7 +204,7 @@ async def test_a_check_goes_with_any_field_that_has_a_schema(serve: Serve):
     assert body["choices"][0]["schema_valid"] is True
     assert body["ignored_fields"] == ["response_format.json_schema.schema.title"]
     error = error_of(await client.post(CHAT, json={**BODIES[CHAT], "response_format": wish["response_format"]}), 400)
-    assert "'contains' (at #) cannot be enforced" in error["message"] and "'check'" in error["message"]
+    assert "'contains' (at #/not/not) cannot be enforced" in error["message"] and "'check'" in error["message"]
     plain = (await client.post(CHAT, json={**BODIES[CHAT], "response_format": NAMED})).json()
     assert "schema_valid" not in plain["choices"][0]
 

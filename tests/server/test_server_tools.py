@@ -32,7 +32,10 @@ BROKEN = {
     "type": "function",
     "function": {
         "name": "x",
-        "parameters": {"type": "object", "properties": {"a": {"type": "array", "contains": {"const": 1}}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "array", "not": {"not": {"contains": {"const": 1}}}}},
+        },
     },
 }
 TURNS = (

@@ -45,7 +45,8 @@ _OPENS_NOTHING = 16  # tokens left beyond those of the end: from here on nothing
 _ENDS = 4  # tokens left beyond those of the end: from here on it ends; a partial character takes three to complete
 _NEAR = 8  # tokens left: from here on search at every token, and on other paths too
 _FEW = 64  # tokens that are tried one by one
-_LOOKED_FOR = 16  # of those: the number that may need a search for their end
+_LOOKED_FOR = 16  # of those: the number that may need a search for their end, …
+_LEAST_LOOKED_FOR = 3  # … and with an end of thousands of tokens
 _GROWTH = 4  # an end comes nearer by at most about this many tokens with each token of an answer
 _MAX_CIRCLES = 8  # consecutive tokens that needed a full mask: tokens that close or are forced need none
 _MAX_MASKS = 256  # full masks in failed searches of one answer: some take tenths of a millisecond each
@@ -64,6 +65,7 @@ _TRIED = ((300, 10), (400, 64), (len(SIGNS), 0))
 _ONWARD = b"01,: " + bytes(sorted({*range(33, 127)} - {*b'01,:"]}'}, key=lambda byte: (chr(byte).isalnum(), byte)))
 _REPEATS = 3  # consecutive tokens that neither close nor are forced: then a way out of a repetition is searched
 _TURNS = 12  # of those characters: the number that is followed for a second step
+_STRING_SIGNS = frozenset(b'"\\')  # signs with a meaning of their own within a string
 _ONWARD_FROM = 32  # tokens left: such a search takes tenths of a millisecond, and earlier there is still time
 _MAX_ONWARD = 4  # such searches on one path to an end
 
@@ -83,6 +85,10 @@ class BudgetedEnd:
     looks_at: int = _LOOKS_FROM  # tokens left at the next search for an end
     end: list[int] = field(default_factory=list)  # remaining tokens of the end, once the answer must end
     known: list[int] = field(default_factory=list)  # the end found last
+    known_at: int = -1  # tokens left when that was known to be one
+    last: int = -1  # the token generated last
+    place: int = 0  # in the text of the shortest answer: the end found last goes on there
+    is_regular: bool = False  # what follows a value does not depend on what the value is
     num_masks: int = 0  # full masks in failed searches, and tokens found to be forced
     # Context → the token that was forced after it, such as the rest of a property name.
     spelled: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -94,15 +100,27 @@ class BudgetedEnd:
     growth: int = _GROWTH  # an end moves away by at most about this many tokens with each token of an answer
 
     @staticmethod
-    def of(shortest: ShortestCompletion | None, proposals: Proposals | None = None, growth: int = 0) -> "BudgetedEnd":
+    def of(
+        shortest: ShortestCompletion | None,
+        proposals: Proposals | None = None,
+        growth: int = 0,
+        *,
+        is_regular: bool = False,
+    ) -> "BudgetedEnd":
         """The state at the beginning of an answer, given its grammar's shortest completion."""
         growth = max(growth, _GROWTH)
         if shortest is None:
-            return BudgetedEnd(_LOOKS_FROM + growth, proposals=proposals, growth=growth)
+            return BudgetedEnd(_LOOKS_FROM + growth, proposals=proposals, growth=growth, is_regular=is_regular)
         looks_from = max(_LOOKS_FROM, shortest.looks_from, len(shortest.tokens) + 2 * growth + 32)
         map_to_end = shortest if shortest.looks_from > _LOOKS_FROM else None  # a short one is of no use later on
         return BudgetedEnd(
-            looks_from, known=shortest.tokens, shortest=map_to_end, num_missed=0, proposals=proposals, growth=growth
+            looks_from,
+            known=shortest.tokens,
+            shortest=map_to_end,
+            num_missed=0,
+            proposals=proposals,
+            growth=growth,
+            is_regular=is_regular,
         )
 
 
@@ -116,7 +134,7 @@ class Ends:
         # [3, V] ranks, the lower, the nearer to an end: outside strings; inside a string, where all but a quote continues it;
         # inside a string that requires certain characters before it may end, such as an address.
         ranks = [[_NEVER] * vocab_size for _ in range(3)]
-        opening, blank, leaving = (bytearray(-(-vocab_size // WORD) * WORD) for _ in range(3))
+        opening, blank, leaving, partial = (bytearray(-(-vocab_size // WORD) * WORD) for _ in range(4))
         single: dict[bytes, int] = {}
         for token in range(min(vocab_size, vocabulary.size)):
             if token not in vocabulary.special_ids and (piece := vocabulary.spell(token)):
@@ -127,6 +145,7 @@ class Ends:
                 opening[token] = opens(piece)
                 blank[token] = not piece.strip()
                 leaving[token] = opening[token] and opens(piece.partition(b'"')[2])
+                partial[token] = not piece.isascii() and not _is_text(piece)
                 if len(piece) == 1:
                     single.setdefault(piece, token)
                 if piece in (b"}", b"q"):
@@ -136,12 +155,15 @@ class Ends:
         # Tokens that end a string and begin something after it.
         self._leaves: Words = np.packbits(np.frombuffer(leaving, np.uint8), bitorder="little").view(np.int32)
         self._blank: Words = np.packbits(np.frombuffer(blank, np.uint8), bitorder="little").view(np.int32)
+        # Tokens that begin or end within a character.
+        self._partial: Words = np.packbits(np.frombuffer(partial, np.uint8), bitorder="little").view(np.int32)
         self._eos_ids = [token for token in vocabulary.eos_ids if token < vocab_size]
         self._bits: Words = np.empty_like(self._opens)
         self._bits_at = self._bits.ctypes.data
         self._num_masks = 0  # full masks computed in searches that left a choice: they take most of the time
         self._num_spelled = 0  # … that left one forced text
         self._max_looks = _NO_LIMIT  # of both kinds together
+        self._joined_at = 0  # in the text of a shortest answer: where the end found last goes on
         self._content = ~(self._opens | self._blank)
         self._comma = [single[b","]] if b"," in single else []
         self._openers = [single[sign] for sign in (b",", b"[", b"{") if sign in single]
@@ -213,6 +235,8 @@ class Ends:
                 bits &= ~self._leaves  # within a string nothing is begun, unless a token ends it
                 return False
             harmless = bits & ~self._opens
+            if is_text and (characters := harmless & ~self._partial).any():  # within a character no end is found
+                harmless = characters
             if (harmless & ~self._blank).any():  # else only space could follow, where a comma or a bracket is due
                 bits[:] = harmless
             else:
@@ -238,6 +262,7 @@ class Ends:
             self.restrict(ending, matcher, bits, num_left - number)
             if not matcher.consume_token(token):
                 return False
+            ending.last = token
         return True
 
     def _make_do(self, ending: BudgetedEnd, matcher: Matcher, bits: Words, num_left: int) -> None:
@@ -281,13 +306,19 @@ class Ends:
         `end`: a known end, whose first token is one of them."""
         fitting = end[:1]
         num_looked_for, most = 0, self._num_masks + 2 * _LOOKED_FOR
+        # A search for a long end takes longer.
+        most_looked_for = max(_LEAST_LOOKED_FOR, min(_LOOKED_FOR, _LOOKED_FOR * _LOOKS_FROM // max(1, len(end))))
+        is_within_text = self._is_text(matcher)
         for token in tokens_of(bits, self._vocab_size, [*self._eos_ids, *fitting])[:_FEW].tolist():
             after = matcher.deep_copy()
             if not after.consume_token(token):  # its bit was set for a stop token, not by the grammar
                 continue
-            if not after.is_accepting() and not _is_end(end, after, num_left - 1):
+            is_space = ending.is_regular and not is_within_text and is_set(self._blank, token)
+            if not after.is_accepting() and not (
+                0 < len(end) < num_left and (_may_follow(end[:2], after) if is_space else _is_end(end, after))
+            ):
                 num_looked_for += 1
-                if num_left == 1 or num_looked_for > _LOOKED_FOR or self._num_masks > most:
+                if num_left == 1 or num_looked_for > most_looked_for or self._num_masks > most:
                     continue
                 if self._find(ending, after, num_left - 1) is None:
                     continue
@@ -299,18 +330,35 @@ class Ends:
         may just have been generated. Else search."""
         if matcher.is_accepting():
             return []
-        for known in (ending.known, ending.known[1:]):
-            if 0 < len(known) <= num_left and matcher.validate_tokens(known) == len(known):
-                after = matcher.deep_copy()
-                if after.consume_tokens(known) and after.is_accepting():
-                    ending.known = known
-                    return known
-        found = self._find(ending, matcher, num_left)
+        found = self._still_known(ending, matcher, num_left)
+        if found is None:
+            self._joined_at = ending.place
+            found = self._find(ending, matcher, num_left)
+            ending.place = self._joined_at  # an answer never goes back
         if found is None and num_left <= _NEAR:  # every token counts: leave a repetition after one token
             thrifty = self._try(ending, matcher.deep_copy(), 2, num_left, num_left, repeats=1)
             found = None if isinstance(thrifty, _Miss) else thrifty
-        ending.known = found or []
+        ending.known, ending.known_at = found or [], num_left
         return found
+
+    def _still_known(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> list[int] | None:
+        """The end found last, or its rest. None: it is none any more. An end may take thousands of tokens, so all of them are
+        validated only where it is not clear without: after its own first token, and while a string goes on or white space comes in a
+        grammar where what follows a value does not depend on it."""
+        known = ending.known
+        if known and ending.known_at == num_left + 1:
+            if ending.last == known[0]:
+                return known[1:]
+            is_space = ending.last >= 0 and is_set(self._blank, ending.last) and not self._is_text(matcher)
+            if ending.is_regular and is_space and len(known) <= num_left and _may_follow(known[:2], matcher):
+                return known
+            is_in_string = _STRING_SIGNS.isdisjoint(self._spell(ending.last)) and self._spell(known[0])[:1] == b'"'
+            if ending.is_regular and is_in_string and len(known) <= num_left and self._is_text(matcher):
+                return known if _may_follow(known[:2], matcher) else None
+        for one in (known, known[1:]):
+            if 0 < len(one) <= num_left and _is_end(one, matcher):
+                return one
+        return None
 
     def _find(self, ending: BudgetedEnd, matcher: Matcher, longest: int) -> list[int] | None:
         """Search for at most `longest` tokens after which the answer may end. None: not found."""
@@ -337,14 +385,18 @@ class Ends:
         found: list[int] = []
         seen: set[object] = set()
         num_in_text = num_circles = num_not_closing = num_onward = 0
+        most = longest if ending.proposals is None else longest + longest // 4 + 4  # fewer tokens may spell the same
         while not matcher.is_accepting():
-            if len(found) == longest:
+            if len(found) >= most:
                 return _Miss.TEXT if num_in_text else _Miss.FAR
             before, spelled, is_text = self._num_masks, self._num_spelled, False
             after = tuple(found[-CONTEXT:])
             token = ending.spelled.get(after, -1)
             if token < 0 or not matcher.validate_tokens([token]):
                 is_text = all(matcher.validate_tokens([sign]) for sign in self._text_signs)
+                if shortest and not is_text and (place := shortest.join(matcher, ending.place)) >= 0:
+                    self._joined_at, way = place, shortest.way(self._text_of(found), place)
+                    return way if 0 < len(way) <= longest else _Miss.FAR
                 order = text_order if is_text else 0
                 token = _first_of(self._closers[order], matcher)
                 way = self._way_on(ending, matcher, token, is_text, longest - len(found))
@@ -371,7 +423,16 @@ class Ends:
             if token < 0 or is_lost or not matcher.consume_token(token):
                 return _Miss.TEXT if num_in_text else _Miss.LOST
             found.append(token)
-        return found
+        if len(found) > longest and ending.proposals is not None and not self._has_control(found):
+            found = ending.proposals.spell(self._text_of(found)) or found
+        return found if len(found) <= longest else _Miss.FAR
+
+    def _has_control(self, tokens: list[int]) -> bool:
+        """Whether there are control tokens among them: no text stands for those."""
+        return bool((self._ranks[0][tokens] == _NEVER).any())
+
+    def _text_of(self, tokens: list[int]) -> bytes:
+        return b"".join(map(self._spell, tokens))
 
     def _way_on(self, ending: BudgetedEnd, matcher: Matcher, token: int, is_text: bool, longest: int) -> list[int]:
         """A proposal where nothing closes. `token`: the one that would be taken. Empty: there is none, or a comma is due."""
@@ -445,14 +506,20 @@ def _first_of(groups: _Groups, matcher: Matcher) -> int:
     return -1
 
 
-def _is_end(end: list[int], matcher: Matcher, longest: int) -> bool:
-    """Whether an end is one here too. The matcher is of no further use if it is."""
-    return (
-        0 < len(end) <= longest
-        and matcher.validate_tokens(end) == len(end)
-        and (after := matcher.deep_copy()).consume_tokens(end)
-        and after.is_accepting()
-    )
+def _may_follow(tokens: list[int], matcher: Matcher) -> bool:
+    return matcher.validate_tokens(tokens) == len(tokens)
+
+
+def _is_end(end: list[int], matcher: Matcher) -> bool:
+    return _may_follow(end, matcher) and (after := matcher.deep_copy()).consume_tokens(end) and after.is_accepting()
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _pause(end: list[int] | None, room: int, num_left: int, growth: int, num_missed: int) -> int:

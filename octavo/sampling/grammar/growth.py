@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from octavo.sampling.grammar.grammar_schemas import schemas_of
 from octavo.sampling.grammar.proposals import Spell, tokens_per_character
 
 MOST = 400  # tokens; a larger part is not waited for
@@ -14,15 +15,7 @@ _FORMAT = 40
 
 def growth_of_grammar(grammar: str, spell: Spell) -> int:
     """An estimate in tokens, from the schemas in a grammar. 0: it has none."""
-    most = 0.0
-    at = grammar.find("%json ")
-    while at >= 0:
-        try:
-            schema, end = json.JSONDecoder().raw_decode(grammar, at + 6)
-        except (ValueError, RecursionError):
-            break
-        most = max(most, _Sizes(schema).most())
-        at = grammar.find("%json ", end)
+    most = max((_Sizes(schema).most() for schema in schemas_of(grammar)), default=0.0)
     if not most:
         return 0
     return min(MOST, int(max(_PER_CHARACTER, tokens_per_character(grammar, spell)) * most))
@@ -36,39 +29,41 @@ class _Sizes:
         self._defs: dict[str, Any] = root.get("$defs", {}) if isinstance(root, dict) else {}
         self._known = dict.fromkeys(self._defs, 2.0)
         self._most = 0.0
+        self._num_referred = 0
 
     def most(self) -> float:
         for _ in range(_ROUNDS):
-            before = dict(self._known)
+            before, self._num_referred = dict(self._known), 0
             for name, part in self._defs.items():
                 self._known[name] = min(self._of(part), MOST / _PER_CHARACTER)
-            if before == self._known:
+            if before == self._known or not self._num_referred:
                 break
-        if isinstance(self._root, dict):  # of its parts: the whole is begun before anything is counted
+        if isinstance(self._root, dict):
             parts = {key: part for key, part in self._root.items() if key != "$defs"}
-            self._of(parts)
+            self._of(parts, is_whole=True)
         return self._most
 
-    def _of(self, schema: Any) -> float:
+    def _of(self, schema: Any, *, is_whole: bool = False) -> float:
+        """`is_whole`: of the answer, which is begun before anything is counted, so that its own size does not count."""
         if not isinstance(schema, dict):
             return 1
         size = self._own(schema)
-        for part in schema.get("allOf", ()):
-            size = max(size, self._of(part))
-        for part in schema.get("anyOf", ()):
-            size = max(size, self._of(part))
+        for part in (*schema.get("allOf", ()), *schema.get("anyOf", ())):
+            size = max(size, self._of(part, is_whole=is_whole and "anyOf" not in schema))
         if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/$defs/"):
+            self._num_referred += 1
             size = max(
                 size, self._known.get(reference[8:].replace("%23", "#").replace("~1", "/").replace("~0", "~"), 2)
             )
-        self._most = max(self._most, size)
+        if not is_whole:
+            self._most = max(self._most, size)
         return size
 
     def _own(self, schema: dict[str, Any]) -> float:
         if "const" in schema:
-            return len(json.dumps(schema["const"]))
+            return _size(schema["const"])
         if "enum" in schema:
-            return max(len(json.dumps(value)) for value in schema["enum"])
+            return max(_size(value) for value in schema["enum"])
         size = 2.0 + schema.get("minLength", 0)
         if "pattern" in schema or "format" in schema:
             size += _FORMAT if "format" in schema else _PATTERN
@@ -83,3 +78,8 @@ class _Sizes:
         prefix = [self._of(part) for part in schema.get("prefixItems", ())]
         item, least = self._of(schema.get("items")), schema.get("minItems", 0)
         return float(size + sum(prefix[:least]) + max(0, least - len(prefix)) * (item + 1))
+
+
+def _size(value: Any) -> int:
+    """Characters of a value as JSON, about: without escapes."""
+    return len(value) + 2 if isinstance(value, str) else len(json.dumps(value))

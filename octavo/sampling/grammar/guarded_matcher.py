@@ -16,6 +16,7 @@ import numpy as np
 from octavo.sampling.grammar.bitmask import WORD, Words, clear_bits, tokens_of
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.schema_places import Places, marked_schema
+from octavo.sampling.grammar.spelling import Speller
 from octavo.sampling.grammar.unique_items import Level, Mode, State, UniqueItems, begun
 from octavo.text.tokenize.vocabulary import Vocabulary
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 _SPACES = b" \t\r\n"
 _FEW = 64  # tokens that may follow: all are looked at
 _MAX_MASKS = 300  # masks for the question whether one item can become different; then it is said to be so
-_NEVER = 1 << 30
-_LONG = 16  # bytes of the longest token that is looked for in a text
 _LONGEST = 48  # bytes of a token that runs along an earlier item
 STUCK = "no item is possible that differs from the others of its array (uniqueItems)"
 
@@ -52,8 +51,8 @@ class TokenKinds:
         self.single: dict[int, int] = {}  # byte → its token
         self.first = np.zeros(vocab_size, dtype=np.uint8)  # byte of each token; 0: it is a control token
         self._unspaced: dict[bytes, int] = {}
-        self._with_space: dict[bytes, int] = {}
         self._spaced: dict[bytes, list[int]] = {}  # without its white space → tokens
+        with_space: list[tuple[int, bytes]] = []
         num_bits = -(-vocab_size // WORD) * WORD
         kinds = {name: bytearray(num_bits) for name in _KINDS}
         for token in range(min(vocab_size, vocabulary.size)):
@@ -66,7 +65,7 @@ class TokenKinds:
             if len(piece) <= _LONGEST:
                 if len(squeezed := piece.translate(None, _SPACES)) < len(piece):
                     self._spaced.setdefault(squeezed, []).append(token)
-                    self._with_space.setdefault(piece, token)
+                    with_space.append((token, piece))
                 else:
                     self._unspaced[piece] = token
             if _MARKS.isdisjoint(piece):
@@ -74,6 +73,7 @@ class TokenKinds:
             for name, expression in _KINDS.items():
                 if expression.search(piece):
                     kinds[name][token] = 1
+        self.speller = Speller([*((token, piece) for piece, token in self._unspaced.items()), *with_space])
         self._kinds: dict[str, Words] = {
             name: np.packbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.int32)
             for name, bits in kinds.items()
@@ -86,33 +86,11 @@ class TokenKinds:
         in_string = (Mode.STRING, Mode.ESCAPE, Mode.KEY, Mode.KEY_ESCAPE)
         return self._kinds["string" if mode in in_string else "number" if mode == Mode.NUMBER else "other"]
 
+    def fewest_tokens(self, text: bytes) -> list[int]:
+        return self.speller.fewest_tokens(text)
+
     def num_tokens(self, text: bytes) -> int:
         return len(self.fewest_tokens(text))
-
-    def fewest_tokens(self, text: bytes) -> list[int]:
-        """The fewest tokens of at most _LONG bytes that spell a text. Empty: none do."""
-        unspaced, with_space = self._unspaced, self._with_space
-        ways: list[tuple[int, int, int]] = [(0, -1, -1)]  # by end: number of tokens, the last token, where it begins
-        for end in range(1, len(text) + 1):
-            best = (_NEVER, -1, -1)
-            for start in range(max(0, end - _LONG), end):
-                number = ways[start][0] + 1
-                if number <= best[0]:
-                    piece = text[start:end]
-                    token = unspaced.get(piece, -1)
-                    if token < 0:
-                        token = with_space.get(piece, -1)
-                    if token >= 0:
-                        best = min(best, (number, token, start))
-            ways.append(best)
-        tokens: list[int] = []
-        at = len(text)
-        while at > 0:
-            if ways[at][1] < 0:
-                return []
-            tokens.append(ways[at][1])
-            at = ways[at][2]
-        return tokens[::-1]
 
     def along(self, text: bytes) -> Iterator[int]:
         """Tokens that are beginnings of a text, whatever white space they have."""

@@ -19,10 +19,15 @@ class MaskSlots:
         self.fd = anonymous_memory("octavo-masks", size) if fd < 0 else fd
         self._memory = mmap.mmap(self.fd, size)
         self._words: Words = np.frombuffer(self._memory, dtype=np.int32).reshape(num_slots, self._width)
+        self._masks: list[Words] = [words[1:] for words in self._words]
         self._at = self._words.ctypes.data
 
     def mask(self, slot: int) -> Words:
-        return self._words[slot, 1:]
+        return self._masks[slot]
+
+    def copies(self, slots: list[int]) -> Words:
+        """[len(slots), words of a mask]"""
+        return self._words[slots, 1:]
 
     def address(self, slot: int) -> int:
         return self._at + 4 * (slot * self._width + 1)
@@ -39,5 +44,5 @@ class MaskSlots:
         return bool(self._words[slot, 0])
 
     def close(self) -> None:
-        del self._words
+        del self._words, self._masks
         os.close(self.fd)

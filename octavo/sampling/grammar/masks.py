@@ -56,6 +56,8 @@ Agree = Callable[[list[int]], list[int]]
 class Sampled(Protocol):
     """The sampled tokens [S] of a step that may still be running."""
 
+    def is_done(self) -> bool: ...
+
     def counted(self) -> Container[int] | None:
         """Wait for the tokens, and return the indices of those that count; None: all do, as far as drafts go."""
 
@@ -101,6 +103,8 @@ class _Row:
     drafts: list[int] = field(default_factory=list)  # tokens that the step verifies behind its last one
     ahead_slots: list[int] = field(default_factory=list)  # where its process leaves the masks behind them
     num_ahead: int = 0  # of these masks: those that are there
+    num_unanswered: int = 0  # times that masks were asked for and the process has not answered
+    is_ahead_asked: bool = False  # masks behind drafted tokens were asked for at this length, or may still be written
     late: int = -1  # … and was last late
     is_last: bool = False  # with the mask that is there: the token sampled now ends the row
     is_over: bool = False  # a token that ends it was sampled: later tokens do not count
@@ -162,6 +166,7 @@ class Grammars:
         self._late: list[int] = []  # of its samples
         self._latest: _Latest | None = None
         self._begun: _Step | None = None
+        self._early_seconds = 0.0  # spent on the masks of the step that is not planned yet
         self._credit, self._credit_at = self._limits.most_wait, time.monotonic()
         # Processes of grammars that were prepared, or that a row needs. Kept until prepare() is given them in `forgets`.
         self._processes: dict[str, GrammarProcess] = {}
@@ -200,6 +205,8 @@ class Grammars:
     def started(self, step: Sampled) -> None:
         if self._sampling is not None:
             self._latest, self._sampling = _Latest(self._sampling, step, self._late), None
+            if self.rows and step.is_done():
+                self._ask_early(self._latest.rows)
         elif self._latest is not None:  # this step used no masks; read the tokens now, before their buffer is reused
             self._take_in()
 
@@ -257,6 +264,20 @@ class Grammars:
                 own.is_over = token in own.stop_ids
                 own.tokens.append(token)
 
+    def _ask_early(self, rows: list[int]) -> None:
+        """Ask for the next masks of rows that have just sampled, so that they are computed while the next step is planned. Which tokens are
+        drafted is not known yet."""
+        started = time.monotonic()
+        self._take_in()
+        own = []
+        for index in dict.fromkeys(rows):
+            row = self.rows.get(index)
+            if row is not None and not row.is_last and len(row.tokens) != row.params.max_tokens:
+                row.drafts = []
+                own.append((0, row, row.prompt_len + len(row.tokens)))
+        self._ask_for_masks(own)
+        self._early_seconds = time.monotonic() - started
+
     def _begin_step(self, rows: Ints, lens: Ints) -> _Step:
         self._take_in()
         while not self._forgotten.empty():
@@ -279,7 +300,7 @@ class Grammars:
         for process in {row.process for _, row, _ in own}:
             self._read(process)  # what was late may be there by now
         self._ask_for_masks(step.own)
-        step.seconds = time.monotonic() - started
+        step.seconds, self._early_seconds = self._early_seconds + time.monotonic() - started, 0.0
         return step
 
     def _ask_for_masks(self, own: list[tuple[int, _Row, int]]) -> None:
@@ -289,11 +310,14 @@ class Grammars:
             if length < row.prompt_len + len(row.tokens):
                 self._rewind(row, length)
             is_asked = row.asked == length and not row.process.is_over
-            if self._is_settled(row, length) or is_asked or not self._takes_commands(row):
+            if is_asked and (row.is_ahead_asked or not row.drafts or row.is_over or row.failure):
+                continue
+            if not is_asked and (self._is_settled(row, length) or not self._takes_commands(row)):
                 continue
             new_tokens = row.tokens[row.num_sent :]
             row.num_sent, row.asked = len(row.tokens), length
             slots = self._take_ahead(row)
+            row.num_unanswered += 1
             asked[row.process].append(RowToFill(row.number, new_tokens, length, row.drafts[: len(slots)], slots))
         for process, rows in asked.items():
             if not process.num_unanswered:
@@ -303,17 +327,20 @@ class Grammars:
             process.send()
 
     def _take_ahead(self, row: _Row) -> list[int]:
-        """Slots for the masks behind its drafted tokens, as many as there are. All that it was asked for before has been answered."""
+        """Slots for the masks behind its drafted tokens, as many as there are. None while the process may still write to those that it has."""
+        if row.is_ahead_asked and row.num_unanswered:
+            return []
         self._free_ahead += row.ahead_slots
         count = min(len(row.drafts), len(self._free_ahead))
         row.ahead_slots = [self._free_ahead.pop() for _ in range(count)]
-        row.num_ahead = 0
+        row.num_ahead, row.is_ahead_asked = 0, count > 0
         return row.ahead_slots
 
     def _is_settled(self, row: _Row, length: int) -> bool:
         """Whether there is no mask to wait for: it is there, or none will be used."""
         is_void = length > row.prompt_len + len(row.tokens)  # the token before was late
-        return row.filled == length or row.is_over or is_void or bool(row.failure)
+        is_there = row.filled == length and not row.num_unanswered
+        return is_there or row.is_over or is_void or bool(row.failure)
 
     def _wait(self, step: _Step) -> None:
         """Wait for masks that are asked for the first time, as long as a step may; for others only if there is nothing else."""
@@ -375,23 +402,30 @@ class Grammars:
 
     def _masks(self, step: _Step, states: list[int]) -> Masks:
         samples = [at for at, *_ in (*step.own, *step.ahead)]
+        at = np.array(samples, dtype=np.int64)
+        if not any(states) and not step.ahead and not any(row.is_over for _, row, _ in step.own):  # the usual case
+            bits = self._slots.copies([row.slot for _, row, _ in step.own])
+            last = [number for number, row, _ in step.own if row.is_last]
+            return Masks(at, bits, {}, step.seconds, last)
         bits = np.full((len(samples), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
-        masks = Masks(np.array(samples, dtype=np.int64), bits, {})
+        masks = Masks(at, bits, {})
         num_own = len(step.own)
-        for number, ((at, row, _, place), state) in enumerate(zip(step.ahead, states[num_own:], strict=True), num_own):
+        for number, ((sample, row, _, place), state) in enumerate(
+            zip(step.ahead, states[num_own:], strict=True), num_own
+        ):
             if state == IN_TIME:
                 bits[number] = self._slots.mask(row.ahead_slots[place])
             else:
-                masks.late.append(at)
-        for number, ((at, row, length), state) in enumerate(zip(step.own, states[:num_own], strict=True)):
+                masks.late.append(sample)
+        for number, ((sample, row, length), state) in enumerate(zip(step.own, states[:num_own], strict=True)):
             if state == FAILED:
-                masks.failures[at] = row.failure or _ELSEWHERE
+                masks.failures[sample] = row.failure or _ELSEWHERE
             elif state == LATE:
-                masks.late.append(at)
+                masks.late.append(sample)
             elif row.filled == length and not row.is_over:
                 bits[number] = self._slots.mask(row.slot)
                 if row.is_last:
-                    masks.last.append(at)
+                    masks.last.append(sample)
         masks.seconds = step.seconds
         return masks
 
@@ -410,6 +444,8 @@ class Grammars:
             self._handle_end(row)
             return False
         if row.slot < 0:
+            if not self._free_slots:
+                self._read_retired()
             if not self._free_slots:
                 return False
             row.slot = self._free_slots.pop()
@@ -448,7 +484,7 @@ class Grammars:
         self._detach(row)
         row.number, row.process = self._number(), self._process_of(row.params.grammar)
         row.slot, row.num_sent, row.asked, row.filled = -1, 0, -1, -1
-        row.ahead_slots, row.num_ahead = [], 0
+        row.ahead_slots, row.num_ahead, row.num_unanswered, row.is_ahead_asked = [], 0, 0, False
         self._by_number[row.number] = row
 
     def _rewind(self, row: _Row, length: int) -> None:
@@ -466,10 +502,10 @@ class Grammars:
         if row.process.is_over:
             self._free(slots)
             return
-        if row.asked == row.filled:
-            self._free(slots)
+        if row.num_unanswered:
+            row.process.retired[row.number] = (slots, row.num_unanswered)
         else:
-            row.process.retired[row.number] = slots
+            self._free(slots)
         row.process.queue(Leave(row.number))
         row.process.send()
 
@@ -481,13 +517,28 @@ class Grammars:
             for result in filled.rows:
                 row = self._by_number.get(result.number)
                 if row is None:
-                    self._free(process.retired.pop(result.number))
+                    self._note_left(process, result.number)
                 else:
+                    row.num_unanswered -= 1
                     row.filled, row.is_last, row.failure = result.length, result.is_last, result.failure
                     row.num_ahead = result.num_ahead
         process.send()
         if process.is_over:
             self._note_ended(process)
+
+    def _note_left(self, process: GrammarProcess, number: int) -> None:
+        """A process has answered for a row that has left. After the last answer it writes no more to the row's slots."""
+        slots, num_unanswered = process.retired.pop(number)
+        if num_unanswered == 1:
+            self._free(slots)
+        else:
+            process.retired[number] = (slots, num_unanswered - 1)
+
+    def _read_retired(self) -> None:
+        """Take in what processes have answered for rows that have left: a grammar without rows is not read otherwise."""
+        for process in [*self._processes.values()]:
+            if process.retired:
+                self._read(process)
 
     def _check_time(self, row: _Row) -> None:
         """Lower the priority of a process that takes long, and end one that does not answer at all. The kernel ends one that computes
@@ -511,7 +562,7 @@ class Grammars:
 
     def _free_retired(self, process: GrammarProcess) -> None:
         """It has ended, and writes to no slot any more."""
-        for slots in process.retired.values():
+        for slots, _ in process.retired.values():
             self._free(slots)
         process.retired.clear()
 

@@ -1,16 +1,15 @@
 """Matching: the rows of one grammar and the tokens that it allows them next. Runs in the grammar's own process (process.py), so no
 call here needs to be short: the process is ended if one takes too long."""
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.sampling.grammar.bitmask import Ints, Words, any_set, clear_bits, is_set, set_bits
+from octavo.sampling.grammar.bitmask import Words, any_set, clear_bits, is_set, set_bits
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, compiled_part, guarded
@@ -19,7 +18,7 @@ from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.proposals import Proposals
 from octavo.sampling.grammar.protocol import Begin, Compiled, Enter, Fill, Filled, FilledRow, RowToFill
 from octavo.sampling.grammar.shortest_completion import ShortestCompletion
-from octavo.sampling.grammar.shortest_text import shortest_text
+from octavo.sampling.grammar.shortest_text import has_clear_values, shortest_text
 from octavo.text.grammar.limits import parser_limits
 from octavo.text.tokenize.vocabulary import Vocabulary
 
@@ -49,14 +48,15 @@ class SharedVocabulary:
         self.tokenizer = vocabulary.tokenizer(begin.vocab_size)
         self.ends = Ends(vocabulary, begin.vocab_size)
         self.kinds = TokenKinds(vocabulary, begin.vocab_size)
-        self.eos_ids = np.array([i for i in begin.eos_ids if i < begin.vocab_size], dtype=np.int64)
-        self.special_ids = np.array(sorted(begin.special_ids), dtype=np.int64)
+        self.eos_ids = [i for i in begin.eos_ids if i < begin.vocab_size]
+        self.special_ids = frozenset(begin.special_ids)
 
 
 @dataclass(slots=True)
 class _Row:
     slot: int
-    stop_ids: Ints  # tokens that end the row
+    bits: Words  # its mask, in its slot
+    stop_ids: list[int]  # tokens that end the row
     prompt_len: int
     min_len: int  # tokens of prompt and output below which it may not end
     max_len: int  # tokens of prompt and output at which it is cut
@@ -68,6 +68,8 @@ class _Row:
     ending: BudgetedEnd = field(default_factory=BudgetedEnd)
     may_be_used: bool = True  # its matcher may have served other rows before
     failure: str = ""
+    filled_len: int = -1  # tokens of prompt and output with which its mask was last computed
+    is_last: bool = False  # … and whether the token sampled with that mask is its last, because of max_tokens
 
 
 class Matching:
@@ -84,6 +86,7 @@ class Matching:
         self._shortest: ShortestCompletion | None = None  # of its answers
         self._proposals: Proposals | None = None
         self._growth = 0  # tokens that a part of it may take
+        self._is_regular = False
         # Its shortest answer is certain: it is a schema without alternatives, or all of them were compared.
         self._is_plain = False
 
@@ -104,13 +107,15 @@ class Matching:
             self._ends, self._shared.kinds, self._compiled, grammar, self._proposals
         )
         self._is_plain |= is_compared
+        self._is_regular = not isinstance(self._compiled, GuardedMatcher) and has_clear_values(grammar)
         self._limit(0)
         return Compiled("", BudgetedEnd.of(self._shortest, growth=self._growth).looks_at)
 
     def enter(self, command: Enter) -> None:
         row = self._rows[command.number] = _Row(
             command.slot,
-            np.array(command.stop_ids, dtype=np.int64),
+            self._slots.mask(command.slot),
+            command.stop_ids,
             command.prompt_len,
             command.prompt_len + command.min_tokens,
             command.prompt_len + command.max_tokens,
@@ -141,25 +146,28 @@ class Matching:
         else:
             results = []
             for row, asked in pairs:
-                with self._working_on(row):
-                    if self._advance(row, asked):
-                        self._mask(row)
-                    results.append(self._settled(row, asked))
+                started = self._begin_work(row)
+                if self._advance(row, asked):
+                    self._mask(row)
+                results.append(self._settled(row, asked))
+                self._end_work(row, started)
         self._limit(0)
         return Filled(results)
 
     def _fill_together(self, pairs: list[tuple[_Row, RowToFill]]) -> list[FilledRow]:
         ready = []
         for row, asked in pairs:
-            with self._working_on(row):
-                if self._advance(row, asked):
-                    ready.append(row)
+            started = self._begin_work(row)
+            if self._advance(row, asked):
+                ready.append(row)
+            self._end_work(row, started)
         if ready:
             self._fill_all(ready)
         results = []
         for row, asked in pairs:
-            with self._working_on(row):
-                results.append(self._settled(row, asked))
+            started = self._begin_work(row)
+            results.append(self._settled(row, asked))
+            self._end_work(row, started)
         return results
 
     def _fill_all(self, rows: list[_Row]) -> None:
@@ -176,26 +184,27 @@ class Matching:
         for at, row in enumerate(rows):
             if isinstance(row.matcher, GuardedMatcher):
                 row.matcher.narrow(bits[at])
-            self._slots.mask(row.slot)[:] = bits[at]
+            row.bits[:] = bits[at]
             row.credit -= seconds
 
     def _settled(self, row: _Row, asked: RowToFill) -> FilledRow:
         """Apply the row's own limits to its mask. If its matcher has failed and served others before, try again with a new one: a
         used one may have reached its lexer limits."""
-        is_last = self._settle(row, asked.length)
-        if row.failure and row.may_be_used and self._compiled is not None:
-            past, row.tokens, row.matcher, row.failure, row.may_be_used = row.tokens, [], None, "", False
-            if self._restore(row, past):
-                self._mask(row)
-                is_last = self._settle(row, asked.length)
-        if row.credit < 0 and not row.failure:
-            row.failure = (
-                f"the grammar takes too long: more than {1000 * _SHARE * self._step_seconds:.0f} ms of processor time per token "
-                "on average (--grammar-step-seconds)"
-            )
-        is_last = is_last and not row.failure
-        num_ahead = self._look_ahead(row, asked) if asked.drafts and not (is_last or row.failure) else 0
-        return FilledRow(asked.number, asked.length, is_last, row.failure, num_ahead)
+        if row.filled_len != asked.length:
+            is_last = self._settle(row, asked.length)
+            if row.failure and row.may_be_used and self._compiled is not None:
+                past, row.tokens, row.matcher, row.failure, row.may_be_used = row.tokens, [], None, "", False
+                if self._restore(row, past):
+                    self._mask(row)
+                    is_last = self._settle(row, asked.length)
+            if row.credit < 0 and not row.failure:
+                row.failure = (
+                    f"the grammar takes too long: more than {1000 * _SHARE * self._step_seconds:.0f} ms of processor time per token "
+                    "on average (--grammar-step-seconds)"
+                )
+            row.filled_len, row.is_last = asked.length, is_last and not row.failure
+        num_ahead = self._look_ahead(row, asked) if asked.drafts and not (row.is_last or row.failure) else 0
+        return FilledRow(asked.number, asked.length, row.is_last, row.failure, num_ahead)
 
     def _look_ahead(self, row: _Row, asked: RowToFill) -> int:
         """Compute masks behind drafted tokens, as if they had been sampled, and go back. → how many. It stops where a token would not be
@@ -203,7 +212,7 @@ class Matching:
         time is not the row's: without drafts it would not have been spent."""
         from llguidance import LLMatcher
 
-        matcher, bits, num_consumed, num_ahead = row.matcher, self._slots.mask(row.slot), 0, 0
+        matcher, bits, num_consumed, num_ahead = row.matcher, row.bits, 0, 0
         if not isinstance(matcher, LLMatcher):  # a GuardedMatcher cannot go back
             return 0
         started = time.thread_time()
@@ -228,20 +237,24 @@ class Matching:
         row.credit += time.thread_time() - started
         return num_ahead
 
-    @contextlib.contextmanager
-    def _working_on(self, row: _Row) -> Iterator[None]:
-        """Limit and count the time for the row, and note which row it is in case this process is ended."""
+    def _begin_work(self, row: _Row) -> float:
+        """Limit the time for the row, and note which row it is in case this process is ended. → when it began. No context manager: one
+        would take a tenth of a mask's time."""
         self._limit(self._step_seconds)
         self._slots.mark(row.slot, True)
-        started = time.thread_time()
-        yield
+        return time.thread_time()
+
+    def _end_work(self, row: _Row, started: float) -> None:
         row.credit -= time.thread_time() - started
         self._slots.mark(row.slot, False)
 
     # ── a row's state ──
 
     def _advance(self, row: _Row, asked: RowToFill) -> bool:
-        """Advance the row's matcher by its new tokens. False: it has failed."""
+        """Advance the row's matcher by its new tokens. False: there is no mask to compute: it has failed, or its mask is there, and only
+        those behind drafted tokens are wanted."""
+        if row.filled_len == asked.length:
+            return False
         row.credit = min(self._step_seconds, row.credit + _SHARE * self._step_seconds)
         if row.failure:
             return False
@@ -256,7 +269,8 @@ class Matching:
         """Give the row a matcher, and advance it and the budgeted end by tokens that were generated earlier."""
         assert self._compiled is not None, "compiled first"
         matcher = self._used.pop() if self._used and row.may_be_used else self._compiled.deep_copy()
-        row.matcher, row.ending = matcher, BudgetedEnd.of(self._shortest, self._proposals, self._growth)
+        row.matcher = matcher
+        row.ending = BudgetedEnd.of(self._shortest, self._proposals, self._growth, is_regular=self._is_regular)
         for number, token in enumerate(past):
             self._limit(self._step_seconds)  # each token had as much
             if not self._ends.recall(row.ending, matcher, [token], row.max_len - row.prompt_len - number):
@@ -271,6 +285,7 @@ class Matching:
         if tokens and not matcher.consume_tokens(tokens):
             row.failure = error_of(matcher)
             return False
+        row.ending.last = tokens[-1] if len(tokens) == 1 else -1
         return True
 
     def _mask(self, row: _Row) -> None:
@@ -282,9 +297,8 @@ class Matching:
         if row.failure:
             return False
         assert row.matcher is not None
-        bits = self._slots.mask(row.slot)
-        self._settle_ends(row, row.matcher, bits, row_len)
-        return not row.failure and self._ends.restrict(row.ending, row.matcher, bits, row.max_len - row_len)
+        self._settle_ends(row, row.matcher, row.bits, row_len)
+        return not row.failure and self._ends.restrict(row.ending, row.matcher, row.bits, row.max_len - row_len)
 
     def _settle_ends(self, row: _Row, matcher: Matcher, bits: Words, row_len: int) -> None:
         """Apply min_tokens, ignore_eos and stop tokens to the mask."""
@@ -297,11 +311,11 @@ class Matching:
             return  # the usual case: the grammar's bits are right
         if not row.ends_by_eos and any_set(bits, eos_ids):
             # A control token among the stop tokens is meant as an end: allow it where the grammar may end.
-            set_bits(bits, row.stop_ids[np.isin(row.stop_ids, self._shared.special_ids)])
+            set_bits(bits, np.array([*self._shared.special_ids.intersection(row.stop_ids)], dtype=np.int64))
         if banned is None or not any_set(bits, banned):
             return
         before = bits.copy()
-        clear_bits(bits, banned)
+        clear_bits(bits, np.array(banned, dtype=np.int64))
         if not bits.any():  # the grammar allows only its end: the answer ends, whatever was asked
             bits[:] = before
 
@@ -318,9 +332,9 @@ def shortest_answer(
     """The shortest answer of a grammar, as far as one was found, and whether all alternatives of its schema were compared."""
     text = shortest_text(grammar, kinds.num_tokens)
     if text is not None and len(text) <= _LONGEST_TEXT:
-        tokens, at = kinds.fewest_tokens(text.encode()), matcher.deep_copy()
-        if tokens and at.consume_tokens(tokens) and at.is_accepting():
-            return ShortestCompletion(tokens), True
+        found, at = ShortestCompletion([], kinds.speller, text.encode()), matcher.deep_copy()
+        if found.tokens and at.consume_tokens(found.tokens) and at.is_accepting():
+            return found, True
     return ends.shortest(matcher, proposals), False
 
 

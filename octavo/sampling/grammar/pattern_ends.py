@@ -5,11 +5,12 @@ address. They are only proposals: the grammar decides which of them fit, so a pa
 
 import functools
 import importlib
-import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from octavo.sampling.grammar.grammar_schemas import schemas_of
 
 _MAX_STATES = 400  # of one automaton, and positions of one pattern
 _MAX_ENDS = 192  # proposals of one grammar
@@ -26,7 +27,6 @@ _FORMATS = {
     "uri": "[a-z]+:(//)?[a-z]+",
     "duration": "P[0-9]+[DW]",
 }
-_JSON = re.compile(r"%json ")
 
 Node = tuple[Any, ...]
 
@@ -34,11 +34,7 @@ Node = tuple[Any, ...]
 def ends_of_grammar(grammar: str) -> list[str]:
     """Proposals for all patterns and formats of the schemas in a grammar, shortest first."""
     patterns: dict[str, None] = {}
-    for found in _JSON.finditer(grammar):
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):
-            continue
+    for schema in schemas_of(grammar):
         patterns.update(dict.fromkeys(_patterns(schema)))
     ends: dict[str, None] = {}
     for pattern in list(patterns)[:_MAX_PATTERNS]:

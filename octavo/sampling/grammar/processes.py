@@ -119,8 +119,8 @@ class GrammarProcess:
             False  # it was ended by something other than its grammar: another process, or its fork server's end
         )
         self.end_words = "its process has ended"
-        # Row that has left → its slots, which the process may still write to.
-        self.retired: dict[int, list[int]] = {}
+        # Row that has left → its slots, which the process may still write to, and how often it has yet to answer for the row.
+        self.retired: dict[int, tuple[list[int], int]] = {}
         self.looks_from = 0
         self.num_unanswered = 0  # Fill commands
         self.filling_since = 0.0  # when the oldest of them was given

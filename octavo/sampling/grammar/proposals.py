@@ -5,9 +5,11 @@ A member that a schema requires comes first, because an end needs it anyway; the
 for ends would otherwise take the first way that closes, through members that nothing requires. All of them are only proposals: the
 grammar decides which of them fit."""
 
+import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+from octavo.sampling.grammar.grammar_schemas import schemas_of
 from octavo.sampling.grammar.guarded_matcher import compiled_part
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.pattern_ends import ends_of_grammar
@@ -19,23 +21,27 @@ Spell = Callable[[bytes], list[int]]
 
 _NUMBERS = 64  # that are tried for items that must differ
 _MAX_CHARACTERS = 400_000  # of all proposals
-_MEASURED = 1000  # characters of names and values whose tokens are counted
+_MEASURED = 60  # names whose tokens are counted
 _AFTER_VALUE = b",]}"
 
 
-class Proposals:
-    """Of one grammar. `in_text`: those that complete strings; `others`: groups of others, of which the first that has a fitting one is
-    taken. `single`: byte → its token."""
+Groups = list[list[bytes]]
+"""Texts that complete strings, then groups of others, of which the first that has a fitting one is taken."""
 
-    def __init__(
-        self, in_text: Iterable[bytes], others: Sequence[Iterable[bytes]], single: dict[int, int], spell: Spell
-    ) -> None:
-        self._single, self._spell = single, spell
-        # Per group: first byte → its first two bytes → texts, the shortest first.
-        self._groups: list[dict[int, dict[bytes, list[bytes]]]] = []
+
+class Proposals:
+    """Of one grammar. `groups` is called when the first proposal is wanted: many answers end without one. `single`: byte → its token."""
+
+    def __init__(self, groups: Callable[[], Groups], single: dict[int, int], spell: Spell) -> None:
+        self._make_groups, self._single, self.spell = groups, single, spell
         self._tokens: dict[bytes, list[int]] = {}
-        num_left, known = _MAX_CHARACTERS, bytes(single)
-        for group in (in_text, *others):
+
+    @functools.cached_property
+    def _groups(self) -> list[dict[int, dict[bytes, list[bytes]]]]:
+        """Per group: first byte → its first two bytes → texts, the shortest first."""
+        found: list[dict[int, dict[bytes, list[bytes]]]] = []
+        num_left, known = _MAX_CHARACTERS, bytes(self._single)
+        for group in self._make_groups():
             index: dict[int, dict[bytes, list[bytes]]] = {}
             for text in sorted(dict.fromkeys(group), key=len):
                 num_left -= len(text)
@@ -43,7 +49,8 @@ class Proposals:
                     break
                 if text and not text.translate(None, known):
                     index.setdefault(text[0], {}).setdefault(text[:2], []).append(text)
-            self._groups.append(index)
+            found.append(index)
+        return found
 
     def first(self, matcher: Matcher, longest: int, is_text: bool) -> list[int]:
         """The tokens of the first proposal that the grammar takes. `is_text`: within a string. Empty: it takes none of at most
@@ -83,27 +90,40 @@ class Proposals:
 
     def _tokens_of(self, text: bytes) -> list[int]:
         if text not in self._tokens:
-            self._tokens[text] = self._spell(text)
+            self._tokens[text] = self.spell(text)
         return self._tokens[text]
 
 
 def tokens_per_character(grammar: str, spell: Spell) -> float:
-    """Measured with names and values of a grammar's schemas. 0: it has none."""
-    values, required, optional = parts_of_grammar(grammar)
-    texts = (f'"{name}":{value},' for name, value in (*required, *optional))
-    sample = "".join([*texts, *values])[:_MEASURED].encode("utf-8", "ignore")
+    """Measured with the names of a grammar's properties. 0: it has none."""
+    names: list[str] = []
+    waiting: list[object] = [*schemas_of(grammar)]
+    while waiting and len(names) < _MEASURED:
+        match waiting.pop():
+            case {"properties": dict(listed), **rest}:
+                names += listed
+                waiting += [*rest.values(), *listed.values()]
+            case dict() as part:
+                waiting += part.values()
+            case list() as parts:
+                waiting += parts
+    sample = "".join(f'"{name}":0,' for name in names[:_MEASURED]).encode("utf-8", "ignore")
     return len(spell(sample)) / len(sample) if sample else 0.0
 
 
 def proposals_of(grammar: str, single: dict[int, int], spell: Spell) -> Proposals:
+    return Proposals(functools.partial(_groups_of, grammar), single, spell)
+
+
+def _groups_of(grammar: str) -> Groups:
     ends = [_inside(end) + b'"' for end in ends_of_grammar(grammar)]
     values, required, optional = parts_of_grammar(grammar)
-    others = [_tails(required), [value.encode() for value in values]]
+    groups = [ends, _tails(required), [value.encode() for value in values]]
     if marked_schema(grammar) is not None:  # the shortest ones may be taken by earlier items
         numbers = [b"%d%c" % (number, sign) for number in range(_NUMBERS) for sign in b"]},"]
         members = [b'"%c":%b}' % (name, value) for name in b"abcdef" for value in (b"0", b'""', b"[]", b"{}", b"true")]
-        others.append([*numbers, *members])
-    return Proposals(ends, [*others, _tails(optional)], single, spell)
+        groups.append([*numbers, *members])
+    return [*groups, _tails(optional)]
 
 
 def _tails(members: Sequence[tuple[str, str]]) -> list[bytes]:

@@ -6,12 +6,14 @@ compares them. It is a proposal: the grammar decides whether it is an answer."""
 import contextlib
 import functools
 import json
+import json.encoder
 import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
+from octavo.sampling.grammar.grammar_schemas import only_schema, schemas_of
 from octavo.sampling.grammar.pattern_ends import pattern_of_format, shortest_match
 
 Schema = dict[str, Any]
@@ -19,7 +21,7 @@ Count = Callable[[bytes], int]
 """The fewest tokens of a text."""
 
 _ROUNDS = 8  # of definitions that refer to each other
-_COMPARED = 8  # texts of one choice whose tokens are counted: those with the fewest characters
+_COMPARED = 4  # texts of one choice whose tokens are counted: those with the fewest characters
 _MAX_VALUES = 64  # of one enum
 _MAX_COUNTED = 8000  # characters of all that are compared by their tokens; then their characters are
 # Keywords by where they hold schemas.
@@ -41,11 +43,10 @@ class _Pending(_Unknown):
 
 def shortest_text(grammar: str, count: Count) -> str | None:
     """None: it is not known here. Only for a grammar that is one schema."""
-    at = grammar.find("\nstart: %json ")
-    if at < 0:
+    schema = only_schema(grammar)
+    if schema is None:
         return None
     try:
-        schema, _ = json.JSONDecoder().raw_decode(grammar, at + len("\nstart: %json "))
         return _Texts(schema, count).root()
     except (_Unknown, RecursionError, ValueError):
         return None
@@ -57,16 +58,51 @@ def parts_of_grammar(grammar: str) -> tuple[list[str], list[tuple[str, str]], li
     name and value. A value that is not known is empty."""
     values: dict[str, None] = {}
     members: dict[tuple[str, str], bool] = {}  # → it is required
-    at = grammar.find("%json ")
-    while at >= 0:
-        try:
-            schema, end = json.JSONDecoder().raw_decode(grammar, at + len("%json "))
+    for schema in schemas_of(grammar):
+        with contextlib.suppress(RecursionError):
             _Texts(schema, len, is_guess=True).collect(values, members)
-        except (ValueError, RecursionError):
-            break
-        at = grammar.find("%json ", end)
     required, optional = ([member for member, is_one in members.items() if is_one is kind] for kind in (True, False))
     return list(values), required, optional
+
+
+def has_clear_values(grammar: str) -> bool:
+    """Whether a grammar is one schema in which no two alternatives are both objects, or both arrays: what may follow a value then does
+    not depend on what is in it."""
+    schema = only_schema(grammar)
+    if schema is None:
+        return False
+    defs = schema.get("$defs", {})
+    waiting: list[Any] = [schema]
+    while waiting:
+        match waiting.pop():
+            case dict() as part:
+                if isinstance(parts := part.get("anyOf"), list):
+                    kinds = [kind for one in parts for kind in _containers(one, defs)]
+                    if len(kinds) > len({*kinds}):
+                        return False
+                waiting += part.values()
+            case list() as parts:
+                waiting += parts
+    return True
+
+
+def _containers(schema: Any, defs: Schema, num_followed: int = 0) -> set[str]:
+    """Of `object` and `array`: what a value of the schema may be."""
+    match schema:
+        case {"$ref": str(reference)} if num_followed < 16:
+            name = unquote(reference.removeprefix("#/$defs/")).replace("~1", "/").replace("~0", "~")
+            return _containers(defs.get(name), defs, num_followed + 1)
+        case {"const": value}:
+            values = [value]
+        case {"enum": list(values)}:
+            pass
+        case {"type": str(name)}:
+            return {name} & {"object", "array"}
+        case {"type": list(names)}:
+            return {*names} & {"object", "array"}
+        case _:
+            return {"object", "array"}
+    return {"object" if isinstance(value, dict) else "array" for value in values if isinstance(value, dict | list)}
 
 
 class _Texts:
@@ -79,6 +115,7 @@ class _Texts:
         self._num_left = _MAX_COUNTED
         self._known: dict[str, str] = {}  # definitions whose text is known
         self._unknown: set[str] = set()  # … and those of which it cannot be
+        self._num_referred = 0
 
     def root(self) -> str:
         self._define()
@@ -120,7 +157,7 @@ class _Texts:
 
     def _define(self) -> None:
         for _ in range(_ROUNDS):
-            before = dict(self._known)
+            before, self._num_referred = dict(self._known), 0
             for name, part in self._defs.items():
                 try:
                     self._known[name] = self._best([self._of(part), *([before[name]] if name in before else [])])
@@ -128,7 +165,7 @@ class _Texts:
                     continue
                 except _Unknown:
                     self._unknown.add(name)
-            if before == self._known:
+            if before == self._known or not self._num_referred:
                 break
 
     def _best(self, texts: list[str]) -> str:
@@ -177,6 +214,7 @@ class _Texts:
         return found
 
     def _referred(self, reference: str) -> str:
+        self._num_referred += 1
         name = unquote(reference.removeprefix("#/$defs/")).replace("~1", "/").replace("~0", "~")
         if name not in self._known or name in self._unknown:
             raise _Unknown if name in self._unknown or name not in self._defs else _Pending
@@ -259,5 +297,8 @@ def _plain(number: Fraction) -> int | float:
     return int(number) if number.denominator == 1 else float(number)
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def _written(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.encoder.encode_basestring(value) if isinstance(value, str) else _encode(value)

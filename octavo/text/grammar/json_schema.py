@@ -12,7 +12,7 @@ from octavo.text.grammar.lower import DEFS, MAX_DEPTH, MAX_NODES, Lowered, lower
 from octavo.text.grammar.multiples import MAX_MULTIPLE, Budget, scaled
 from octavo.text.grammar.references import escaped as _escaped
 from octavo.text.grammar.references import unescaped
-from octavo.text.grammar.regex import ascii_classes
+from octavo.text.grammar.regex import ascii_classes, without_look_ahead
 from octavo.text.grammar.schema_tree import rebuilt
 from octavo.text.grammar.shapes import (
     A_BOUND,
@@ -39,6 +39,9 @@ _DATE = f"({_YEAR}-{_DAY}|([0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 _HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOURS}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOURS})"
 _MOMENTS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+_UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+_MOST = ("maxLength", "maxItems", "maxProperties")
+_NO_LIMIT = 2**24  # characters or items: more than any answer has
 _PLACES = ("$defs",)  # hold schemas that others refer to
 _SAME_PLACE = ("allOf", "anyOf", "oneOf")
 
@@ -121,6 +124,17 @@ def without_patterns(schema: Any, is_bad: Callable[[str], bool]) -> tuple[Any, l
     return kept, [pattern for pattern, is_left_out in verdicts.items() if is_left_out]
 
 
+def _within_reach(key: str, value: object) -> object:
+    """A limit that no answer comes to, such as that of 64-bit integers, as one that is enforced. None: none is needed."""
+    if key in _UPPER and is_number(value) and value > _MAX_SAFE:
+        return _MAX_SAFE
+    if key in _LOWER and is_number(value) and value < -_MAX_SAFE:
+        return -_MAX_SAFE
+    if key in _MOST and is_number(value) and value > MAX_COUNT:
+        return MAX_COUNT if value < _NO_LIMIT else None
+    return value
+
+
 def _bound(node: Schema) -> None:
     """Bound an integer at ±2**53 if the schema does not: otherwise a model could write digits forever."""
     for inclusive, exclusive, end in (
@@ -178,7 +192,8 @@ class _Checker:
         node: Schema = {}
         self._at[place] = node
         for key, value in _with_moments(schema).items():
-            node[key] = self._keyword(key, value, place, depth)
+            if (kept := self._keyword(key, value, place, depth)) is not None or key == "const":
+                node[key] = kept
         if node.pop("uniqueItems", False):
             node["$comment"] = UNIQUE
         self._budget.can_join |= "allOf" in node or ("$ref" in node and len(node) > 1)
@@ -200,13 +215,16 @@ class _Checker:
             return [self._schema(part, f"{here}/{at}", depth + 1) for at, part in enumerate(value)]
         if key in SINGLES:
             return self._schema(value, here, depth + 1)
+        value = _within_reach(key, value)
+        if value is None:
+            return None
         will_do, words = _VALUES[key]
         if not will_do(value):
             raise self._invalid(here, f"must be {words}")
         if will_do is _is_count and isinstance(value, float):
             return int(value)  # 2.0 is a valid count too
         if key == "pattern" and isinstance(value, str):
-            return ascii_classes(value)
+            return ascii_classes(without_look_ahead(value))
         if key == "multipleOf" and is_number(value) and not self._budget.spend(value):
             raise self._invalid(here, f"is too large: the sum of all multipleOf values must be at most {MAX_MULTIPLE}")
         return value

@@ -3,11 +3,14 @@ references become references to $defs, annotations are left out and noted, and c
 are rewritten as unions, where that is exact. A constraint for which it is not is refused, or left out and noted where the answer is to
 be checked."""
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.text.grammar.contains import MAX_POSITIONS, contains_cases
 from octavo.text.grammar.disjoint import all_differ
 from octavo.text.grammar.keywords import (
     APPLIES_TO,
@@ -35,7 +38,6 @@ MAX_NOTED = 64  # paths of annotations: as many as an answer lists
 _MAX_OPEN = 50  # definitions that are being lowered at once, because each needs the next
 _MAX_CASES = 64  # unions of one schema, multiplied
 _MAX_EXCLUSIVE = 6  # alternatives of oneOf that are kept apart by negation
-_MAX_POSITIONS = 16  # items among which one must match `contains`
 _MAX_UNIQUE = 5  # values whose sequences without repetition are listed
 _TAG_DEPTH = 2  # levels of properties to search for what distinguishes the alternatives of oneOf
 DEFS = "#/$defs/"
@@ -81,7 +83,9 @@ class _Lowering:
         self._defs: dict[str, Any] = {}  # name → lowered
         self._open: set[str] = set()  # names that are being lowered
         self._opaque: set[int] = set()  # ids of lowered schemas that do not tell which properties they evaluate
-        self._weak: set[str] = set()  # definitions from which something was left out: they allow more than they say
+        # Definitions that allow more than they say, because something was left out, or less: their opposite is not known.
+        self._weak: set[str] = set()
+        self._num_narrowed = 0  # schemas that allow less than they say: their opposite would allow what they do not
         self._num_strict = 0  # constraints around, within which nothing may be left out
 
     def run(self) -> Lowered:
@@ -134,6 +138,11 @@ class _Lowering:
                     self._rewrite(key, given, core, more, at)
                 except Unenforced as error:
                     self._leave_out(error)
+        try:
+            self._min_properties(core, more, at)
+        except Unenforced as error:
+            del core["minProperties"]
+            self._leave_out(error)
         if not _OPAQUE.isdisjoint(value):
             self._opaque.add(id(core))
         if more:
@@ -178,9 +187,15 @@ class _Lowering:
                 if parts:
                     self._check_shape(key, found.get(key, {}), at)
                     found[key] = {**parts, **found.get(key, {})}
-        if found.get("required") is False:  # an older draft's, of a property
-            del found["required"]
+        if isinstance(found.get("required"), bool) and not found.pop("required"):  # draft 3's, of a property
             self._note(at, "required")
+        if isinstance(listed := found.get("properties"), Mapping):
+            marked = [
+                name for name, part in listed.items() if isinstance(part, Mapping) and part.get("required") is True
+            ]
+            if marked:
+                self._check_shape("required", found.get("required", []), at)
+                found["required"] = list(dict.fromkeys([*found.get("required", []), *marked]))
         for key, nothing in (
             ("uniqueItems", False),
             ("patternProperties", {}),
@@ -217,12 +232,16 @@ class _Lowering:
         target, at = self._waiting.pop(name)
         self._open.add(name)
         num_strict, self._num_strict = self._num_strict, 0
-        num_left_out = len(self._found.unenforced)
+        num_inexact = self._num_inexact
         self._defs[name] = self._schema(target, At(at.place, at.path, at.base, at.draft))
-        if len(self._found.unenforced) > num_left_out:
+        if self._num_inexact > num_inexact:
             self._weak.add(name)
         self._num_strict = num_strict
         self._open.discard(name)
+
+    @property
+    def _num_inexact(self) -> int:
+        return len(self._found.unenforced) + self._num_narrowed
 
     def _resolve(self, reference: str) -> Schema | bool:
         """The lowered schema of a reference that was made by _reference()."""
@@ -330,7 +349,7 @@ class _Lowering:
 
     def _one_of(self, value: list[Any], core: Schema, more: list[Schema | bool], at: At) -> None:
         """oneOf becomes anyOf if no value can satisfy two alternatives, or with the opposite of the others added to each."""
-        num_left_out = len(self._found.unenforced)
+        num_inexact = self._num_inexact
         parts = [self._schema(part, at.step("oneOf", number)) for number, part in enumerate(value)]
         parts = [part for part in parts if part is not False]
         if not parts:
@@ -339,8 +358,8 @@ class _Lowering:
             more.append(any_of([part if isinstance(part, dict) else {} for part in parts]))
         elif len(parts) > _MAX_EXCLUSIVE:
             raise Unenforced(at.place, "oneOf", f"more than {_MAX_EXCLUSIVE} alternatives overlap")
-        elif len(self._found.unenforced) > num_left_out:
-            raise Unenforced(at.place, "oneOf", "a part of it cannot be enforced")
+        elif self._num_inexact > num_inexact:
+            raise Unenforced(at.place, "oneOf", "a part of it cannot be enforced exactly")
         else:
             opposites = [self._negated(part, core) for part in parts]
             cases = []
@@ -349,6 +368,30 @@ class _Lowering:
                 if False not in others:
                     cases.append({"allOf": [part, *others]})
             more.append(any_of([*cases]))
+
+    def _min_properties(self, core: Schema, more: list[Schema | bool], at: At) -> None:
+        """More properties than are required: a choice of which of the listed ones these are."""
+        least, required = core.get("minProperties", 0), {*core.get("required", ())}
+        missing = int(least) - len(required)
+        if missing <= 0 or "object" not in types_of(core):
+            return
+        listed = [
+            name for name, part in core.get("properties", {}).items() if part is not False and name not in required
+        ]
+        if least == 1 and (self._num_strict or not 1 <= len(listed) <= _MAX_CASES):
+            return  # enforced as it is, if no property is listed
+        if not 1 <= math.comb(len(listed), missing) <= _MAX_CASES:
+            raise Unenforced(
+                at.place, "minProperties", "enforced up to 1, and for a choice among few listed properties"
+            )
+        if core.get("additionalProperties", True) is not False or "patternProperties" in core:
+            if self._num_strict:
+                raise Unenforced(at.place, "minProperties", "in a condition it is enforced up to 1")
+            self._num_narrowed += 1
+        del core["minProperties"]
+        others = [name for name in types_of(core) if name != "object"]
+        choices: list[Schema] = [{"required": list(names)} for names in itertools.combinations(listed, missing)]
+        more.append(any_of([*([{"type": others}] if others else []), *choices]))
 
     def _shape(self, part: Schema | bool, around: Schema, depth: int = 0) -> Schema:
         """A schema with the schemas of its required properties, with references followed, beside the schema around it."""
@@ -411,7 +454,10 @@ class _Lowering:
         most = core.get("maxItems")
         if isinstance(most, int) and most <= 1:
             return
-        values = self._values(core.get("items"))
+        try:
+            values = self._values(core.get("items"))
+        except CannotNegate:  # a definition that is being lowered: it has more than a few values
+            values = None
         least = core.get("minItems", 0)
         if not isinstance(least, int) or not (most is None or isinstance(most, int)):
             return  # json_schema.py refuses it
@@ -459,7 +505,8 @@ class _Lowering:
         return different
 
     def _contains(self, given: dict[str, Any], core: Schema, more: list[Schema | bool], at: At) -> None:
-        least, most = given.get("minContains", 1), given.get("maxContains")
+        least = int(given.get("minContains", 1))  # 2.0 is a count, too
+        most = int(given["maxContains"]) if "maxContains" in given else None
         wanted = self._strictly(given["contains"], at.step("contains"))
         if most == 0:
             more.append({"items": any_of(negated(wanted, TYPES, self._resolve))})
@@ -470,23 +517,26 @@ class _Lowering:
                     else False
                 )
             return
-        if most is not None:
-            raise Unenforced(at.place, "maxContains", "only 0 is enforced")
-        if least == 0:
+        if least == 0 and most is None:
+            return
+        if wanted is True or wanted == {}:
+            more.append({"minItems": least} if most is None else {"minItems": least, "maxItems": most})
             return
         longest = core.get("maxItems")
-        if wanted is True or wanted == {}:
-            more.append({"minItems": least})
-            return
-        if least > 1 or not isinstance(longest, int) or longest > _MAX_POSITIONS:
-            raise Unenforced(
-                at.place, "contains", f"enforced only for one match in at most {_MAX_POSITIONS} items (maxItems)"
-            )
+        opposite = True if most is None else any_of(negated(wanted, TYPES, self._resolve))
+        cases, is_exact = contains_cases(
+            wanted, opposite, least, most, longest if isinstance(longest, int) and longest >= 0 else None
+        )
+        if not cases and not (isinstance(longest, int) and longest < least):
+            raise Unenforced(at.place, "contains", "there are too many ways to place the items that match")
+        if not is_exact:
+            if self._num_strict:
+                raise Unenforced(
+                    at.place, "contains", f"in a condition it is enforced for at most {MAX_POSITIONS} items (maxItems)"
+                )
+            self._num_narrowed += 1
         others = [name for name in types_of(core) if name != "array"]
-        cases: list[Schema] = [{"type": others}] if others else []
-        for number in range(longest):
-            cases.append({"type": "array", "prefixItems": [*[True] * number, wanted], "minItems": number + 1})
-        more.append(any_of(cases))
+        more.append(any_of([*([{"type": others}] if others else []), *cases]))
 
     # ── unevaluated ──
 

@@ -5,7 +5,33 @@ import re
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\x0b\x0c"}
 # Neither ECMAScript nor Python takes any of these for anything but a space.
 _NO_SPACE = r"[^\s\x{feff}\x{180e}\x{1c}-\x{1f}\x{85}]"
+# Patterns that widely used libraries write with look-ahead, which the compiler does not have, and the same without it: numbers of pydantic's
+# Decimal, of which at least one digit is required, and zod's email addresses, which have no dot at the beginning and no two in a row. Of
+# decimals with a number of digits those are left whose zeros are not counted twice.
+_DECIMAL = re.compile(r"\^\(\?!\^\[-\+\.\]\*\$\)\[\+-\]\?0\*(?P<rest>.*)", re.S)
+_DIGITS = re.compile(
+    r"\(\?:\\d\{0,(?P<whole>[0-9]{1,4})\}\|\(\?=\[\\d\.\]\{1,[0-9]{1,4}\}0\*\$\)\\d\{0,[0-9]{1,4}\}\\\.\\d\{0,(?P<places>[0-9]{1,4})\}0\*\$\)"
+)
+_KNOWN = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$",
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+}
 _PIECE = re.compile(r"\\.|\[\^?|\]|[^\\\[\]]+|.", re.S)
+
+
+def without_look_ahead(pattern: str) -> str:
+    """A known pattern without its look-ahead; any other as it is."""
+    if pattern in _KNOWN:
+        return _KNOWN[pattern]
+    decimal = _DECIMAL.fullmatch(pattern)
+    digits = None if decimal is None else _DIGITS.fullmatch(decimal["rest"])
+    if digits is None or int(digits["whole"]) < 1:
+        return pattern
+    places = int(digits["places"])
+    fraction = f"(\\.[0-9]{{1,{places}}})?" if places else ""
+    return f"^[+-]?[0-9]{{1,{digits['whole']}}}{fraction}$"
 
 
 def ascii_classes(pattern: str) -> str:
