@@ -40,6 +40,8 @@ from octavo.messages.plans import (
 )
 from octavo.messages.requests import (
     Abort,
+    AdapterLoaded,
+    AdapterRef,
     Control,
     Dying,
     EngineGone,
@@ -54,6 +56,7 @@ from octavo.messages.requests import (
     GenerateRequest,
     Hello,
     LeaveQueue,
+    LoadAdapter,
     Ping,
     PrefillProgress,
     ReadHistory,
@@ -85,6 +88,8 @@ __all__ = [
     "NO_INPUT",
     "PAGE_ID_BYTES",
     "Abort",
+    "AdapterLoaded",
+    "AdapterRef",
     "Allocate",
     "BeamSearchParams",
     "Candidates",
@@ -107,6 +112,7 @@ __all__ = [
     "GenerateRequest",
     "Hello",
     "LeaveQueue",
+    "LoadAdapter",
     "LoadReport",
     "Logprobs",
     "PageEvents",
