@@ -75,6 +75,8 @@ _UNUSED = (
 )
 _BODIES = {"/v1/chat/completions": _CHAT, "/v1/messages": _MESSAGES, "/v1/responses": _RESPONSES}
 
+BUDGET = Config().budget
+
 
 @cache
 def _routes() -> dict[str, Any]:
@@ -94,14 +96,14 @@ def _run(path: str, data: bytes) -> None:
             tools = anthropic.chat_tools(fields.tools or [])
         case "/v1/responses":
             responses.check(fields, Config())
-            messages = chat_messages(fields.instructions, read_input(fields.input, _find))
-            chat = responses.chat_request(fields, messages)
+            messages = chat_messages(fields.instructions, read_input(fields.input, _find, BUDGET))
+            chat = responses.chat_request(fields, messages, len(data))
             tools, tool_choice = chat.tools or [], chat.tool_choice
         case _:
             messages, tools, tool_choice = fields.messages, fields.tools or [], fields.tool_choice
     parsed = parse_tools(tools)
     calls_schema(parsed, parse_tool_choice(tool_choice, parsed))
-    byte_text().render_chat(parse_messages(messages), tools=template_form(parsed))
+    byte_text().render_chat(parse_messages(messages, BUDGET), tools=template_form(parsed))
 
 
 def _words_in(value: Any) -> set[str]:

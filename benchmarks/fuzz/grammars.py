@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.fuzz.target import Target
 from octavo.errors import OctavoError
+from octavo.text.chat.template import request_template
 from octavo.text.grammar.build import grammar_of
 from octavo.text.tokenize.vocabulary import Vocabulary
 from tests.doubles import byte_text
@@ -211,20 +212,42 @@ def structural_tag(dice: random.Random) -> Any:
     return {"type": "structural_tag", "format": form}
 
 
+_PIECES = (
+    "{{ messages[0].content }}", "{{ 'a' * 9 }}", "{{ '%s' % 'a' }}", "{{ '{:>9}'.format(1) }}", "{{ messages | tojson(indent=2) }}",
+    "{% set x = namespace(y=1) %}", "{{ range(5) | list }}", "{{ x.__class__ }}", "{{ raise_exception('no') }}", "{{ f(1) }}", "text",
+    "{# note #}", "{{ 'abc' | wordwrap(2) }}", "{{ strftime_now('%Y') }}", "{{ messages | map(attribute='role') | join(',') }}",
+    "{{ 10 ** 5 }}", "{{ 'a'.join([]) }}",
+)  # fmt: skip
+_BLOCKS = (
+    ("{% for m in messages %}", "{% endfor %}"), ("{% if tools %}", "{% endif %}"), ("{% macro f(a) %}", "{% endmacro %}"),
+    ("{%- generation -%}", "{% endgeneration %}"), ("{% if messages %}", "{% else %}no{% endif %}"), ("{{", "}}"),
+)  # fmt: skip
+
+
 def template(dice: random.Random) -> str:
-    pieces = (
-        "{{ messages[0].content }}", "{% for m in messages %}", "{% endfor %}", "{% if tools %}", "{% endif %}", "{{ 'a' * 9 }}",
-        "{{ '%s' % 'a' }}", "{{ '{:>9}'.format(1) }}", "{{ messages | tojson(indent=2) }}", "{% set x = namespace(y=1) %}",
-        "{{ range(5) | list }}", "{{ x.__class__ }}", "{{ raise_exception('no') }}", "{% macro f(a) %}", "{% endmacro %}",
-        "{{ f(1) }}", "text", "{# note #}", "{%- generation -%}", "{% endgeneration %}", "{{ 'abc' | wordwrap(2) }}", "{{",
-        "{{ strftime_now('%Y') }}", "{{ messages | map(attribute='role') | join(',') }}", "{{ 10 ** 5 }}", "{{ 'a'.join([]) }}",
-    )  # fmt: skip
-    return "".join(dice.choice(pieces) for _ in range(dice.randrange(1, 12)))
+    """Half of them have blocks that are closed."""
+    if dice.random() < 0.5:
+        pieces = (*_PIECES, *(mark for block in _BLOCKS for mark in block))
+        return "".join(dice.choice(pieces) for _ in range(dice.randrange(1, 12)))
+    return _nested(dice, 3)
+
+
+def _nested(dice: random.Random, depth: int) -> str:
+    parts = []
+    for _ in range(dice.randrange(1, 4)):
+        if depth and dice.random() < 0.4:
+            begin, end = dice.choice(_BLOCKS[:-1])
+            parts.append(begin + _nested(dice, depth - 1) + end)
+        else:
+            parts.append(dice.choice(_PIECES))
+    return "".join(parts)
 
 
 def _run_template(data: bytes) -> None:
     source = data.decode("utf-8", "replace")
-    byte_text().with_template(source).render_chat([{"role": "user", "content": "Hi"}])
+    text = byte_text()
+    template = request_template(source, text.template_variables)
+    text.with_template(template).render_chat([{"role": "user", "content": "Hi"}])
 
 
 def _wish(kind: str, data: bytes) -> None:

@@ -15,6 +15,7 @@ import subprocess
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -214,9 +215,10 @@ class SandboxPool:
             else:
                 break
             self._running.add(job)
-            talk = asyncio.get_running_loop().create_task(self._talk(job, self._idle.popleft()))
+            child = self._idle.popleft()
+            talk = asyncio.get_running_loop().create_task(self._talk(job, child))
             self._talks.add(talk)
-            talk.add_done_callback(self._talks.discard)
+            talk.add_done_callback(partial(self._end_talk, child))
             self._fill()
 
     def _fill(self) -> None:
@@ -269,10 +271,14 @@ class SandboxPool:
         finally:
             for timer in child.timers:
                 timer.cancel()
-            child.channel.close()
             job.child = None
             self._running.discard(job)
         self._dispatch()
+
+    def _end_talk(self, child: _Child, talk: "asyncio.Task[None]") -> None:
+        """Also of a talk that was cancelled before it began."""
+        self._talks.discard(talk)
+        child.channel.close()
 
     async def _exchange(self, job: _Job, child: _Child) -> Reply:
         loop = asyncio.get_running_loop()

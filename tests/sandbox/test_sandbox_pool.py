@@ -310,3 +310,17 @@ async def test_without_the_filter_the_other_limits_hold(start: Start, tmp_path: 
         with pytest.raises(JobEnded) as caught:
             await run(pool, name)
         assert caught.value.cause == cause
+
+
+async def test_closing_before_a_job_has_begun_closes_its_channel(start: Start) -> None:
+    pool = start()
+    await run(pool, "echo", "first")
+    waiting = asyncio.ensure_future(run(pool, "echo", "second"))
+    await asyncio.sleep(0)  # its talk is a task now, which has not begun
+    assert pool.num_running == 1
+    (talk,), channels = pool._talks, [child.channel for child in pool._children.values()]
+    pool.close()
+    with pytest.raises(EngineUnavailable):
+        await waiting
+    await asyncio.wait([talk])
+    assert channels and all(channel.fileno() == -1 for channel in channels)

@@ -35,7 +35,7 @@ def test_plans_that_go_through_several_stages(num_stages):
             "has_windows": seed % 3 == 0,
             "has_beams": seed % 4 == 0,
             "has_late": seed % 5 == 0,
-            "has_limit": seed % 7 == 0,
+            "has_limit": seed % 2 == 0,
             "has_responses": seed % 6 == 0,
             "is_mortal": seed % 8 == 0,
         }
@@ -46,6 +46,7 @@ def test_plans_that_go_through_several_stages(num_stages):
             raise
     for what in ("preemptions", "swaps", "copies", "forks", "hits", "aborts", "vectors", "left_out", "late", "beams"):
         assert total[what] > 20, (what, total)
+    assert total["capped"] > 10, total
     assert Workload(3, num_stages=num_stages).run().in_flight <= num_stages + 1
 
 

@@ -62,17 +62,18 @@ def test_a_scored_token_takes_more_of_a_step(budget: int) -> None:
 
 
 def test_other_requests_are_planned_beside_it() -> None:
-    run = Run(64)
+    budget = 20 * SCORED_COST
+    run = Run(budget)
     run.add(request("a", 100))
     run.add(request("b", 30, scored=False))
     run.step()
-    assert run.plans[0].counts == [8]  # as much as the whole step allows
+    assert run.plans[0].counts == [20]  # as much as the whole step allows
     run.to_the_end()
     assert run.scores("b") == [] and len(run.scores("a")) == 99
-    plain = Run(64)
+    plain = Run(budget)
     plain.add(request("b", 100, scored=False))
     plain.step()
-    assert plain.plans[0].counts == [64]
+    assert plain.plans[0].counts == [budget]
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -253,10 +253,22 @@ class Workload:
         one = [request for request, count in left if count == 1 and request.length < request.max_len]
         return one, [request for request, count in left if count > 1 and not search_of(request) and request.capacity]
 
+    def _entered_before_limit(
+        self, planned: Planned, columns: list[tuple[Request, int, int]]
+    ) -> list[tuple[Request, int]]:
+        """(request, start) of those that came back from host pages with one token to compute, before the limit was found: that is when
+        the first prompt is planned, or the first request asks to enter that may have one."""
+        entered = []
+        for request, start, count in columns:
+            comes_back = request in planned.admitted and request.sequence in self._swapped
+            if count > 1 or (request in planned.admitted and not comes_back):
+                break
+            if comes_back:
+                entered.append((request, start))
+        return entered
+
     def _check_limit(self, planned: Planned, one: list[Request], several: list[Request], had_output: set[int]) -> None:
         """Beside streams, a step computes as much of prompts as there is time for, the oldest first, and never nothing of the oldest."""
-        if self.num_stages > 1:  # other rows are in other plans: test_stall_limit.py has what then holds
-            return
         costs, plan = self.scheduler.costs, planned.plan
         if self.stall_limit is None:
             assert planned.capped is None
@@ -264,8 +276,13 @@ class Workload:
         drafted = {draft.at: len(draft.tokens) for draft in plan.drafts}
         counts = [count - drafted.get(at, 0) for at, count in enumerate(plan.counts)]
         columns = list(zip(planned.requests, plan.starts, counts, strict=True))
-        if planned.returned or any(count == 1 and request in planned.admitted for request, _, count in columns):
-            return  # the limit was found with rows that then left, or with those that entered with one token to compute
+        if planned.returned:
+            return  # the limit was found with rows that then left
+        if self.num_stages > 1:  # rows that are in other plans
+            one = [request for request in one if request in planned.requests or not request.pending]
+        entered = self._entered_before_limit(planned, columns)
+        one = [*one, *(request for request, _ in entered)]
+        had_output = had_output | {request.sequence for request, start in entered if start >= request.prompt_len}
         streams = [request for request in one if request.sequence in had_output and not search_of(request)]
         chunks = [(request, start, count) for request, start, count in columns if count > 1]
         if not streams:
@@ -278,9 +295,12 @@ class Workload:
             assert is_whole or sum(count for _, _, count in chunks) <= most, "more than a part of the budget"
             self.tally.unknown += planned.capped is not None
             return
-        context = sum(self._computed[request.sequence] for request in one)
+        computed = self._computed | {request.sequence: start for request, start in entered}
+        context = sum(computed[request.sequence] for request in one)
         seconds = costs.seconds(StepShape(len(one), 0, context, 0))
-        left = max(self.stall_limit.within(costs, seconds) - seconds, MIN_SHARE * seconds)
+        num_turns = 1 if self.num_stages == 1 else self.num_stages + 1  # plans from one token of a row to the next
+        limit = self.stall_limit.within(costs, seconds * num_turns) / num_turns
+        left = max(limit - seconds, MIN_SHARE * seconds)
         for at, (request, start, count) in enumerate(chunks):
             took = costs.chunk_seconds(start, count)
             if took > left * (1 + 1e-9) + 1e-12:
@@ -298,7 +318,8 @@ class Workload:
         is_full = sum(plan.counts) == self.budget or any(search_of(request) for request, _, _ in chunks)
         assert not in_plan or in_plan[0] or is_full, "the oldest prompt starves"
         whole = any(request.needs_one_step for request in planned.admitted)
-        if self.budget >= len(one) + MIN_PROMPT_TOKENS and not whole:
+        # With several stages a row may be left for the next plan: _check_turn() has how long it may wait.
+        if self.budget >= len(one) + MIN_PROMPT_TOKENS and not whole and self.num_stages == 1:
             missing = [request for request in streams if request not in planned.requests and not request.late_steps]
             assert not missing, "prompts took a stream's place"
         self.tally.capped += planned.capped is not None
@@ -434,6 +455,7 @@ class Workload:
             one, several = self._before()
             had_output = {request.sequence for request in one if request.length > request.prompt_len}
             self._computed = {request.sequence: request.computed for request in one}
+            self._swapped = {request.sequence for request in scheduler.rows.waiting if request.is_swapped}
             preemptions = scheduler.num_preemptions
             planned = scheduler.plan()
             self._check_limit(planned, one, several, had_output)

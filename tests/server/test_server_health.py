@@ -1,11 +1,12 @@
 """GET /health and /metrics: the truth about the engine, cheaply."""
 
 import asyncio
+import threading
 
 import pytest
 
 from octavo.ipc.heartbeat import Heartbeat
-from octavo.server.endpoints import health
+from octavo.server.endpoints import health, metrics
 from octavo.server.state import service
 from tests.doubles import ScriptedEngine
 from tests.server.conftest import Serve, error_of
@@ -62,6 +63,29 @@ async def test_metrics_are_the_engines(serve: Serve, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(service, "ANSWER_SECONDS", 0.02)
     engine.answers_control = False
     assert error_of(await client.get("/metrics"), 503)
+
+
+async def test_many_who_read_metrics_at_once_share_a_reading(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings: list[int] = []
+    gate = threading.Event()
+
+    def read() -> str:
+        readings.append(1)
+        assert gate.wait(30)
+        return "# read\n"
+
+    monkeypatch.setattr(metrics, "process_metrics", read)
+    client = serve(ScriptedEngine())
+    asked = [asyncio.ensure_future(client.get("/metrics")) for _ in range(200)]
+    while not readings:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    for _ in range(50):  # until all of them wait for it
+        await asyncio.sleep(0)
+    asked.pop().cancel()  # one that leaves takes it from none
+    gate.set()
+    answers = await asyncio.gather(*asked)
+    assert {answer.status_code for answer in answers} == {200} and len(readings) <= 3
+    assert {answer.text for answer in answers} == {"# no metrics\n# read\n"}
 
 
 async def test_live_ready_and_the_whole(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

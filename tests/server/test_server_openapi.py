@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from octavo.messages import GenerateRequest, TokenDelta
 from octavo.server.app import build_app
 from octavo.server.openapi import undocumented
+from octavo.server.state.service import Service
 from tests.doubles import ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of
 from tests.server.test_server_embeddings import embeds
@@ -144,19 +145,23 @@ def server(tmp_path_factory):
     """(ask, document): the application on an event loop that lives as long as this file's examples."""
     with asyncio.Runner() as runner:
 
-        async def start() -> tuple[httpx.AsyncClient, dict[str, Any]]:
+        async def start() -> tuple[httpx.AsyncClient, dict[str, Any], Service]:
             options = config(files_folder=str(tmp_path_factory.mktemp("files")))
             app = build_app(ScriptedEngine(says_or_embeds), byte_text(), options, "byte-model")
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
-            return client, (await client.get("/openapi.json")).json()
+            return client, (await client.get("/openapi.json")).json(), app.state.service
 
-        client, whole = runner.run(start())
+        async def stop() -> None:
+            await client.aclose()
+            service.compiler.close()
+
+        client, whole, service = runner.run(start())
 
         def ask(method: str, path: str, **request: Any) -> httpx.Response:
             return runner.run(client.request(method, path, **request))
 
         yield ask, whole
-        runner.run(client.aclose())
+        runner.run(stop())
 
 
 def check(answer: httpx.Response, whole: dict[str, Any], path: str, method: str) -> None:

@@ -106,6 +106,8 @@ class Attack:
     name: str
     strike: Callable[[Door, random.Random], Strike]
     seconds: float = 8.0  # after which its clients leave
+    # Its prompts take longer than a first event may: older prompts are computed first, so a new stream waits for as long as they are there.
+    is_long: bool = False
     is_flood: bool = False  # many requests: 429, and 503 with Retry-After, are proper answers
     is_cheap: bool = False  # may be repeated beside a soak
     needs: Literal["any", "key", "no key"] = "any"

@@ -149,7 +149,7 @@ ATTACKS = [
     _batch("batch-unknown-members", lambda: b"{" + b",".join(b'"x%d":1' % at for at in range(1_000_000)) + b"}\n"),
     _batch("batch-same-ids", lambda: _line(1) * 20_000),
     Attack("responses-chain-40", _conversation, seconds=20.0),
-    Attack("responses-stored-24", _stored, seconds=20.0, is_flood=True),
+    Attack("responses-stored-24", _stored, seconds=20.0, is_long=True, is_flood=True),
     Attack("stream-resumed-from-odd-places", _resumed, seconds=15.0, is_cheap=True),
     several("ids-odd", _odd_ids(["/v1/files/{}", "/v1/batches/{}", "/v1/responses/{}", "/v1/requests/{}", "/v1/stream/{}",
                                  "/v1/models/{}", "/v1/live/pages/{}"]), is_cheap=True),

@@ -81,9 +81,9 @@ ATTACKS = [
             {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 50_000 + "1" + "}" * 50_000}}]},
         {"role": "tool", "tool_call_id": "c", "content": "4"}]}),
     # ── answers that cost much ──
-    post("cost-prompt-logprobs-6000", _COMPLETIONS, lambda: {"prompt": _prompt(6000), "prompt_logprobs": 20}, seconds=30.0),
-    post("cost-echo-logprobs-6000", _COMPLETIONS, lambda: {"prompt": _prompt(6000), "echo": True, "logprobs": 20}, seconds=30.0),
-    post("cost-prompt-8000", _COMPLETIONS, lambda: {"prompt": _prompt(8000)}, seconds=30.0),
+    post("cost-prompt-logprobs-6000", _COMPLETIONS, lambda: {"prompt": _prompt(6000), "prompt_logprobs": 20}, seconds=30.0, is_long=True),
+    post("cost-echo-logprobs-6000", _COMPLETIONS, lambda: {"prompt": _prompt(6000), "echo": True, "logprobs": 20}, seconds=30.0, is_long=True),
+    post("cost-prompt-8000", _COMPLETIONS, lambda: {"prompt": _prompt(8000)}, seconds=30.0, is_long=True),
     post("cost-logprobs-of-64", _CHAT, lambda: {"n": 64, "logprobs": True, "top_logprobs": 20, "max_tokens": 40, "ignore_eos": True},
          seconds=20.0),
     post("cost-64-choices", _COMPLETIONS, lambda: {"n": 64, "max_tokens": 8000, "ignore_eos": True, "temperature": 1}, seconds=5.0),
