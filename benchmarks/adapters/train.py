@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(loss.item())
         model.save_pretrained(Path(options.out) / name)
         print(f"{name}: loss {losses[0]:.3f} → {losses[-1]:.3f} in {time.perf_counter() - started:.0f} s")
     return 0

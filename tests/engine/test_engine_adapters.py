@@ -15,9 +15,14 @@ from octavo import LLM, LoRARequest, SamplingParams
 from octavo.engine.adapter_traffic import AdapterTraffic
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.messages.plans import Logprobs
+from octavo.recording.format import read
+from octavo.recording.recorder import Recorder, Segments
+from octavo.recording.ring import RecordingRing
+from octavo.replay.replay import Replay
 from tests.adapters import ALL, ATTENTION, merged, weights_of, write_peft
 from tests.doubles import write_byte_tokenizer
 from tests.native import native
+from tests.recording.recorded import header_of
 from tests.weights.gguf_writer import Packed, write_gguf
 
 VOCABULARY = 97
@@ -232,6 +237,23 @@ def test_a_budget_for_fewer_adapters_than_are_used(served: Served) -> None:
         assert traffic.stats.dropped >= 3 and traffic.state().num_bytes <= max(sizes)
     with engine(served, max_loras=1) as llm:
         assert scored(llm, served.prompts, adapters) == expected
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_plans_are_made_again_from_a_recording(served: Served, tmp_path: Path, with_tokens: bool) -> None:
+    """With prefixes of several adapters in the cache, and pages that run out."""
+    adapters = mix(served)
+    pages = 28 * 4 * 2 * 2 * 2 * 8 * 4
+    with engine(served, kv_cache_memory_bytes=pages, speculative_config={"method": "none"}) as llm:
+        header = header_of(llm.report, True, with_tokens)
+        llm._loop.record(Recorder(Segments(tmp_path, "1", 2**24), header, RecordingRing()))
+        for _ in range(2):
+            scored(llm, served.prompts, adapters)
+        assert llm._loop.scheduler.num_preemptions > 0
+    replay = Replay(read(tmp_path))
+    for _ in replay.follow():
+        pass
+    assert replay.num_steps > 20 and replay.num_same == replay.num_steps
 
 
 def test_gguf_adapters(served: Served, tmp_path: Path) -> None:
