@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True, logprobs=4)
 
     def engine(**more: Any) -> LLM:
-        return LLM(options.model, enable_lora=True, dtype="float32", max_model_len=256, **more)
+        return LLM(options.model, enable_lora=True, dtype="float32", **({"max_model_len": 256} | more))
 
     rng = random.Random(1)
     with engine() as llm:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         ]
     most = max(len(prompt) for prompt in prompts) + options.tokens
     few_pages = llm.report.page_bytes * (2 * -(-most // llm.report.page_size) + 2)
-    with engine(kv_cache_memory_bytes=few_pages, enable_prefix_caching=False) as llm:
+    with engine(kv_cache_memory_bytes=few_pages, max_model_len=most, enable_prefix_caching=False) as llm:
         preempted = _answers(llm.generate(prompts, params, use_tqdm=False, lora_request=of_prompt))
         num_preemptions = llm._loop.scheduler.num_preemptions
     continued: list[list[int]] = []

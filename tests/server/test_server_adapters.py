@@ -151,7 +151,8 @@ async def test_loading_and_unloading(server: Server, place: Path) -> None:
     assert answer["choices"] != (await server.complete("pirate"))["choices"]
     status, text = await server.post("/v1/load_lora_adapter", poet)
     assert status == 400 and "loaded already" in text
-    assert (await server.post("/v1/load_lora_adapter", poet | {"load_inplace": True}))[0] == 200
+    status, text = await server.post("/v1/load_lora_adapter", poet | {"load_inplace": True, "lora_int_id": 3})
+    assert status == 200 and text.endswith("successfully. Ignored fields: lora_int_id.")
     async with server.http.stream(
         "POST",
         "/v1/completions",
@@ -198,6 +199,7 @@ async def test_mistakes_when_loading(server: Server, place: Path, tmp_path: Path
         ({"lora_name": "", "lora_path": str(inside / "poet")}, 400, "1 to 200"),
         ({"lora_name": "n" * 201, "lora_path": str(inside / "poet")}, 400, "1 to 200"),
         ({"lora_name": "x"}, 400, "lora_path"),
+        ({"lora_name": "x", "lora_path": str(inside / "poet"), "base_model_name": "y"}, 400, "base_model_name must be"),
         ({"lora_name": 3, "lora_path": "y"}, 400, "lora_name"),
     ]
     for body, status, message in cases:

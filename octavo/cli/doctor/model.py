@@ -86,7 +86,7 @@ def examine(config: Config, diagnosis: Diagnosis, *, deep: bool, adapters: Seque
     dry_run = _load_dry_run(config, source)
     spec: ModelSpec | None = None
     checks = [
-        (f"adapter {path}", functools.partial(dry_run.adapter, path, config.lora.max_lora_rank))
+        ("adapter", functools.partial(dry_run.adapter, path, config.lora.max_lora_rank))
         for path in (*adapters, *config.lora.modules.values())
     ]
     for finding in _model(dry_run, diagnosis, checks, deep=deep and not is_dummy):

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from octavo.errors import ConfigError, Forbidden, InvalidRequest, Unsupported
+from octavo.errors import ConfigError, Forbidden, InvalidRequest, Unsupported, quote
 from octavo.messages import LoadAdapter
 from octavo.server.http.sse import owner_of
 from octavo.server.schema.fields import RequestFields, RouteSchema, read_fields
@@ -20,6 +20,7 @@ class LoadFields(RequestFields):
     lora_name: str
     lora_path: str
     load_inplace: bool | None = None  # replace the adapter that has this name
+    base_model_name: str | None = None  # must be the model that is served
 
 
 class UnloadFields(RequestFields):
@@ -41,6 +42,11 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, LOAD, service.config)
         name, replaces = fields.lora_name, bool(fields.load_inplace)
+        if fields.base_model_name and fields.base_model_name not in service.model_names:
+            names = " or ".join(map(repr, service.model_names))
+            raise InvalidRequest(
+                f"base_model_name must be {names}, got {quote(fields.base_model_name)}", "base_model_name"
+            )
         path = service.adapters.allowed(fields.lora_path)
         service.adapters.check_new(name, replaces)
         try:
@@ -50,16 +56,22 @@ def router(service: Service) -> APIRouter:
         if refusal := await service.query(LoadAdapter(0, ref), LOAD_SECONDS):
             raise InvalidRequest(refusal, param="lora_path")
         service.adapters.add(ref, replaces)
-        return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
+        return _answer(f"Success: LoRA adapter '{name}' added successfully.", fields)
 
     @router.post(UNLOAD.path)
     async def unload(request: Request) -> Response:
         _check(service, request)
         fields = await read_fields(request, UNLOAD, service.config)
         service.adapters.remove(fields.lora_name)
-        return Response(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.", media_type="text/plain")
+        return _answer(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.", fields)
 
     return router
+
+
+def _answer(text: str, fields: RequestFields) -> Response:
+    """vLLM's text, and the fields that had no effect."""
+    ignored = f" Ignored fields: {', '.join(fields.ignored)}." if fields.ignored else ""
+    return Response(text + ignored, media_type="text/plain")
 
 
 def _check(service: Service, request: Request) -> None:
