@@ -223,6 +223,12 @@ class SchedulerConfig:
         "the sequence that is last is preempted first",
         choices=("fcfs", "priority"),
     )
+    fairness: str = knob(
+        "none",
+        "between whom the engine's work is divided in proportion to weights, while requests wait. none: all are served in order of "
+        "arrival; key: API keys, with the weights of --api-key-file; user: values of the field `user`, within each key; header:NAME: "
+        "values of an HTTP header, within each key. Requests of one key, user or value are served in order of arrival",
+    )
     grammar_step_seconds: float = knob(
         2.0,
         "most seconds of computing for one token of an answer with a grammar, and on average a fortieth of it; beyond that the "
@@ -402,7 +408,15 @@ class ServerConfig:
     api_key_file: str = knob(
         "",
         "file with one API key per line, in addition to --api-key; a line 'admin: KEY' is an --admin-key; empty lines and lines "
-        "that begin with # are ignored",
+        "that begin with # are ignored. Columns behind a key set its name, weight and limits: KEY name weight rpm tpm "
+        "max_tokens_in_flight budget_tokens/day, with - for none, or as words like rpm=60",
+    )
+    key_settings: str = knob(
+        "",
+        "JSON object: for each API key an object with name, weight, rpm, tpm, max_tokens_in_flight and budget_tokens, as the columns of "
+        "--api-key-file",
+        kind="json",
+        is_secret=True,
     )
     admin_key: str = knob(
         "",
@@ -724,6 +738,7 @@ class Config:
         read_json_object(self.scheduler.speculative_config, "--speculative-config")
         read_tier(self.cache.kv_tier)
         self._check_access()
+        self._check_fairness()
         self._check_fleet()
         self._check_lora()
 
@@ -767,6 +782,8 @@ class Config:
             if given and not split_list(given):
                 variable = f"OCTAVO_{name.upper().replace('-', '_')}"
                 raise ConfigError(f"--{name} (or {variable}) {given!r} holds no key: give one, or leave it out")
+        if server.key_settings:
+            self._check_key_settings()
         if server.metrics_open and server.metrics_keys:
             raise ConfigError("--metrics-open needs no key and --metrics-key needs one: give one of the two")
         if shared := set(server.metrics_keys) & set(server.api_keys):
@@ -783,6 +800,27 @@ class Config:
         if server.allow_credentials and "*" in split_list(server.allowed_origins):
             raise ConfigError(
                 "--allow-credentials with --allowed-origins * would let any web page act for its visitors: name the origins"
+            )
+
+    def _check_key_settings(self) -> None:
+        from octavo import key_settings  # it brings msgspec, which --help does not need
+
+        settings = key_settings.decode(self.server.key_settings)
+        if unknown := len(settings.keys() - set(self.server.api_keys)):
+            raise ConfigError(f"--key-settings has {unknown} keys that no --api-key, --admin-key or --api-key-file has")
+        if any(each.budget_tokens for each in settings.values()) and not self.batches.files_folder:
+            raise ConfigError(
+                "a key has a budget of tokens, and what it has used must outlive the server: give --files-folder, where it is kept"
+            )
+
+    def _check_fairness(self) -> None:
+        fairness = self.scheduler.fairness
+        if fairness not in ("none", "key", "user") and not re.fullmatch(r"header:[\w-]+", fairness, re.ASCII):
+            raise ConfigError(f"--fairness {fairness!r} must be none, key, user, or header:NAME")
+        if fairness != "none" and self.scheduler.scheduling_policy != "fcfs":
+            raise ConfigError(
+                f"--fairness {fairness} serves the requests of one key in order of arrival: leave out --scheduling-policy "
+                f"{self.scheduler.scheduling_policy}, or --fairness"
             )
 
 
@@ -946,4 +984,4 @@ def _scaled(text: str, pattern: str) -> int | None:
 
 def without_keys(config: Config) -> Config:
     """A copy for processes that have no use for API keys."""
-    return replace(config, api_key="", admin_key="", metrics_key="", api_key_file="")
+    return replace(config, api_key="", admin_key="", metrics_key="", api_key_file="", key_settings="")

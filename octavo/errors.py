@@ -15,6 +15,8 @@ OctavoError
 │   ├── UnsupportedEncoding 415 the body is compressed in a way that is not taken
 │   ├── HeadTooLarge 431        the request's head or trailers are over the limit
 │   ├── Overloaded 429          the queue is full, or the request left it unserved; carries .retry_after
+│   │   ├── RateLimited 429         the API key has reached one of its limits a minute or in flight
+│   │   └── BudgetSpent 429         the API key has used up its tokens of the day
 │   └── DeadlineExceeded 504     the request's own deadline_ms has passed
 ├── EngineError
 │   ├── RequestFailed 500       this request failed; others continue
@@ -265,6 +267,14 @@ class Overloaded(RequestError):
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimited(Overloaded):
+    """The API key has reached one of its own limits: requests or tokens a minute, or tokens in flight."""
+
+
+class BudgetSpent(Overloaded):
+    """The API key has used up its tokens of the day."""
 
 
 class DeadlineExceeded(RequestError):

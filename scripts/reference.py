@@ -276,6 +276,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/live/pages/{page}": "which requests hold one KV page",
         "POST /v1/load_lora_adapter": "load an adapter (`lora_name`, `lora_path`) from a folder of `--lora-folders`",
         "POST /v1/unload_lora_adapter": "unload an adapter (`lora_name`); open streams go on",
+        "GET /v1/usage": "what the API key has used, and its limits; an admin key gets all keys",
         "GET /v1/fleet": "the replicas: status, restarts, place",
         "POST /v1/fleet": "change the number of `replicas` while serving, or `restart` all of them one after the other",
     },
@@ -560,6 +561,7 @@ def metrics_page() -> Iterator[str]:
     from octavo.messages import Responded
     from octavo.observe.metrics.engine_metrics import EngineMetrics
     from octavo.observe.metrics.gauges import EngineState
+    from octavo.observe.metrics.key_metrics import key_metrics
     from octavo.observe.metrics.process_metrics import MODULES, SUPERVISOR, process_metrics
     from tests.doubles import REPORT
 
@@ -575,7 +577,9 @@ def metrics_page() -> Iterator[str]:
         rejections={"x": 1},
         blocked_seconds={},
     )
-    families = list(text_string_to_metric_families(metrics.text(some) + process_metrics()))
+    by_key = key_metrics([("x", (0, 0, 0, 0, 0))])
+    known |= _labels(text_string_to_metric_families(by_key))
+    families = list(text_string_to_metric_families(metrics.text(some) + process_metrics() + by_key))
     labels = _labels(families)
     roles = {SUPERVISOR, *MODULES.values()}
     known |= {family.name: {"process": roles} for family in families if family.name.startswith("process_")}
@@ -749,6 +753,10 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
         "server.schema.shapes.MAX_EXTRA_FILES": ("files of `input_extra` of `/infill`", "400"),
         "server.generate.embeddings.MAX_INPUTS": ("inputs of an embedding request", "400"),
         "server.endpoints.tokenize.MAX_DETOKENIZED": ("ids to detokenize, or as many as the context holds", "400"),
+        "server.generate.requests.MAX_LABEL_LEN": (
+            "characters of `user` that tell one from another, with `--fairness user`",
+            "",
+        ),
         "server.generate.requests.MAX_REPEATED_BYTES": ("bytes of sampling parameters, times the prompts", "400"),
         "text.tokenize.windows.MAX_WORD": ("characters of a long text without a boundary between words", "400"),
         "server.schema.fields.MAX_TEMPLATE_VARIABLES": ("entries of `chat_template_kwargs`", "400"),

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "octavo"
 # The rooms in tiers, lowest first: a module imports from lower tiers, and from its own room. The longest matching name counts.
 # Rooms that grew several concerns are split into sub-rooms here, so that an upward import inside one is seen.
 TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("0", ("errors", "config", "foreign_flags", "limits", "spec", "stage", "gguf", "messages")),
+    ("0", ("errors", "config", "foreign_flags", "key_settings", "limits", "spec", "stage", "gguf", "messages")),
     ("1a", ("ipc", "schedule", "cache", "text", "executor.base")),
     ("1b", ("observe", "sandbox", "routing", "kv_tier")),
     ("2", ("device", "parallel", "batch", "kernels", "quants")),
@@ -31,6 +31,7 @@ TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("6b", ("client",)),
     ("6c", ("engine",)),
     ("6d", ("supervisor", "offline", "replay")),
+    ("6e", ("plan",)),
     ("7", ("server.threads",)),
     ("7a", ("server.state", "server.schema")),
     ("7b", ("server.http", "server.generate")),
@@ -45,7 +46,7 @@ NAMES = dict(enumerate(name for name, _ in TIERS))
 CORRIDORS = {
     ("schedule", "cache"),
 }
-GROUND = {"errors", "config", "spec", "messages", "gguf"}  # what every room may import, tier 0 too
+GROUND = {"errors", "config", "key_settings", "spec", "messages", "gguf"}  # what every room may import, tier 0 too
 TORCH_ROOMS = {room for room, level in LEVELS.items() if NAMES[level][0] in "2345"}
 NEVER_TORCH = set(LEVELS) - TORCH_ROOMS
 # Parts of torch rooms that engine, server and cli may import without loading torch. Using them may load it: sources/ never

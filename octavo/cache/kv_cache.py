@@ -281,6 +281,13 @@ class KVCache:
         num_found, _ = self._match(sequence, tokens, root) if reuse else (0, root)
         return self._num_missing(*self._lay_out(len(tokens), num_found))
 
+    def next_key(self, sequence: int, tokens: list[int]) -> bytes | None:
+        """The key of the first page that the prefix cache lacks of these tokens, in a group without a window. None: it lacks none that
+        can be shared."""
+        keys = self._keys(sequence, tokens)
+        tag = self._tags[self.windows.index(0)]
+        return next((key + tag for key in keys if key + tag not in self.pool.index), None)
+
     @property
     def num_host_used(self) -> int:
         return sum(len(table.pages) for tables in self.host_tables.values() for table in tables)

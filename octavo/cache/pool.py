@@ -76,7 +76,12 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """Take `count` pages for one new owner: blank pages first, then the least recently used cached ones. The caller has
         checked num_free."""
-        pages = [self._take_blank() if self._prefers_blank() else self._evict() for _ in range(count)]
+        if count <= len(self.blank) and (not self.cached or self.num_warm == self.num_pages):
+            popleft = self.blank.popleft  # blank pages are preferred as long as there are some
+            pages = [popleft() for _ in range(count)]
+            self.num_touched = max(self.num_touched, self.num_pages - len(self.blank))
+        else:
+            pages = [self._take_blank() if self._prefers_blank() else self._evict() for _ in range(count)]
         for page in pages:
             self.refs[page] = 1
         return pages

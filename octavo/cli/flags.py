@@ -10,7 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo.cli.settings import arguments_in, from_environment
 from octavo.config import (
@@ -27,6 +28,9 @@ from octavo.config import (
 from octavo.errors import ConfigError
 from octavo.foreign_flags import translate
 
+if TYPE_CHECKING:
+    from octavo.key_settings import KeyFile
+
 OFFLINE = ("model", "cache", "scheduler", "lora", "parallel")
 """Sections that apply without a server."""
 REQUEST_KNOBS = (
@@ -41,7 +45,6 @@ _FILE, _IN_FILE = (
 )  # the value of --config, and the config fields that this file sets
 _LAST_NAME = "last_served_name"  # the last of several values after one --served-model-name
 _DEST = "config."  # prefix of config fields in the namespace, to separate them from the commands' own flags
-_ADMIN_MARK = "admin:"  # begins a line of --api-key-file whose key is an admin key
 
 
 class Parser(argparse.ArgumentParser):
@@ -338,8 +341,12 @@ def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.e
     range."""
     options = {**getattr(arguments, _IN_FILE, {}), **from_environment(environ, _reader), **options_from(arguments)}
     if file := options.get("api_key_file"):
-        for name, keys in _keys_in(file).items():
-            options[name] = ",".join([*filter(None, [options.get(name)]), *keys])
+        found = _keys_in(file)
+        for name, keys in (("api_key", found.keys), ("admin_key", found.admin_keys)):
+            if keys:
+                options[name] = ",".join([*filter(None, [options.get(name)]), *keys])
+        if found.settings:
+            options["key_settings"] = _joined_settings(found, options.get("key_settings", ""))
     # VLLM_API_KEY too: a deployment that moves from vLLM must not lose its API key.
     given = environ.get("OCTAVO_API_KEY") or environ.get("VLLM_API_KEY")
     if "api_key" not in options and given:
@@ -349,23 +356,22 @@ def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.e
     return replace(Config(), **options)
 
 
-def _keys_in(file: str) -> dict[str, list[str]]:
-    """The keys of a file, by the option that they belong to."""
+def _joined_settings(found: "KeyFile", given: str) -> str:
+    from octavo import key_settings
+
+    return key_settings.encode({**found.settings, **key_settings.decode(given)})
+
+
+def _keys_in(file: str) -> "KeyFile":
+    from octavo.key_settings import read_key_file  # it brings msgspec, which --help does not need
+
     try:
-        with open(file, encoding="utf-8") as lines:
-            keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--api-key-file {file} cannot be read ({error.strerror}): give a file of keys") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--api-key-file {file} is not a text file: write a key in each line") from None
-    if not keys:
+    found = read_key_file(text, f"--api-key-file {file}")
+    if not found.keys and not found.admin_keys:
         raise ConfigError(f"--api-key-file {file} holds no key: write one in each line, or leave the flag out")
-    if any("," in key for key in keys):
-        raise ConfigError(f"--api-key-file {file} has a key with a comma, which would be two: choose another key")
-    found: dict[str, list[str]] = {}
-    for key in keys:
-        is_admin = key.startswith(_ADMIN_MARK)
-        if not (key := key.removeprefix(_ADMIN_MARK).lstrip()):
-            raise ConfigError(f"--api-key-file {file} has a line '{_ADMIN_MARK}' without a key: write one behind it")
-        found.setdefault("admin_key" if is_admin else "api_key", []).append(key)
     return found

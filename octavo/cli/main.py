@@ -1,5 +1,5 @@
-"""`octavo serve | chat | run | pull | list | rm | ps | complete | top | bench | run-batch | doctor | replay | help |
-completion`: parses the command line, runs the command, and turns
+"""`octavo serve | chat | run | pull | list | rm | ps | complete | top | bench | run-batch | doctor | replay | plan |
+help | completion`: parses the command line, runs the command, and turns
 errors into one line and an exit code. torch, HTTP frameworks and the engine are imported only by the commands that need them:
 `octavo --help` must be instant."""
 
@@ -24,6 +24,7 @@ from octavo.cli.flags import (
     options_from,
 )
 from octavo.cli.models import add_models
+from octavo.cli.planning.flags import add_plan
 from octavo.cli.settings import unknown_variables, wants_json_lines
 from octavo.errors import ConfigError, OctavoError
 from octavo.ipc.stderr import say
@@ -86,6 +87,7 @@ def build_parser() -> Parser:
     _add_run_batch(commands)
     _add_doctor(commands)
     _add_replay(commands)
+    add_plan(commands)
     _add_help(commands, parser)
     _add_completion(commands, parser)
     return parser

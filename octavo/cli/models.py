@@ -138,14 +138,14 @@ def find_server(model: str) -> "ServerRecord | None":
 
 
 class StartedServer:
-    """A server that `octavo run` starts for one conversation, on any free port."""
+    """A server that `octavo run` starts for one conversation, or `octavo plan` to measure it, on any free port."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
         from octavo.supervisor.runtime_dir import running_servers
 
-        say(f"starting a server for {model}")
+        say(f"starting a server for {model or 'the embedded model'}")
         self._log = tempfile.NamedTemporaryFile("w+", prefix="octavo-run-", suffix=".log")  # noqa: SIM115 closed by stop()
-        command = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port", "0"]
+        command = [sys.executable, "-m", "octavo.cli.main", "serve", *([model] if model else []), *flags, "--port", "0"]
         # In a session of its own: Ctrl-C stops an answer, not the server.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True

@@ -17,6 +17,7 @@ from octavo.client.link import EngineLink, listen
 from octavo.client.streams import Streams
 from octavo.errors import EngineDead, EngineError, EngineUnavailable, Unsupported
 from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.usage_ledger import Account
 from octavo.messages import (
     Abort,
     Control,
@@ -90,12 +91,17 @@ class EngineClient(ABC):
         self.origin = origin
         self.observer = EngineObserver()
         self._streams = Streams()
+        self._streams.on_budget_end = lambda request_id, index: self._send(Abort(request_id, index, "length"))
         self._inflight_limit: InflightLimit | None = None  # None: no limit
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
         self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # requests with a deadline or a queue timeout
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._call_ids = itertools.count(1)
+
+    def count_usage(self, accounts: dict[bytes, Account]) -> None:
+        """Count the tokens of requests by owner, from now on."""
+        self._streams.accounts = accounts
 
     @property
     def num_open(self) -> int:

@@ -11,6 +11,7 @@ import msgspec
 
 from octavo.errors import OctavoError, RequestFailed
 from octavo.ipc.heartbeat import is_named
+from octavo.ipc.usage_ledger import Account
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 
 PROOF_TOKENS = 8
@@ -28,10 +29,23 @@ _MANY_DELTAS = 256
 
 
 class _Stream:
-    __slots__ = ("alone", "deltas", "mark", "open_choices", "outputs", "reader", "request", "strikes")
+    __slots__ = (
+        "account",
+        "alone",
+        "deltas",
+        "is_charged",
+        "mark",
+        "open_choices",
+        "outputs",
+        "reader",
+        "request",
+        "strikes",
+    )
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, account: Account | None) -> None:
         self.request = request
+        self.account = account  # None: what it uses is not counted
+        self.is_charged = False  # its prompt has been counted
         self.open_choices = set(range(request.params.n))
         self.outputs: list[list[int]] = [[] for _ in range(request.params.n)]  # all tokens received, by choice
         self.deltas: list[TokenDelta] = []  # not yet read
@@ -73,6 +87,9 @@ class Streams:
         self._streams: dict[str, _Stream] = {}
         self._failure: OctavoError | None = None
         self._banned: dict[bytes, tuple[float, str]] = {}  # digest of a failed request → (refused until, its id)
+        self.accounts: dict[bytes, Account] = {}  # owner → where its tokens are counted
+        # Called with a request and one of its choices that a budget has ended: the engine still computes it.
+        self.on_budget_end: Callable[[str, int], None] = lambda request_id, index: None
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -88,12 +105,17 @@ class Streams:
         assert request.id not in self._streams, "request ids are unique"
         if self._banned:
             self._check_ban(request)
-        self._streams[request.id] = _Stream(request)
+        account = self.accounts.get(request.owner)
+        if account is not None:
+            account.hold(_most_tokens(request))
+        self._streams[request.id] = _Stream(request, account)
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is not None and delta.index in stream.open_choices:
+                if stream.account is not None and (delta.token_ids or delta.vector):
+                    delta = self._charge(stream, stream.account, delta)
                 stream.deltas.append(delta)
                 stream.outputs[delta.index] += delta.token_ids
                 if delta.finish is not None:
@@ -102,6 +124,27 @@ class Streams:
                     stream.wake()
                 elif len(stream.deltas) >= _MANY_DELTAS:
                     stream.deltas = joined(stream.deltas)
+
+    def _charge(self, stream: _Stream, account: Account, delta: TokenDelta) -> TokenDelta:
+        """Count what is handed over: the tokens, and the prompt with the first of them. Returns the delta as far as the budget goes."""
+        num_prompt, num_output = 0 if stream.is_charged else len(stream.request.prompt_ids), len(delta.token_ids)
+        num_allowed = account.charge(num_prompt, num_output)
+        if num_allowed == num_output:
+            stream.is_charged = True
+            return delta
+        if delta.finish is None:
+            self.on_budget_end(delta.request_id, delta.index)
+        if num_allowed < 0:  # requests that came at the same time have used it up before this one had its first token
+            message = "the API key's budget of tokens for today is used up"
+            finish = Finish("error", message=message, cause="overload", retry_after=account.seconds_of_day())
+            return TokenDelta(delta.request_id, delta.index, [], finish)
+        stream.is_charged = True
+        finish = msgspec.structs.replace(
+            delta.finish or Finish("length"), reason="length", stop_token=None, is_budget=True
+        )
+        return msgspec.structs.replace(
+            delta, token_ids=delta.token_ids[:num_allowed], logprobs=delta.logprobs[:num_allowed], finish=finish
+        )
 
     def end_choice(self, request_id: str, index: int) -> None:
         """Close one choice (−1: all choices) and drop its unread deltas."""
@@ -133,6 +176,8 @@ class Streams:
     def close(self, request_id: str) -> bool:
         """Forget the request. True: some of its choices had not ended."""
         stream = self._streams.pop(request_id, None)
+        if stream is not None and stream.account is not None:
+            stream.account.hold(-_most_tokens(stream.request))
         return stream is not None and bool(stream.open_choices)
 
     def has_begun(self, request_id: str) -> bool:
@@ -208,6 +253,12 @@ class Streams:
             for name, stream in self._streams.items()
             if stream.open_choices and name not in untaken
         ]
+
+
+def _most_tokens(request: GenerateRequest) -> int:
+    """The most tokens that a request may take: its prompt, and max_tokens of every choice."""
+    num_output = 0 if request.pooling is not None else request.params.n * (request.params.max_tokens or 0)
+    return len(request.prompt_ids) + num_output
 
 
 def _digest(request: GenerateRequest) -> bytes:

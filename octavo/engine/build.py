@@ -36,7 +36,7 @@ from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.replica_feed import ReplicaFeed
 from octavo.observe.step_observer import Observers, StepObserver
-from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule import POLICIES, Fairness, Scheduler
 from octavo.schedule.drafts.lengths import speculation
 from octavo.schedule.stall_limit import StallLimit
 from octavo.weights.sources.source import ModelSource
@@ -66,7 +66,10 @@ def start_engine(
     try:
         policy = config.scheduler.scheduling_policy
         report = msgspec.structs.replace(
-            executor.start(), scheduling_policy=policy, max_inter_token_ms=config.scheduler.max_inter_token_ms
+            executor.start(),
+            scheduling_policy=policy,
+            max_inter_token_ms=config.scheduler.max_inter_token_ms,
+            is_fair=config.scheduler.fairness != "none",
         )
         settings = speculation_of(config.scheduler.speculative_config, is_gpu=report.memory is not None)
         report = msgspec.structs.replace(
@@ -104,6 +107,7 @@ def start_engine(
         stall_limit=StallLimit.of(report.max_inter_token_ms),
         speculation=speculation(report.speculation),
         num_stages=report.num_stages,
+        fairness=Fairness(report.max_num_seqs, report.max_num_batched_tokens) if report.is_fair else None,
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)

@@ -55,6 +55,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     deadline: float = 0.0  # CLOCK_MONOTONIC seconds at which it is ended, finished or not; 0: never
     queue_until: float = 0.0  # CLOCK_MONOTONIC seconds at which it is ended if it has no row yet; 0: never
     priority: int = 0  # lower runs first if the engine schedules by priority; else 0
+    tenant: int = 0  # number of what it shares a part of the engine with (--fairness): its key's, as a rule
+    weight: float = 1.0  # of that part
     response_id: str = ""  # id of the response that it is a part of; empty: its own, it is the only part
     part: int = 0  # its number among the requests of that response
     adapter: AdapterRef | None = None  # what its answers are computed with; None: the base model alone
@@ -68,7 +70,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     request_id: str
     index: int = -1  # which of the n choices; −1: all that still run
-    reason: FinishReason = "abort"  # "stop": a stop string was found
+    reason: FinishReason = "abort"  # "stop": a stop string was found; "length": its key's budget is used up
 
 
 class LeaveQueue(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -234,6 +236,7 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     cumulative_logprob: float | None = None  # sum over all tokens of a beam
     num_drafted_tokens: int = 0  # tokens that were drafted for it (decision 048) …
     num_accepted_tokens: int = 0  # … and those of them that are in its output
+    is_budget: bool = False  # with reason "length": its key has used up its tokens of the day
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -314,6 +317,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
         0,
     )  # window of each group of layers with its own page table; 0: the group keeps all pages
     scheduling_policy: str = "fcfs"
+    is_fair: bool = False  # requests have tenants, which are served in proportion to their weights
     max_inter_token_ms: float | str = 0  # as the flag; 0: no limit
     speculation: SpeculationSettings | None = None  # None: no request drafts
     verify_seconds: float = 0.0  # as one_row_seconds, of a row that verifies VERIFY_TOKENS − 1 drafted tokens

@@ -2,7 +2,7 @@
 
 It is added to a replica's observers when a router listens; without one the cache logs nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from octavo.cache.pool import ChangeLog, PageChanges
 from octavo.messages import PAGE_ID_BYTES, Abort, GenerateRequest, PageEvents, PageSnapshot, ReplicaLoad
@@ -91,6 +91,12 @@ class ReplicaFeed(StepObserver):
         self._note(committed.pages)
         self._pace.note(committed.num_tokens, times.compute_seconds)
         self._ended(committed.ended)
+
+    def jumped(self, num_tokens: int, seconds: Sequence[float]) -> None:
+        """A simulation took steps of `num_tokens` each at once (schedule/steady.py): these took so long."""
+        self._note(self._scheduler.cache.take_changes())
+        for each in seconds:
+            self._pace.note(num_tokens, each)
 
     def closed(self) -> None:
         self._scheduler.cache.ignore_pages()

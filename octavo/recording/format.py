@@ -67,6 +67,8 @@ class Arrived(msgspec.Struct, array_like=True, tag=1, gc=False):
     priority: int
     received: int  # microseconds, when the server received it; 0: not known
     response_id: str = ""  # as in GenerateRequest; recordings from before decision 035 do not have it
+    tenant: int = 0  # ┐ as in GenerateRequest
+    weight: float = 1.0  # ┘
 
 
 class Aborted(msgspec.Struct, array_like=True, tag=2, gc=False):

@@ -115,6 +115,8 @@ class Recorder(StepObserver):
                 request.priority,
                 int(request.arrived * 1e6),
                 request.response_id,
+                request.tenant,
+                request.weight,
             )
         )
 

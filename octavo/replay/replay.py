@@ -30,7 +30,7 @@ from octavo.recording.format import (
     digest,
     params_of,
 )
-from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule import POLICIES, Fairness, Scheduler
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.drafts.base import Offer
 from octavo.schedule.drafts.lengths import speculation
@@ -184,6 +184,7 @@ class Replay:
             stall_limit=StallLimit.of(report.max_inter_token_ms),
             speculation=self._recorded or speculation(report.speculation),
             num_stages=report.num_stages,
+            fairness=Fairness(report.max_num_seqs, report.max_num_batched_tokens) if report.is_fair else None,
         )
         self._records = recording.records
         self.sources: dict[str, GenerateRequest] = {}  # the request of the Arrived that was yielded last
@@ -310,6 +311,8 @@ class Replay:
             begun=begun,
             priority=record.priority,
             response_id=record.response_id,
+            tenant=record.tenant,
+            weight=record.weight,
         )
 
     def _tokens_of(self, state: RequestState) -> list[int]:

@@ -7,7 +7,7 @@ from octavo.cache.span import pages_of, pages_of_beams
 from octavo.messages import Candidates, GenerateRequest, Logprobs, StepPlan, StepResult
 from octavo.replay.stats import RunStats
 from octavo.replay.what_if import Learned, ScheduleSettings
-from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule import POLICIES, Fairness, Scheduler
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.repetition import Loops
@@ -46,9 +46,11 @@ class SimulatedRun:
             report.num_warm_pages, report.windows, settings.max_num_batched_tokens,
         )  # fmt: skip
         self._cache.known, self._cache.has_recorded_keys = learned.keys, not header.with_tokens
+        fairness = Fairness(settings.max_num_seqs, settings.max_num_batched_tokens) if settings.fairness else None
         self._scheduler = Scheduler(
             self._cache, settings.max_num_seqs, settings.max_num_batched_tokens, report.page_size,
             POLICIES[settings.scheduling_policy], StallLimit.of(settings.max_inter_token_ms), report.num_stages,
+            fairness=fairness,
         )  # fmt: skip
         self._scheduler.learn(pace)
         self._now = learned.start

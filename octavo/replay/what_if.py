@@ -31,6 +31,7 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool
     scheduling_policy: str
     max_inter_token_ms: float | str  # 0: no limit
+    fairness: bool = False  # between the tenants of the recorded requests
 
     @classmethod
     def of(cls, recording: Recording) -> "ScheduleSettings":
@@ -43,6 +44,7 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
             bool(recording.header.options["cache"]["enable_prefix_caching"]),
             report.scheduling_policy,
             report.max_inter_token_ms,
+            report.is_fair,
         )
 
     def changed(self, texts: list[str]) -> "ScheduleSettings":
@@ -55,14 +57,19 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
                 names = ", ".join(self.__struct_fields__)
                 raise ConfigError(f"--what-if {text}: give NAME=VALUE, where NAME is one of {names}")
             values[name] = _value_of(name, value.strip(), text)
-        return msgspec.structs.replace(self, **values)
+        changed = msgspec.structs.replace(self, **values)
+        if changed.fairness and changed.scheduling_policy != "fcfs":
+            raise ConfigError(
+                "--what-if fairness=on serves the requests of one key in order of arrival: leave priority out"
+            )
+        return changed
 
 
 _WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
 def _value_of(name: str, value: str, text: str) -> float | str | bool:
-    if name == "enable_prefix_caching":
+    if name in ("enable_prefix_caching", "fairness"):
         if value.lower() not in _WORDS:
             raise ConfigError(f"--what-if {text}: {name} is on or off")
         return _WORDS[value.lower()]
@@ -165,8 +172,10 @@ def _open_at_start(replay: Replay, name: str, start: float) -> RecordedRequest:
         begun = []
     source = GenerateRequest(
         name, one.tokens[: one.prompt_len], one.params, one.stop_ids, pooling=one.pooling, needs_one_step=one.needs_one_step,
-        begun=begun, priority=one.rank,
+        begun=begun, priority=0 if one.tenant is not None else one.rank,
         response_id=one.response_id,
+        tenant=0 if one.tenant is None else one.tenant.number,
+        weight=1.0 if one.tenant is None else one.tenant.weight,
     )  # fmt: skip
     recorded = RecordedRequest(source, start)
     recorded.outputs = {choice.index: choice.tokens[choice.prompt_len :] for choice in choices}

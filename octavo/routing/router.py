@@ -1,7 +1,7 @@
 """Router: chooses a replica for each request, and follows what replicas report. It holds no socket and reads no clock: its owner
 passes on messages, and tells it when replicas come and go."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -39,11 +39,14 @@ class Router:
         saturation: float = SATURATION_SECONDS,
         origin: int = 0,
         num_pages: int = 0,
+        page_keys: Callable[[bytes, list[int], int], list[bytes]] = keys_of,
     ) -> None:
         """`root`, `page_size`: of the page keys of replicas that do not say otherwise. `saturation`: seconds of work. `origin`: this router's number among several; they begin
-        their turns at different replicas. `num_pages`: of the whole fleet, to make room at once."""
+        their turns at different replicas. `num_pages`: of the whole fleet, to make room at once. `page_keys`: as cache.page_keys.keys_of();
+        a simulation has keys of its own."""
         self.index = PrefixIndex(num_pages)
         self._pages = PageScheme(root, page_size)
+        self._page_keys = page_keys
         self._schemes: dict[int, PageScheme] = {}  # by replica
         self._policy, self._saturation, self._origin = policy, saturation, origin
         self._loads: dict[int, Load] = {}
@@ -102,7 +105,9 @@ class Router:
         if not loads:
             return None
         schemes = self._schemes
-        by_scheme = {scheme: page_ids(keys_of(scheme.root, prompt, scheme.page_size)) for scheme in {*schemes.values()}}
+        by_scheme = {
+            scheme: page_ids(self._page_keys(scheme.root, prompt, scheme.page_size)) for scheme in {*schemes.values()}
+        }
         held: dict[int, int] = {}
         for pages in by_scheme.values():
             held |= self.index.held(pages)  # no page has a name in two schemes

@@ -6,12 +6,16 @@ When pages run out, the sequence that would go last is preempted first."""
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from octavo.messages import GenerateRequest
 from octavo.schedule.request import Request
 
 Policy = Callable[[GenerateRequest], int]
 """The request's rank."""
+
+Order = tuple[int, int, int, int]
+"""Of a sequence: the lowest goes first. The last number is the sequence."""
 
 
 def arrival(source: GenerateRequest) -> int:
@@ -111,8 +115,9 @@ class Backlog:
 class WaitingQueue:
     """Requests in the policy's order. Adding and removing cost O(log n), looking at the head O(1)."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, int]] = []  # orders; entries that no longer hold are skipped later
+    def __init__(self, order: Callable[[Request], Order] = attrgetter("order")) -> None:
+        self._order = order
+        self._heap: list[Order] = []  # entries that no longer hold are skipped later
         self._waiting: dict[int, Request] = {}
         self.primaries = Backlog()
         self.prompts = Backlog()  # of all that wait; several choices of a prompt count once
@@ -128,13 +133,16 @@ class WaitingQueue:
         return request.sequence in self._waiting
 
     def add(self, request: Request) -> None:
+        self._note(request)
+        if len(self._heap) > 2 * len(self._waiting) + 64:  # a queue that never empties would keep all old entries
+            self._heap = sorted(map(self._order, self._waiting.values()))
+        else:
+            heapq.heappush(self._heap, self._order(request))
+
+    def _note(self, request: Request) -> None:
         self._waiting[request.sequence] = request
         for backlog in self._backlogs(request):
             backlog.add(request)
-        if len(self._heap) > 2 * len(self._waiting) + 64:  # a queue that never empties would keep all old entries
-            self._heap = sorted(other.order for other in self._waiting.values())
-        else:
-            heapq.heappush(self._heap, request.order)
 
     def head(self) -> Request | None:
         while self._heap:
@@ -150,21 +158,24 @@ class WaitingQueue:
         return [request for order in orders if (request := self._of(order)) is not None]
 
     def remove(self, request: Request) -> None:
+        self._unnote(request)
+        if self._heap[0] == self._order(request):
+            heapq.heappop(self._heap)
+
+    def _unnote(self, request: Request) -> None:
         del self._waiting[request.sequence]
         for backlog in self._backlogs(request):
             backlog.remove(request)
-        if self._heap[0] == request.order:
-            heapq.heappop(self._heap)
 
     def place(self, request: Request) -> int:
         """1: it is the head. Walks the queue: not for every step."""
-        order = request.order
-        return 1 + sum(other.order < order for other in self._waiting.values())
+        order = self._order(request)
+        return 1 + sum(self._order(other) < order for other in self._waiting.values())
 
-    def _of(self, order: tuple[int, int, int, int]) -> Request | None:
+    def _of(self, order: Order) -> Request | None:
         """The request that waits with this order. None: it has left, or has another order by now."""
         request = self._waiting.get(order[-1])
-        return request if request is not None and request.order == order else None
+        return request if request is not None and self._order(request) == order else None
 
     def _backlogs(self, request: Request) -> Iterator[Backlog]:
         if request.is_primary:

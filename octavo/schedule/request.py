@@ -9,6 +9,7 @@ from octavo.schedule.repetition import Loops, loops_of
 
 if TYPE_CHECKING:
     from octavo.schedule.beams.group import BeamGroup
+    from octavo.schedule.fairness import Tenant
 
 SCORED_COST = 3
 """What a prompt token takes of a step's budget if its logprobs are wanted: logits over the whole vocabulary, and their order. It takes
@@ -37,6 +38,7 @@ class Request:
         "needs_one_step",
         "num_accepted",
         "num_cached",
+        "num_charged",
         "num_drafted",
         "num_preemptions",
         "num_published",
@@ -56,6 +58,7 @@ class Request:
         "sits_out",
         "special",
         "stop_ids",
+        "tenant",
         "tokens",
     )
 
@@ -96,6 +99,8 @@ class Request:
         self.is_swapped = False
         self.is_finished = False
         self.rank = 0  # by the policy
+        self.tenant: Tenant | None = None  # None: tenants are not told apart
+        self.num_charged = 0  # tokens, from the first on, that its tenant's counter has
         # Open sequences of its response when it came. 0: it was the first, or became primary since (policy.Siblings).
         self.num_siblings_ahead = 0
         self.place = sequence  # among primaries: in the order in which they became primary
@@ -115,7 +120,8 @@ class Request:
     @property
     def order(self) -> tuple[int, int, int, int]:
         """The lowest is the oldest, and goes first. Beams of one search differ in the last number only."""
-        return (self.rank, self.num_siblings_ahead, self.place, self.sequence)
+        rank = self.rank if self.tenant is None else self.tenant.rank
+        return (rank, self.num_siblings_ahead, self.place, self.sequence)
 
     @property
     def has_output(self) -> bool:

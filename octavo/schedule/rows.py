@@ -13,9 +13,10 @@ class Rows:
     """A request is in at most one of `running`, `waiting` and `awaiting_grammar`. A choice whose prompt is computed by its leader, or
     a beam that its group's leader stands for in the queue, is in none of them."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, waiting: WaitingQueue | None = None) -> None:
+        """`waiting`: an empty queue; None: one in the policy's order."""
         self.running: list[Request] = []  # in the policy's order: oldest first
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue() if waiting is None else waiting
         # Requests whose grammar is still being compiled, by sequence. They block no other request and keep their place in the
         # policy's order: when the grammar is ready, they enter the queue there.
         self.awaiting_grammar: dict[int, Request] = {}
@@ -83,6 +84,10 @@ class Rows:
             self.waiting.add(request)
         elif request.row >= 0:
             insort(self.running, request, key=order_of)
+
+    def sort(self) -> None:
+        """Sort what runs by its order, which has changed."""
+        self.running.sort(key=order_of)
 
     def remove(self, request: Request) -> None:
         """It has ended, wherever it is."""

@@ -45,6 +45,7 @@ from octavo.messages import (
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.drafts.base import Speculation
 from octavo.schedule.extras import prefill_progress, prompt_scores, scored, take_scores
+from octavo.schedule.fairness import Fairness
 from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
 from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
 from octavo.schedule.repetition import Loops
@@ -79,14 +80,19 @@ class Scheduler:
         stall_limit: StallLimit | None = None,
         num_stages: int = 1,
         speculation: Speculation | None = None,
+        fairness: Fairness | None = None,
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped. `stall_limit`: None:
         a step may take any time. `num_stages`: that every plan goes through; as many plans may be in flight while the next is made.
-        `speculation`: None: no request drafts; nor does any with several stages."""
+        `speculation`: None: no request drafts; nor does any with several stages. `fairness`: None: tenants are not told apart."""
+        assert fairness is None or policy is arrival, (
+            "within a tenant, requests are served in the order of their arrival"
+        )
         assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
         self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
         self.swap_min_tokens = swap_min_tokens
-        self.rows = Rows(max_rows)
+        self.fairness = fairness
+        self.rows = Rows(max_rows, None if fairness is None else fairness.waiting)
         self.siblings = Siblings()
         self.grammar_cache = GrammarCache(max_rows + MAX_UNUSED)
         self.num_preemptions = 0
@@ -105,6 +111,8 @@ class Scheduler:
         self.costs: StepCosts | None = None  # None: not known yet
         self._allowance: PromptAllowance | None = None  # of the plan that is being made; None: it has no prompts yet
         self._num_decodes = self._most_decodes = 0  # rows of that plan that compute one token; only with several stages
+        # Rows that compute one token and are not in that plan yet: prompts of tenants that come before them leave room for them.
+        self._num_reserved = 0
 
     # ── verbs ──
 
@@ -123,6 +131,8 @@ class Scheduler:
         rank = self._policy(source)
         for choice in choices:
             choice.rank = rank
+            if self.fairness is not None:
+                self.fairness.join(choice, source.tenant, source.weight)
             if self.speculation is not None:
                 self.speculation.attach(choice)
             if not params.use_beam_search:
@@ -182,6 +192,13 @@ class Scheduler:
         planned = Planned(draft, [], [], [], [], [], [])
         resting: list[Request] = []
         self._allowance, self._num_decodes = None, 0
+        if self.fairness is not None:
+            if self.fairness.rank_all():
+                self.rows.sort()
+            self._num_reserved = sum(
+                request.length - request.computed == 1 and request.length < request.max_len
+                for request in self.rows.running
+            )
         if self.num_stages > 1:
             self._most_decodes = self._share_of_rows()
         self._plan_in_order(draft, planned, resting)
@@ -195,6 +212,11 @@ class Scheduler:
             self._speculate(self.speculation, draft, planned)
         if planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork_all(draft, planned)
+        if self.fairness is not None:
+            for request, start, count, samples in zip(
+                planned.requests, draft.starts, draft.counts, draft.samples, strict=True
+            ):
+                self.fairness.charge(request, start, count, samples)
         planned.num_tokens = sum(draft.counts)
         planned.is_empty = not planned.num_tokens and not draft.moves
         if planned.is_empty:
@@ -346,6 +368,8 @@ class Scheduler:
         running = self.rows.running
         if not request.is_primary or not running or running[-1].order < request.order:
             return False
+        if self.fairness is not None:
+            return all(returned.request is not request for returned in planned.returned)
         return not (planned.returned and request.gives_way)
 
     def _advance(
@@ -408,7 +432,8 @@ class Scheduler:
         way; nor if the plan has its share of the rows, so that the next plan has some, too.
 
         A row that is left out for that is in one of the next `num_stages` plans: no other row has two turns meanwhile, and all of these
-        plans together have room for every row."""
+        plans together have room for every row. Where tenants are told apart, rows of a tenant that was served less go first, and others
+        may wait some plans more, until theirs was served less."""
         if isinstance(request.special, BeamGroup):
             return True  # a search advances as a whole
         return not request.pending and self._num_decodes < self._most_decodes
@@ -450,11 +475,15 @@ class Scheduler:
 
     def _admit_primary(self, primary: Request, budget: int, draft: StepPlan, planned: Planned) -> HeadWaitReason | None:
         """Admit a primary before the younger sequences that run, none of which is in the plan yet. If it lacks rows or pages, those
-        that give way are preempted, youngest first; none is where all of them together do not hold what it lacks."""
+        that give way are preempted, youngest first; none is where all of them together do not hold what it lacks. Sequences of
+        tenants that hold too many rows give way as well."""
         lacks = self._admit(primary, budget, draft, planned)
         if lacks is None or lacks in ("budget", "streams"):  # preempting others would give it neither
             return lacks
-        younger = [request for request in self.rows.running if request.gives_way and request.order > primary.order]
+        if self.fairness is not None:
+            younger = self.fairness.victims(primary, self.rows.running)
+        else:
+            younger = [request for request in self.rows.running if request.gives_way and request.order > primary.order]
         if not self._would_fit(primary, younger):
             return lacks
         while lacks is not None and younger:
@@ -534,6 +563,8 @@ class Scheduler:
     ) -> tuple[int, int]:
         """(how many of its next `count` tokens the request may compute in this step, what they take of the budget). (0, 0): it waits,
         because running streams do. `is_new`: it was admitted by this plan."""
+        if count > 1 and self.fairness is not None and not request.needs_one_step:
+            budget = max(1, budget - self._num_reserved)
         if count > 1 and self.stall_limit is not None:
             return self._allow(draft, self.stall_limit).share(request, count, budget, is_new)
         return request.share(count, budget)
@@ -590,8 +621,11 @@ class Scheduler:
         if self.num_stages > 1:
             has_input = start >= request.prompt_len and not isinstance(request.special, BeamGroup)
             draft.inputs.append(request.tokens[start] if has_input else NO_INPUT)
-            self._num_decodes += count == 1
+            # Beside rows of other tenants a prompt may get one token of a step: it is no row that waits for its turn.
+            self._num_decodes += count == 1 and (samples or self.fairness is None)
         request.computed = end
+        if count == 1 and samples and self._num_reserved:
+            self._num_reserved -= 1
         if samples:
             request.pending += 1
         if count > 1:
@@ -697,6 +731,8 @@ class Scheduler:
             finish = request.finish_after(token, loops is not None and loops.add(token))
             if finish is not None:
                 break
+        if self.fairness is not None:
+            self.fairness.charge_drafts(request, len(taken) - 1)
         if is_current:
             request.computed = len(request.tokens) - 1  # the last one was sampled, not computed
             if request.computed - request.num_published >= self.cache.page_size:
@@ -966,6 +1002,8 @@ class Scheduler:
         """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
         request.is_finished = True
         self._watched.discard(request.sequence)
+        if self.fairness is not None:
+            self.fairness.leave(request)
         happened.ended.append(request)
         choices = self._open[request.id]
         for other in choices:

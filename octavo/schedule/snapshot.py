@@ -14,6 +14,7 @@ from octavo.cache.snapshot import take as take_cache
 from octavo.messages import Candidates, PoolingParams, SamplingParams
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.beams.search import BeamSearch, Ended, Path
+from octavo.schedule.fairness import FairnessState
 from octavo.schedule.grammar_cache import GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
 from octavo.schedule.request import Request
@@ -57,6 +58,8 @@ class RequestState(msgspec.Struct, array_like=True, gc=False):
     num_siblings_ahead: int = 0
     place: int = -1
     gives_way: bool = False
+    # Of engines that tell tenants apart (decision 053): number, weight, and num_charged.
+    tenant: tuple[int, float, int] = (0, 1.0, 0)
 
 
 class Node(msgspec.Struct, array_like=True, gc=False):
@@ -110,6 +113,7 @@ class SchedulerState(msgspec.Struct, array_like=True, gc=False):
     beams: list[BeamState]
     cache: CacheState
     costs: StepCosts | None = None
+    fairness: FairnessState | None = None  # None: tenants are not told apart
 
 
 def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
@@ -135,6 +139,7 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         [_beam_state(group, manner) for group in groups.values()],
         take_cache(scheduler.cache),
         scheduler.costs,
+        None if scheduler.fairness is None else scheduler.fairness.state(),
     )
 
 
@@ -149,6 +154,8 @@ def restore(
     scheduler.num_steps, scheduler._next_sequence = state.step, state.next_sequence
     scheduler.num_preemptions, scheduler.head_waits_for = state.num_preemptions, state.head_waits_for
     scheduler.costs = state.costs
+    if scheduler.fairness is not None and state.fairness is not None:
+        scheduler.fairness.restore(state.fairness)
     rows = scheduler.rows
     rows.free, rows.left = list(state.free_rows), list(state.leaves)
     scheduler._watched = set(state.watched)
@@ -159,7 +166,9 @@ def restore(
         if scheduler.speculation is not None:
             scheduler.speculation.attach(request)
         scheduler._open.setdefault(request.id, []).append(request)
-        if not scheduler.has_priorities:
+        if scheduler.fairness is not None:
+            scheduler.fairness.join(request, *request_state.tenant[:2])
+        elif not scheduler.has_priorities:
             request.rank = 0  # recordings from before decision 035 have the order of arrival here
     for request_state in state.requests:
         requests[request_state.kept[0]].followers = [requests[sequence] for sequence in request_state.followers]
@@ -189,6 +198,7 @@ def _request_state(request: Request, manner: Manner) -> RequestState:
         request.num_siblings_ahead,
         request.place,
         request.gives_way,
+        (0, 1.0, 0) if request.tenant is None else (request.tenant.number, request.tenant.weight, request.num_charged),
     )
 
 
@@ -205,6 +215,7 @@ def _request(state: RequestState, params: SamplingParams, tokens: list[int]) -> 
     begun = tokens[request.prompt_len :]
     request.special = request.pooling or loops_of(params.repetition_detection, begun)
     request.followers = []
+    request.tenant, request.num_charged = None, state.tenant[2]
     request.response_id = state.response_id or request.id
     request.num_siblings_ahead, request.gives_way = state.num_siblings_ahead, state.gives_way
     request.place = state.place if state.place >= 0 else request.sequence

@@ -17,6 +17,7 @@ from octavo.server.http.middleware import RequestMiddleware, route_of
 from octavo.server.openapi import build_document
 from octavo.server.state.loopback import ask
 from octavo.server.state.service import Service
+from octavo.server.state.tenants import LIMIT_HEADERS
 from octavo.text import Text
 
 
@@ -45,7 +46,7 @@ def build_app(
             allow_methods=split_list(config.server.allowed_methods),
             allow_headers=split_list(config.server.allowed_headers),
             allow_credentials=config.server.allow_credentials,
-            expose_headers=["x-request-id", "x-stream-id", "retry-after"],
+            expose_headers=["x-request-id", "x-stream-id", "retry-after", *LIMIT_HEADERS],
         )
     return app
 

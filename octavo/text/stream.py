@@ -13,10 +13,14 @@ LOOP = "repetition_detected"
 """The stop reason of an output that was ended because it repeats itself; the word is vLLM's."""
 
 
+BUDGET = "budget"
+"""The stop reason of an output that was ended because its key has used up its tokens of the day."""
+
+
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     finish_reason: FinishReason | None  # set once, on the last delta of the choice
-    stop_reason: str | int | None  # the stop string or the id in stop_token_ids that ended it, or LOOP
+    stop_reason: str | int | None  # the stop string or the id in stop_token_ids that ended it, LOOP, or BUDGET
     num_tokens: int  # tokens of this choice so far, including the one that ended it
 
 
@@ -62,7 +66,9 @@ class TextStream:
             return self._stop("".join(texts), released.stop)
         if self._stops is not None:
             texts.append(self._stops.flush())
-        stop_reason = LOOP if finish.reason == "repetition" else self._stop_reason(ended_by)
+        stop_reason: str | int | None = LOOP if finish.reason == "repetition" else self._stop_reason(ended_by)
+        if finish.is_budget:
+            stop_reason = BUDGET
         return TextDelta("".join(texts), finish.reason, stop_reason, self._num_tokens)
 
     def _feed(self, text: str) -> Released:

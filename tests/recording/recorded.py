@@ -14,7 +14,7 @@ from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
 from octavo.recording.ring import RecordingRing
-from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule import POLICIES, Fairness, Scheduler
 from octavo.schedule.drafts.lengths import speculation
 from octavo.schedule.grammar_cache import GrammarCache
 from octavo.schedule.stall_limit import StallLimit
@@ -74,6 +74,7 @@ def report_of(load: Workload) -> EngineReport:
         windows=load.windows,
         num_stages=load.num_stages,
         scheduling_policy=load.policy,
+        is_fair=load.has_tenants,
         # Steps take microseconds (OracleExecutor.clock): with this, prompts are cut.
         max_inter_token_ms=0.05 if load.has_limit else 0,
         # A draft of two tokens that came before is often wrong here, and now and then right.
@@ -114,7 +115,15 @@ class Recorded:
         stall_limit = StallLimit.of(self.report.max_inter_token_ms)
         drafts = speculation(self.report.speculation)
         scheduler = Scheduler(
-            cache, load.rows, load.budget, load.page_size, policy, stall_limit, load.num_stages, drafts
+            cache,
+            load.rows,
+            load.budget,
+            load.page_size,
+            policy,
+            stall_limit,
+            load.num_stages,
+            drafts,
+            Fairness(load.rows, load.budget) if load.has_tenants else None,
         )
         grammar_cache = load.scheduler.grammar_cache
         scheduler.grammar_cache = GrammarCache(grammar_cache._max_used, grammar_cache._max_unused)

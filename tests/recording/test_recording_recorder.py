@@ -49,7 +49,16 @@ from tests.recording.recorded import Recorded
 from tests.schedule.workload import Workload
 from tests.worker.tiny import write_tiny_llama
 
-KINDS = ["has_windows", "has_beams", "has_grammars", "has_late", "has_responses", "has_limit", "has_drafts"]
+KINDS = [
+    "has_windows",
+    "has_beams",
+    "has_grammars",
+    "has_late",
+    "has_responses",
+    "has_limit",
+    "has_drafts",
+    "has_tenants",
+]
 
 
 def replayed(recording: Recording) -> Replay:
@@ -448,6 +457,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         ([str(file), "--what-if", "pages=3"], "NAME is one of max_num_seqs"),
         ([str(file), "--what-if", "num_pages=0"], "num_pages is a whole number of at least 1"),
         ([str(file), "--what-if", "scheduling_policy=lifo"], "one of fcfs, priority"),
+        ([str(file), "--what-if", "fairness=on", "--what-if", "scheduling_policy=priority"], "leave priority out"),
         ([str(file), "--what-if", "max_inter_token_ms=soon"], "a number of milliseconds, auto or off"),
         ([str(file), "--what-if", "max_inter_token_ms=-1"], "a number of milliseconds, auto or off"),
         ([str(file), "--what-if", "max_inter_token_ms=nan"], "a number of milliseconds, auto or off"),

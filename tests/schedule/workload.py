@@ -11,7 +11,7 @@ from octavo.cache.pool import PageChanges
 from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
-from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule import POLICIES, Fairness, Scheduler
 from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
 from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Planned
@@ -90,6 +90,7 @@ class Workload:
     has_responses: bool = False  # several prompts are parts of one response, and have more choices than there are rows
     has_drafts: bool = False  # rows verify tokens that are right, wrong, or right for a while
     policy: str = "fcfs"
+    has_tenants: bool = False  # requests are of several, which are served by their weights
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
@@ -140,6 +141,8 @@ class Workload:
         self._want_vectors(random.Random(self.seed + 10**9))
         if self.has_responses:
             self._join_responses(random.Random(self.seed + 6 * 10**9))
+        if self.has_tenants:
+            self._assign_tenants(random.Random(self.seed + 12 * 10**9))
         if self.has_beams:
             self._search_beams(random.Random(self.seed + 3 * 10**9))
         if self.has_grammars:
@@ -160,6 +163,7 @@ class Workload:
             self.stall_limit,
             self.num_stages,
             speculation,
+            Fairness(self.rows, self.budget) if self.has_tenants else None,
         )
         self.num_left_out: dict[int, int] = {}  # sequence → plans since it could have been in one
         self.pages_reported: set[bytes] = set()  # of the prefix cache, by what plan() and commit() have returned
@@ -230,10 +234,12 @@ class Workload:
             if each.request.late_steps:  # perhaps because a window has passed its pages, which none can give back
                 continue
             younger = [request for request in planned.requests if request.order > each.request.order]
+            younger = [request for request in younger if request.tenant is each.request.tenant]
             assert not any(request.gives_way for request in younger), "a younger one stays"
         if head is None or not head.is_primary or planned.returned or planned.head_waits_for != "rows":
             return
         younger = [request for request in scheduler.running if request.gives_way and request.order > head.order]
+        younger = [request for request in younger if request.tenant is head.tenant]
         width = len(search_of(head)) or 1
         # Pages may have become free since it was decided; so only where they cannot have been scarce.
         own = self.cache.num_missing(head.sequence, head.tokens, reuse=False) + self.cache.pool.num_free
@@ -356,8 +362,9 @@ class Workload:
         self.num_left_out = {sequence: self.num_left_out.get(sequence, 0) + 1 for sequence in ready}
         if sum(plan.counts) == self.budget or planned.returned:  # there was no room
             self.num_left_out = {}
-        # One more for a choice that was forked by the first of these plans.
-        assert all(count <= self.num_stages + 1 for count in self.num_left_out.values()), "left out for too long"
+        # One more for a choice that was forked by the first of these plans. Rows of a tenant that was served less go first.
+        most = self.num_stages + 1 + (self.rows if self.has_tenants else 0)
+        assert all(count <= most for count in self.num_left_out.values()), "left out for too long"
         self.tally.left_out += bool(self.num_left_out)
         self.tally.turns += bool(decodes)
 
@@ -388,10 +395,16 @@ class Workload:
             changed = msgspec.structs.replace(source, params=params, response_id=response_id)
             self.arrivals[at] = (step, changed)
 
+    def _assign_tenants(self, r: random.Random) -> None:
+        weights = [r.choice([0.5, 1.0, 2.0, 4.0]) for _ in range(r.choice([2, 3, 5]))]
+        for at, (step, source) in enumerate(self.arrivals):
+            tenant = r.randrange(len(weights))
+            self.arrivals[at] = (step, msgspec.structs.replace(source, tenant=tenant, weight=weights[tenant]))
+
     def _search_beams(self, r: random.Random) -> None:
         """Some requests become beam searches, with pages for the largest of them as the door sees to it; some workloads are
         scheduled by priority."""
-        self.policy = r.choice([*POLICIES])
+        self.policy = "fcfs" if self.has_tenants else r.choice([*POLICIES])
         needed = self.least_pages
         for at, (step, source) in enumerate(self.arrivals):
             params, stop_ids = source.params, source.stop_ids
@@ -414,7 +427,7 @@ class Workload:
                 needed = max(needed, pages)
             priority = r.randrange(-1, 2) if self.policy == "priority" else 0
             pooling = {"pooling": source.pooling, "needs_one_step": source.needs_one_step, "priority": priority}
-            pooling["response_id"] = source.response_id
+            pooling |= {"response_id": source.response_id, "tenant": source.tenant, "weight": source.weight}
             self.arrivals[at] = (step, GenerateRequest(source.id, source.prompt_ids, params, stop_ids, **pooling))
         self.num_pages = needed + r.choice([0, 0, 1, 5])
         self._start_engine()
@@ -588,7 +601,9 @@ class Workload:
             ):  # preempted for one of a lower rank
                 continue
             younger = [other for other in scheduler.running if other.order > request.order]
-            assert all(other.gives_way or other.rank > request.rank for other in younger), "overtaking within a rank"
+            assert all(other.gives_way or other.order[0] > request.order[0] for other in younger), (
+                "overtaking within a rank"
+            )
         self._check_turns()
         self.tally.overtaken += any(
             other.sequence > request.sequence for other in scheduler.running for request in waiting

@@ -33,6 +33,7 @@ async def serve() -> AsyncIterator[Serve]:
     for client, engine in opened:
         engine.close()
         client.app.state.service.compiler.close()  # type: ignore[attr-defined]
+        client.app.state.service.tenants.close()  # type: ignore[attr-defined]
         await client.aclose()
 
 
@@ -49,6 +50,7 @@ async def served() -> AsyncIterator[Callable[..., running.Served]]:
     for one in opened:
         await one.http.aclose()
         one.app.state.service.compiler.close()
+        one.app.state.service.tenants.close()
         one.client.close()
 
 

@@ -59,7 +59,12 @@ def split(load: Workload, max_concurrency: int | None, num: int) -> list[tuple[W
     """Give every num-th request to the same process, so that all have similar arrivals, and divide the streams evenly."""
     return [
         (
-            Workload(load.prompts[at::num], load.arrivals[at::num]),
+            Workload(
+                load.prompts[at::num],
+                load.arrivals[at::num],
+                None if load.output_lens is None else load.output_lens[at::num],
+                load.after if num == 1 else None,
+            ),
             None if max_concurrency is None else max_concurrency // num + (at < max_concurrency % num),
         )
         for at in range(num)

@@ -131,6 +131,7 @@ def _add_serve(kinds: Any) -> None:
     add("--num-prompts", type=positive, default=100, metavar="N", help="requests (default: 100)")
     add("--num-warmups", type=integer, default=1, metavar="N", help="requests before measuring (default: 1)")
     add("--request-rate", type=above_zero, default=float("inf"), metavar="X", help="requests per second, with Poisson arrivals (default: inf, all at once)")  # fmt: skip
+    add("--trace", metavar="FILE", help="replay a trace (see octavo plan): its times, lengths and prefixes, up to --num-prompts requests; prompts are token ids")  # fmt: skip
     add("--max-concurrency", type=positive, metavar="N", help="most requests in flight (default: no limit)")
     add("--client-processes", type=_processes, default=AUTO, metavar="N", help="processes that send and receive; auto: by cores and streams (default: auto)")  # fmt: skip
     _add_lengths(parser, 128, 128)

@@ -87,9 +87,11 @@ class Sender:
             "stream_options": {"include_usage": True},
         } | ({"ignore_eos": True} if arguments.ignore_eos else {})
 
-    async def send(self, prompt: str | list[int]) -> RequestResult:
+    async def send(self, prompt: str | list[int], max_tokens: int | None = None) -> RequestResult:
+        """`max_tokens`: None: as many as for all."""
         prompt_field = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
-        body = json.dumps(self._fields | prompt_field).encode()
+        length_field = {} if max_tokens is None else {"max_tokens": max_tokens}
+        body = json.dumps(self._fields | prompt_field | length_field).encode()
         result = RequestResult(started=time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout):
@@ -164,19 +166,28 @@ async def drive(
     """Send every request at its arrival time, with at most `max_concurrency` open at once. Returns the results in order of
     arrival. `done` is called at the end of each."""
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    ends = [asyncio.Event() for _ in load.prompts] if load.after is not None else []
 
-    async def one(prompt: str | list[int]) -> RequestResult:
+    async def one(number: int) -> RequestResult:
+        if load.after is not None and load.after[number] >= 0:
+            await ends[load.after[number]].wait()
+            await asyncio.sleep(load.arrivals[number])
         async with gate or nullcontext():
-            result = await sender.send(prompt)
+            result = await sender.send(
+                load.prompts[number], None if load.output_lens is None else load.output_lens[number]
+            )
+        if ends:
+            ends[number].set()
         done()
         return result
 
     start, tasks = time.perf_counter(), []
-    for prompt, arrival in zip(load.prompts, load.arrivals, strict=True):
-        wait = start + arrival - time.perf_counter()
-        if wait > 0:
-            await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(one(prompt)))
+    for number, arrival in enumerate(load.arrivals):
+        if load.after is None or load.after[number] < 0:
+            wait = start + arrival - time.perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+        tasks.append(asyncio.create_task(one(number)))
     return list(await asyncio.gather(*tasks))
 
 

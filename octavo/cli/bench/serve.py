@@ -11,7 +11,8 @@ from typing import Any
 from octavo.cli.bench import clients, report
 from octavo.cli.bench.http_stream import Client, HTTPFailure
 from octavo.cli.bench.sending import RequestResult, Sender, client_for, describe, loop_factory
-from octavo.cli.bench.workload import Workload, id_prompts, poisson_arrivals, word_prompts
+from octavo.cli.bench.workload import Workload, id_prompts, poisson_arrivals, trace_workload, word_prompts
+from octavo.cli.planning.traces import load_trace
 from octavo.errors import ConfigError, EngineUnavailable, RequestFailed
 
 # ── judging ─────────────────────────────────────────────────────────────────────────────────────────
@@ -80,12 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
     report.check_writable(arguments.result)
     if arguments.prompt_kind == "ids" and arguments.endpoint == "chat":
         raise ConfigError("--prompt-kind ids needs --endpoint completions: a chat message is text")
-    prompts = _prompts(arguments, arguments.num_prompts, arguments.shared_prefix_len, arguments.seed)
-    load = Workload(prompts, poisson_arrivals(len(prompts), arguments.request_rate, arguments.seed))
+    load = _load(arguments)
+    prompts = load.prompts
     num_streams = min(len(prompts), arguments.max_concurrency or len(prompts))
     num_clients = clients.num_processes(arguments.client_processes, num_streams)
+    if load.after is not None and max(load.after) >= 0:
+        num_clients = 1  # a session's requests wait for each other
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        model = runner.run(_warm_up(arguments))
+        model = runner.run(warm_up(arguments))
     with _progress(len(prompts)) as progress:
         run_result = clients.send_all(arguments, model, load, progress.update, num_clients)
     results = run_result.results
@@ -107,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if figures["num_errors"] else 0
 
 
-async def _warm_up(arguments: argparse.Namespace) -> str:
+async def warm_up(arguments: argparse.Namespace) -> str:
     """Send the warm-up requests and return the model's name."""
     client = client_for(arguments)
     try:
@@ -120,6 +123,19 @@ async def _warm_up(arguments: argparse.Namespace) -> str:
         return str(model)
     finally:
         await client.close()
+
+
+def _load(arguments: argparse.Namespace) -> Workload:
+    if arguments.trace is None:
+        prompts = _prompts(arguments, arguments.num_prompts, arguments.shared_prefix_len, arguments.seed)
+        return Workload(prompts, poisson_arrivals(len(prompts), arguments.request_rate, arguments.seed))
+    if arguments.request_rate != float("inf"):
+        raise ConfigError("--request-rate has no effect with --trace, which has its own times: leave it out")
+    if arguments.endpoint == "chat":
+        raise ConfigError("--trace needs --endpoint completions: its prompts are token ids")
+    arguments.ignore_eos = True  # outputs are as long as in the trace
+    trace = load_trace(arguments.trace).limited(arguments.num_prompts)
+    return trace_workload(trace, arguments.vocab_size, arguments.seed)
 
 
 def _prompts(arguments: argparse.Namespace, num: int, shared_len: int, seed: int) -> list[str | list[int]]:

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+from octavo.plan.trace import Trace
+
 # Frequent English words: with a leading space each is one token in all common vocabularies, so words count as tokens.
 _FREQUENT = (
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one "
@@ -21,6 +23,10 @@ class Workload:
 
     prompts: list[str | list[int]]
     arrivals: list[float]
+    output_lens: list[int] | None = None  # tokens of each output; None: all as --output-len
+    after: list[int] | None = (
+        None  # a request that is sent `arrivals[i]` seconds after the end of this one; −1: of none
+    )
 
 
 def id_prompts(num: int, input_len: int, shared_len: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -45,3 +51,35 @@ def poisson_arrivals(num: int, rate: float, seed: int) -> list[float]:
         arrivals.append(now)
         now += rng.expovariate(1.0) / rate
     return arrivals
+
+
+def trace_workload(trace: Trace, vocab_size: int, seed: int) -> Workload:
+    """Prompts of random token ids with a trace's lengths and shared prefixes. A session's prompt begins with the one before it; the ids of
+    the output between them are not known to a client, so random ones stand for it."""
+    lowest = min(1000, vocab_size // 2)
+    blocks: dict[int, list[int]] = {}
+    sessions: dict[int, tuple[int, list[int]]] = {}  # → (its last request, that one's prompt)
+    prompts: list[str | list[int]] = []
+    after: list[int] = []
+    for number, request in enumerate(trace.requests):
+        prompt: list[int] = []
+        for block in request.prefix:
+            if block not in blocks:
+                dice = random.Random(f"{seed} block {block}")
+                blocks[block] = [dice.randrange(lowest, vocab_size) for _ in range(trace.block_size)]
+            prompt += blocks[block]
+            if len(prompt) >= request.prompt_len:
+                break
+        previous, before = sessions.get(request.session, (-1, []))
+        if request.session >= 0 and before:
+            prompt = before
+        prompt = prompt[: request.prompt_len]
+        dice = random.Random(f"{seed} request {number}")
+        prompt = prompt + [dice.randrange(lowest, vocab_size) for _ in range(request.prompt_len - len(prompt))]
+        prompts.append(prompt)
+        after.append(previous if request.after_previous else -1)
+        if request.session >= 0:
+            sessions[request.session] = (number, prompt)
+    return Workload(
+        prompts, [request.seconds for request in trace.requests], [request.output_len for request in trace.requests], after
+    )  # fmt: skip

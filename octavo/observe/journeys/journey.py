@@ -78,6 +78,7 @@ class OpenJourney:
         self.id, self.method, self.path, self.api_process = id, method, path, api_process
         self.owner = b""  # of its API key (server/state/owners.py)
         self.adapter: AdapterRef | None = None  # that its requests are computed with; None: the model alone
+        self.user = self.header_value = ""  # by which it may share the engine, within its key (--fairness)
         self.handler = path  # then the route's pattern, once that is known
         self.received, self.received_at = received, time.time() - (time.monotonic() - received)
         self.status = 0

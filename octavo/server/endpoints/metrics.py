@@ -27,6 +27,7 @@ def router(service: Service) -> APIRouter:
         if reading is None or reading.done():
             reading = PROCESSES.submit(process_metrics)
         text += await asyncio.shield(reading)
+        text += service.tenants.metrics()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router

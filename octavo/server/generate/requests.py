@@ -12,6 +12,7 @@ from octavo.admission.validate import MAX_TOKENS, PROMPT, RequestSize, admit
 from octavo.config import BudgetConfig
 from octavo.errors import ContextTooLong, Field, InvalidRequest, quote
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
+from octavo.observe.journeys.journey import current
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.state.service import Service
 from octavo.text import Text
@@ -25,6 +26,7 @@ class Prompt:
 
 
 MAX_COMPLETION_TOKENS = Field("max_completion_tokens")
+MAX_LABEL_LEN = 256  # characters of a user that tell it from others
 MAX_REPEATED_BYTES = 8 * 2**20
 """Of sampling parameters, times the prompts of a request: each prompt's request carries them to the engine."""
 
@@ -62,6 +64,7 @@ def build_requests(
         rooms = (report.max_model_len - len(prompt.ids) for prompt in prompts)
         all_max_tokens = [max(1, min(default_max_tokens, room)) for room in rooms]
     _size_of(prompts, all_max_tokens, fields, report).check(budget)
+    label_tenant(fields.user)
     params_by_limit: dict[int | None, SamplingParams] = {}
     wishes = _wishes(fields, arrived)
     if len(prompts) > 1:
@@ -85,6 +88,12 @@ def build_requests(
         )
         requests.append(msgspec.structs.replace(request, part=number, **wishes) if wishes else request)
     return requests
+
+
+def label_tenant(user: str | None) -> None:
+    """Note the user that a request names, for --fairness user."""
+    if user and (journey := current.get()) is not None:
+        journey.user = user[:MAX_LABEL_LEN]
 
 
 def _check_repeated(params: SamplingParams, num_prompts: int) -> None:

@@ -23,6 +23,8 @@ CODES: dict[type[errors.OctavoError], str | None] = {
     errors.UnsupportedEncoding: "unsupported_encoding",
     errors.HeadTooLarge: "head_too_large",
     errors.Overloaded: "rate_limit_exceeded",
+    errors.RateLimited: "rate_limit_exceeded",
+    errors.BudgetSpent: "insufficient_quota",
     errors.DeadlineExceeded: "deadline_exceeded",
     errors.RequestFailed: "request_failed",
     errors.EngineUnavailable: "engine_unavailable",

@@ -34,6 +34,7 @@ METRICS = "/metrics"
 PAGES = frozenset({"/", "/play", "/docs"})
 PAGES_FOLDER = "/pages/"
 MAX_REQUEST_ID_LEN = 200
+MAX_LABEL_LEN = 256  # characters of a header that a request shares the engine by (--fairness header:NAME)
 MAX_PATH_LEN = 1000  # characters of a path in journeys and logs
 SMALL_BODY = 64 * 2**10  # bytes: bodies of this size are taken however many bytes others have sent
 BODIES_RETRY_AFTER = 2
@@ -208,6 +209,8 @@ class _Passage:
         try:
             self._door.check_access(self._scope, self._headers)
             self.journey.owner = self._scope.get(OWNER, NO_OWNER)
+            if header := self._service.tenants.header:
+                self.journey.header_value = self._headers.get(header, "")[:MAX_LABEL_LEN]
             length = self._headers.get("content-length", "")
             if length.isascii() and length.isdigit():
                 self._door.check_length(self._scope, int(length))
@@ -283,7 +286,8 @@ class _Passage:
         if message["type"] == "http.response.start":
             self._status = self.journey.status = message["status"]
             self._release_body()
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+            limits = self._service.tenants.headers(self.journey.owner)
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode()), *limits]
         await self._send(message)
         if message["type"] == "http.response.body":
             if not self.journey.first_byte:

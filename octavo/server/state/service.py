@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from octavo.client.client import EngineClient
 from octavo.config import Config
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound, quote
@@ -27,6 +29,7 @@ from octavo.server.state.loopback import LoopbackResponse
 from octavo.server.state.owners import owners_of
 from octavo.server.state.peers import Peers
 from octavo.server.state.resume import StreamLogs
+from octavo.server.state.tenants import Tenants
 from octavo.server.state.traces import Traces
 from octavo.text import Text
 
@@ -56,6 +59,8 @@ class Service:
         # As many as the supervisor starts: they share the engine's memory for journeys.
         num_processes = config.server.num_api_processes(usable_cores())
         kept = int(config.server.journey_bytes) // num_processes if engine.can_be_replaced else 0
+        self.tenants = Tenants(config, self.owners, engine.origin, num_processes)
+        engine.count_usage(self.tenants.accounts)
         self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
         self.live = LiveFeed(engine)
         endpoint = config.server.otlp_traces_endpoint
@@ -77,7 +82,8 @@ class Service:
         self.ask: Ask | None = None  # set by build_app
         self.openapi: Callable[[], dict[str, Any]] = dict  # set by build_app
         self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
-        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # endpoints' background work
+        # Background work: its own, and that of endpoints.
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = [self.tenants.keep]
         self._was_ready = False
         self._num_in_flight = 0
         self._arriving: set[asyncio.Timeout] = set()  # limits of requests whose body is awaited
@@ -140,7 +146,13 @@ class Service:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Give requests to the engine, in order: all of them, or none where one is refused. Their deltas are to be read; those
-        that are not are released when the HTTP request is over."""
+        that are not are released when the HTTP request is over. Raises RateLimited or BudgetSpent for a key at one of its limits."""
+        journey = current.get()
+        if journey is not None:
+            self.tenants.admit(journey.owner, requests)
+            if self.config.scheduler.fairness != "none":
+                tenant, weight = self.tenants.number_of(journey.owner, journey)
+                requests = [msgspec.structs.replace(each, tenant=tenant, weight=weight) for each in requests]
         try:
             for request in requests:
                 self.journeys.submit(request)

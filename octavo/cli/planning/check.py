@@ -1,0 +1,77 @@
+"""`octavo plan --check URL`: sends the load to a running server, and prints what was predicted beside what was seen."""
+
+import argparse
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+
+from octavo.cli.bench import clients, report
+from octavo.cli.bench.sending import RequestResult
+from octavo.cli.bench.serve import warm_up
+from octavo.cli.bench.workload import trace_workload
+from octavo.plan.figures import Spread
+from octavo.plan.fleet import simulate
+from octavo.plan.settings import FleetSettings
+from octavo.plan.trace import Trace
+
+_VOCABULARY = 30_000
+
+
+class Row(msgspec.Struct, frozen=True):
+    name: str
+    predicted: float
+    seen: float
+
+    @property
+    def off(self) -> float:
+        return self.predicted / self.seen - 1 if self.seen else 0.0
+
+
+def compare(trace: Trace, settings: FleetSettings, results: list[RequestResult]) -> list[Row]:
+    """Times in seconds."""
+    figures = simulate(trace, settings)
+    good = [result for result in results if not result.error]
+    seconds = max(result.ended for result in results) - min(result.started for result in results)
+    seen = {
+        "ttft": [result.ttft for result in good if result.ttft is not None],
+        "tpot": [result.tpot for result in good if result.tpot is not None],
+        "itl": [gap for result in good for gap in result.gaps],
+        "e2e": [result.latency for result in good if result.latency is not None],
+    }
+    names = {"ttft": "first token", "tpot": "per token", "itl": "inter-token", "e2e": "end to end"}
+    rows = []
+    for measure, values in seen.items():
+        spread: Spread | None = getattr(figures, measure)
+        if spread is None or not values:
+            continue
+        for which in ("mean", "p50", "p99"):
+            value = sum(values) / len(values) if which == "mean" else report.percentile(values, float(which[1:]))
+            rows.append(Row(f"{names[measure]}, {which}, s", getattr(spread, which), value))
+    rows.append(Row("output tokens/s", figures.output_rate, sum(result.output_tokens for result in good) / seconds))
+    return rows
+
+
+def check(arguments: argparse.Namespace, trace: Trace, settings: FleetSettings) -> int:
+    options = argparse.Namespace(
+        base_url=arguments.check, model=None, api_key=None, endpoint="completions", timeout=600.0, output_len=16, temperature=0.0,
+        ignore_eos=True, num_warmups=2, prompt_kind="ids", input_len=32, vocab_size=_VOCABULARY, seed=1, max_concurrency=None,
+    )  # fmt: skip
+    with asyncio.Runner() as runner:
+        model = runner.run(warm_up(options))
+    load = trace_workload(trace, _VOCABULARY, seed=0)
+    results = clients.send_all(options, model, load, lambda count: None, 1).results
+    rows = compare(trace, settings, results)
+    failed = sum(bool(result.error) for result in results)
+    if arguments.json:
+        table: list[dict[str, Any]] = [
+            {"name": row.name, "predicted": row.predicted, "seen": row.seen, "off": row.off} for row in rows
+        ]
+        print(json.dumps({"model": model, "requests": len(results), "failed": failed, "rows": table}))
+    else:
+        print(f"{model} at {arguments.check}: {len(results)} requests, {failed} failed\n")
+        print(f"{'':24}{'predicted':>12}{'seen':>12}{'off by':>10}")
+        for row in rows:
+            print(f"{row.name:24}{row.predicted:>12.4g}{row.seen:>12.4g}{row.off:>+10.1%}")
+    return 1 if failed else 0

@@ -1,0 +1,196 @@
+"""`octavo plan --measure`: starts the server, sends it steps of all sizes, and fits a StepModel to what it recorded. The server computes in
+processes of its own; this one only sends requests."""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from octavo import __version__
+from octavo.cli.bench.http_stream import Client, Target
+from octavo.cli.bench.report import facts
+from octavo.cli.bench.sending import RequestResult, Sender, loop_factory
+from octavo.cli.models import StartedServer
+from octavo.errors import ConfigError, RequestFailed
+from octavo.plan.machine import FORMAT, MachineCosts, write_costs
+from octavo.plan.model_shape import read_shape
+from octavo.plan.recorded import Measured
+from octavo.plan.settings import Front
+from octavo.plan.step_model import fit_model
+from octavo.recording.format import Recording, read
+from octavo.recording.recorder import FLUSH_SECONDS
+
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_PROMPTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+_TIMEOUT = 300.0
+_TOKENS = 24  # of a row in the ladder of rows
+
+
+class _Asked(NamedTuple):
+    prompt_len: int
+    result: RequestResult
+
+
+class _Load:
+    """Sends prompts of random token ids to the server."""
+
+    def __init__(self, url: str, model: str, vocab_size: int, key: str) -> None:
+        self._client = Client(Target.parse(url), key)
+        self._model, self._vocab_size = model, vocab_size
+        self._dice = random.Random(0)
+
+    def prompt(self, length: int) -> list[int]:
+        lowest = min(1000, self._vocab_size // 2)
+        return [self._dice.randrange(lowest, self._vocab_size) for _ in range(length)]
+
+    async def ask(self, prompt: list[int], max_tokens: int) -> _Asked:
+        options = argparse.Namespace(
+            endpoint="completions", timeout=_TIMEOUT, output_len=max_tokens, temperature=0.0, ignore_eos=True
+        )
+        result = await Sender(self._client, options, self._model).send(prompt)
+        if result.error:
+            raise RequestFailed(f"a request of the measurement failed: {result.error}")
+        return _Asked(len(prompt), result)
+
+    async def ask_all(self, prompts: Sequence[list[int]], max_tokens: int) -> list[_Asked]:
+        return list(await asyncio.gather(*(self.ask(prompt, max_tokens) for prompt in prompts)))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+async def _exercise(load: _Load, max_rows: int, max_len: int, seconds: float) -> list[_Asked]:
+    """Steps of every size that the limit of time allows. Returns requests that were alone, for what they take outside the engine."""
+    alone: list[_Asked] = []
+    ends = time.monotonic() + seconds
+    rounds = 0
+    while time.monotonic() < ends or not rounds:
+        for rows in (count for count in _ROWS if count <= max_rows):  # rows, short contexts
+            await load.ask_all([load.prompt(8) for _ in range(rows)], _TOKENS)
+            if time.monotonic() > ends and rounds:
+                return alone
+        for length in (count for count in _PROMPTS if count + 2 <= max_len):  # prompts alone
+            for _ in range(3 if length <= 256 else 1):
+                alone.append(await load.ask(load.prompt(length), 2))
+        long = min(2048, max_len - 64)
+        for rows in (count for count in (1, 4, 8) if count <= max_rows):  # rows with long contexts
+            await load.ask_all([load.prompt(long)] * 1 + [load.prompt(long // 2) for _ in range(rows - 1)], 32)
+        for prefix in (256, 1024):  # prompts behind a cached prefix
+            shared = load.prompt(min(prefix, max_len // 2))
+            await load.ask(shared, 1)
+            for length in (16, 32, 64, 96, 160, 256):
+                if len(shared) + length + 2 <= max_len:
+                    await load.ask(shared + load.prompt(length), 2)
+        for streams in (count for count in (2, 8, 24) if count < max_rows):  # prompts beside streams
+            beside = [length for length in (24, 32, 64, 128, 400) if length + 2 <= max_len]
+            await asyncio.gather(load.ask_all([load.prompt(32) for _ in range(streams)], 64), _one_by_one(load, beside))
+        rounds += 1
+    return alone
+
+
+async def _one_by_one(load: _Load, lengths: Sequence[int]) -> None:
+    for length in lengths:
+        await load.ask(load.prompt(length), 2)
+
+
+def measure(model: str, flags: Sequence[str], path: Path, seconds: float) -> MachineCosts:
+    """Raises ConfigError where the server does not start or records nothing."""
+    shape = read_shape(model)
+    signal.signal(signal.SIGTERM, _leave)  # so that the server does not outlive this process
+    with tempfile.TemporaryDirectory(prefix="octavo-plan-") as folder:
+        started = time.monotonic()
+        own = ["--record-folder", folder, "--record-bytes", "1G", "--speculative-config", '{"method": "none"}']
+        server = StartedServer(model, [*own, *flags])
+        try:
+            start_seconds = time.monotonic() - started
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                load = _Load(
+                    server.record.url,
+                    server.record.model,
+                    shape.vocab_size,
+                    os.environ.get("OCTAVO_API_KEY", "").split(",")[0],
+                )
+                runner.run(load.ask(load.prompt(16), 4))
+                limits = _recording(Path(folder)).header.report
+                alone = runner.run(_exercise(load, limits.max_num_seqs, limits.max_model_len, seconds))
+                runner.run(load.close())
+            recording = _recording(Path(folder))
+        finally:
+            server.stop()
+    measured = Measured(recording)
+    try:
+        found = fit_model(measured.samples)
+    except ValueError as error:
+        raise ConfigError(f"too few steps were measured: {error}") from None
+    report = recording.header.report
+    costs = MachineCosts(
+        format=FORMAT,
+        made=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        version=__version__,
+        machine=_machine(report.device),
+        is_cpu=report.device.startswith("cpu"),
+        shape=shape,
+        weights_bytes=report.weights_bytes,
+        page_bytes=report.page_bytes,
+        page_size=report.page_size,
+        num_pages=report.num_pages,
+        max_model_len=report.max_model_len,
+        max_num_seqs=report.max_num_seqs,
+        max_num_batched_tokens=report.max_num_batched_tokens,
+        depth=measured.learned.depth,
+        step=found.model,
+        front=_front(alone, measured),
+        start_seconds=start_seconds,
+        num_steps=found.num_samples,
+        median_error=found.median_error,
+        p90_error=found.p90_error,
+        noise=found.noise,
+        flags=list(flags),
+    )
+    write_costs(path, costs)
+    return costs
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _recording(folder: Path) -> Recording:
+    """What the server has recorded so far."""
+    time.sleep(3 * FLUSH_SECONDS)
+    found = sorted(folder.glob("live-*"))
+    if not found:
+        raise ConfigError("the server recorded nothing: leave --record-bytes out")
+    return read(found[-1])
+
+
+def _front(alone: Sequence[_Asked], measured: Measured) -> Front:
+    """What requests took besides their steps: a constant, and so much for each prompt token. Of requests of equal length, the middle one."""
+    engine: dict[int, list[float]] = {}
+    for each in measured.learned.requests:
+        first = measured.first_seconds.get(each.source.id)
+        if first is not None:
+            engine.setdefault(len(each.source.prompt_ids), []).append(first)
+    points = []
+    for length in sorted({each.prompt_len for each in alone}):
+        seen = sorted(each.result.ttft or 0.0 for each in alone if each.prompt_len == length)
+        inside = sorted(engine.get(length, []))
+        if seen and inside:
+            points.append((length, max(0.0, seen[len(seen) // 2] - inside[len(inside) // 2])))
+    if not points:
+        return Front()
+    shortest = sorted(rest for length, rest in points if length <= 128)
+    constant = shortest[len(shortest) // 2] if shortest else min(rest for _, rest in points)
+    slopes = sorted((rest - constant) / length for length, rest in points if length > 128)
+    return Front(constant, max(0.0, slopes[len(slopes) // 2]) if slopes else 0.0)
+
+
+def _machine(device: str) -> str:
+    machine = facts()["machine"]
+    return f"{device}: {machine['processor']}, {machine['cores']} cores" if device.startswith("cpu") else device

@@ -1,0 +1,297 @@
+"""UsageLedger: what every API key has used, in a file that the API processes of a server map into their memory (decision 054).
+
+A token is counted when an engine's message hands it to an API process, by a store to memory. The kernel keeps that however the process ends;
+`sync` brings it to the disk, once a second, so that a machine that stops loses a second at most. Each API process has words of
+its own, which no other writes: a count is never lost to another's, and a successor goes on with its predecessor's.
+
+Limits hold over all API processes. What is left of one is read and taken under a lock of the file, so a budget is never exceeded, by a
+token either, and is used up to its last one."""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from octavo.errors import ConfigError
+from octavo.key_settings import KeySettings
+
+_MAGIC = b"octavo-usage-01\n"
+ID_BYTES = 16
+MAX_KEYS = 4096
+MAX_ROWS = 64
+"""API processes."""
+_HEAD = 4096
+_NUM_ROWS = 64  # offset of the number of rows that were ever used
+_IDS = _HEAD  # offset of the keys' ids
+_SHARED = _IDS + MAX_KEYS * ID_BYTES  # offset of the words that all processes write, under the lock
+_NUM_SHARED = 2
+_REQUESTS_UNTIL, _TOKENS_UNTIL = range(_NUM_SHARED)
+_ROWS = _SHARED + 8 * _NUM_SHARED * MAX_KEYS  # offset of the words that one process writes
+_NUM_WORDS = 8
+_PROMPT, _OUTPUT, _REQUESTS, _DAY, _BEFORE, _IN_FLIGHT = range(6)
+_SIZE = _ROWS + 8 * _NUM_WORDS * MAX_KEYS * MAX_ROWS
+_DAY_SECONDS = 86400
+_MINUTE = 60_000_000_000  # nanoseconds
+_LOCK_SECONDS = 0.2
+"""A process holds the lock for microseconds, unless it is stopped meanwhile: then the others go on without it."""
+
+LimitKind = Literal["budget", "tokens in flight", "requests", "tokens"]
+
+
+class Used(NamedTuple):
+    """Of one key, since its first request."""
+
+    prompt_tokens: int
+    output_tokens: int
+    num_requests: int
+    today: int  # tokens, since midnight (UTC)
+    in_flight: int  # tokens of prompts and max_tokens of open requests
+
+
+class Refusal(NamedTuple):
+    """Why a request is not admitted, and in how many seconds one would be."""
+
+    kind: LimitKind
+    seconds: int
+
+
+class Remaining(NamedTuple):
+    """What is left of a limit, and in how many seconds all of it will be."""
+
+    limit: int
+    left: int
+    seconds: float
+
+
+class UsageLedger:
+    def __init__(self, path: Path, row: int, clock: Callable[[], float] = time.time) -> None:
+        """`row`: the API process's number; no other process that lives may have it. `clock`: seconds since 1970. Raises ConfigError."""
+        if row >= MAX_ROWS:
+            raise ConfigError(f"usage is counted for {MAX_ROWS} API processes at most: lower --api-processes")
+        self._row, self._clock = row, clock
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with self._locked():
+                self._create(path)
+            self._memory = mmap.mmap(self._fd, _SIZE)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        whole = memoryview(self._memory)
+        self._head = whole[_NUM_ROWS : _NUM_ROWS + 8].cast("q")
+        self._shared = whole[_SHARED:_ROWS].cast("q")
+        self._words = whole[_ROWS:_SIZE].cast("q")
+        self._slots: dict[bytes, int] = {}
+        self._is_dirty = False
+        with self._locked():
+            self._head[0] = max(self._head[0], row + 1)
+
+    def _create(self, path: Path) -> None:
+        size = os.fstat(self._fd).st_size
+        if size == 0:
+            os.ftruncate(self._fd, _SIZE)
+        elif size != _SIZE or os.pread(self._fd, len(_MAGIC), 0) not in (_MAGIC, bytes(len(_MAGIC))):
+            raise ConfigError(f"{path} is no ledger of usage that this version can read: move it away")
+        if os.pread(self._fd, len(_MAGIC), 0) != _MAGIC:  # new, or its maker was killed before it had written it
+            os.pwrite(self._fd, _MAGIC, 0)
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        self.sync()
+        self._head.release()
+        self._shared.release()
+        self._words.release()
+        self._memory.close()
+        os.close(self._fd)
+
+    def sync(self) -> None:
+        """Bring what was counted to the disk. May be called by another thread."""
+        if self._is_dirty:
+            self._is_dirty = False
+            os.fdatasync(self._fd)
+
+    def accounts(self, keys: dict[bytes, KeySettings]) -> "dict[bytes, Account]":
+        """The accounts of all keys of the server, by their ids. Ids that the server does not have any more make room for new ones."""
+        with self._locked():
+            ids = self._memory[_IDS:_SHARED]
+            held = [ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES)]
+            self._slots = {held_id: at for at, held_id in enumerate(held) if any(held_id)}
+            free = [at for at, held_id in enumerate(held) if not any(held_id)][::-1]
+            for key_id in keys:
+                if key_id in self._slots:
+                    continue
+                if not free:
+                    free = [at for held_id, at in self._slots.items() if held_id not in keys]
+                    if not free:
+                        raise ConfigError(f"usage is counted for {MAX_KEYS} keys at most: give fewer")
+                    self._slots = {held_id: at for held_id, at in self._slots.items() if held_id in keys}
+                slot = self._slots[key_id] = free.pop()
+                self._clear(slot)
+                self._memory[_IDS + slot * ID_BYTES : _IDS + (slot + 1) * ID_BYTES] = key_id
+            self._is_dirty = True
+        return {key_id: Account(self, self._slots[key_id], settings) for key_id, settings in keys.items()}
+
+    def _clear(self, slot: int) -> None:
+        self._memory[_IDS + slot * ID_BYTES : _IDS + (slot + 1) * ID_BYTES] = bytes(ID_BYTES)
+        for word in range(_NUM_SHARED):
+            self._shared[slot * _NUM_SHARED + word] = 0
+        for row in range(self._head[0]):
+            start = self._at(row, slot)
+            for word in range(_NUM_WORDS):
+                self._words[start + word] = 0
+
+    @staticmethod
+    def _at(row: int, slot: int) -> int:
+        return (row * MAX_KEYS + slot) * _NUM_WORDS
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    yield
+                    return
+                time.sleep(0)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+class Account:
+    """One key's words."""
+
+    def __init__(self, ledger: UsageLedger, slot: int, settings: KeySettings) -> None:
+        self.settings = settings
+        self._ledger, self._slot = ledger, slot
+        self._mine = ledger._at(ledger._row, slot)
+        self._rows = [ledger._at(row, slot) for row in range(MAX_ROWS)]
+        ledger._words[self._mine + _IN_FLIGHT] = 0  # what a predecessor had open has ended with it
+        self._has_lock = bool(settings.budget_tokens or settings.tpm)
+
+    # ── what is counted ──
+
+    def charge(self, num_prompt: int, num_output: int) -> int:
+        """Count tokens that were handed over: those of a prompt, with its first output, and output. Returns how many of the output tokens the
+        budget allows, which are counted; −1: nor the prompt, and nothing is."""
+        if not self._has_lock:
+            self._add(num_prompt, num_output)
+            return num_output
+        with self._ledger._locked():
+            budget = self.settings.budget_tokens
+            if budget and (left := budget - self._today()) < num_prompt + num_output:
+                if left < num_prompt:
+                    return -1
+                num_output = left - num_prompt
+            self._add(num_prompt, num_output)
+            if self.settings.tpm:
+                self._fill(_TOKENS_UNTIL, self.settings.tpm, num_output)
+        return num_output
+
+    def _add(self, num_prompt: int, num_output: int) -> None:
+        words, at = self._ledger._words, self._mine
+        day = int(self._ledger._clock()) // _DAY_SECONDS
+        if words[at + _DAY] != day:  # `before` first: if the process is killed between the two, it is set again
+            words[at + _BEFORE] = words[at + _PROMPT] + words[at + _OUTPUT]
+            words[at + _DAY] = day
+        if num_prompt:
+            words[at + _PROMPT] += num_prompt
+        words[at + _OUTPUT] += num_output
+        self._ledger._is_dirty = True
+
+    def hold(self, num_tokens: int) -> None:
+        """A request has come (or ended, if negative) that may take so many tokens."""
+        self._ledger._words[self._mine + _IN_FLIGHT] += num_tokens
+
+    # ── limits ──
+
+    def admit(self, num_prompt: int, num_in_flight: int) -> Refusal | None:
+        """Count a request and let it begin, unless a limit says no. `num_in_flight`: tokens that it may take at most."""
+        limits = self.settings
+        with self._ledger._locked() if limits.has_limits else contextlib.nullcontext():
+            if limits.budget_tokens and limits.budget_tokens - self._today() < max(1, num_prompt):
+                return Refusal("budget", self.seconds_of_day())
+            in_flight = limits.max_tokens_in_flight
+            if in_flight and self._sum(_IN_FLIGHT) + num_in_flight > in_flight:
+                return Refusal("tokens in flight", 1)
+            if limits.rpm and (wait := self._wait(_REQUESTS_UNTIL, limits.rpm, 1)):
+                return Refusal("requests", wait)
+            if limits.tpm and (wait := self._wait(_TOKENS_UNTIL, limits.tpm, min(num_prompt, limits.tpm))):
+                return Refusal("tokens", wait)
+            if limits.rpm:
+                self._fill(_REQUESTS_UNTIL, limits.rpm, 1)
+            if limits.tpm:
+                self._fill(_TOKENS_UNTIL, limits.tpm, num_prompt)
+            self._ledger._words[self._mine + _REQUESTS] += 1
+            self._ledger._is_dirty = True
+        return None
+
+    def remaining_requests(self) -> Remaining | None:
+        """Of the requests a minute. None: there is no limit."""
+        return self._remaining(_REQUESTS_UNTIL, self.settings.rpm) if self.settings.rpm else None
+
+    def remaining_tokens(self) -> Remaining | None:
+        """Of the tokens a minute, or else of the day's budget. None: there is no limit."""
+        if self.settings.tpm:
+            return self._remaining(_TOKENS_UNTIL, self.settings.tpm)
+        if budget := self.settings.budget_tokens:
+            return Remaining(budget, max(0, budget - self._today()), self.seconds_of_day())
+        return None
+
+    def used(self) -> Used:
+        return Used(
+            self._sum(_PROMPT), self._sum(_OUTPUT), self._sum(_REQUESTS), self._today(), max(0, self._sum(_IN_FLIGHT))
+        )
+
+    def _sum(self, word: int) -> int:
+        words = self._ledger._words
+        return sum(words[at + word] for at in self._rows[: self._ledger._head[0]])
+
+    def _today(self) -> int:
+        words, day = self._ledger._words, int(self._ledger._clock()) // _DAY_SECONDS
+        return sum(
+            words[at + _PROMPT] + words[at + _OUTPUT] - words[at + _BEFORE]
+            for at in self._rows[: self._ledger._head[0]]
+            if words[at + _DAY] == day
+        )
+
+    def seconds_of_day(self) -> int:
+        return _DAY_SECONDS - int(self._ledger._clock()) % _DAY_SECONDS
+
+    # A limit a minute is a bucket that is refilled evenly: the word is the time at which it will be full.
+
+    def _full_at(self, word: int) -> tuple[int, int]:
+        """(now, when the bucket is full), in nanoseconds. A clock that was set back does not lock a key out."""
+        now = int(self._ledger._clock() * 1e9)
+        full_at = self._ledger._shared[self._slot * _NUM_SHARED + word]
+        return now, max(now, min(full_at, now + 2 * _MINUTE))
+
+    def _fill(self, word: int, limit: int, amount: int) -> None:
+        _, full_at = self._full_at(word)
+        self._ledger._shared[self._slot * _NUM_SHARED + word] = full_at + amount * _MINUTE // limit
+
+    def _wait(self, word: int, limit: int, amount: int) -> int:
+        """Seconds until the bucket has so much. 0: it has."""
+        now, full_at = self._full_at(word)
+        late = full_at + amount * _MINUTE // limit - now - _MINUTE
+        return 0 if late <= 0 else -(-late // 1_000_000_000)
+
+    def _remaining(self, word: int, limit: int) -> Remaining:
+        now, full_at = self._full_at(word)
+        left = limit - -(-(full_at - now) * limit // _MINUTE)
+        return Remaining(limit, max(0, left), (full_at - now) / 1e9)
+
+
+def clear_open(ledger: UsageLedger, accounts: Iterable[Account], num_rows: int) -> None:
+    """Forget what API processes had open that this server does not have any more: those from `num_rows` on."""
+    for account in accounts:
+        for at in account._rows[num_rows : ledger._head[0]]:
+            ledger._words[at + _IN_FLIGHT] = 0

@@ -1,0 +1,50 @@
+"""ReplicaSettings: what a replica's plans depend on; FleetSettings: how many there are, and how requests get to them."""
+
+import msgspec
+
+from octavo.plan.step_model import StepModel
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int
+    max_model_len: int
+    page_size: int = 16
+    num_host_pages: int = 0
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    max_inter_token_ms: float | str = "auto"
+    windows: tuple[int, ...] = (0,)
+    max_waiting_requests: int = 4096
+    max_waiting_tokens: int = 2**23
+    num_stages: int = 1
+    depth: int = 0  # plans in flight while the next is made: 1 on a GPU
+
+
+class Front(msgspec.Struct, frozen=True):
+    """What a request takes outside the engine: HTTP, template, tokenizer, and the way back."""
+
+    seconds: float = 0.0
+    token_seconds: float = 0.0  # for each prompt token
+
+
+class FleetSettings(msgspec.Struct, frozen=True):
+    num_replicas: int
+    replica: ReplicaSettings
+    model: StepModel
+    front: Front = Front()
+    routing_policy: str = "prefix"
+    saturation_seconds: float = 2.0
+    start_seconds: float = 30.0  # until a replica that is started takes requests
+    detect_seconds: float = 1.0  # until the requests of a replica that has ended go on at others
+    min_replicas: int = 0  # 0: their number stays
+    max_replicas: int = 0
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Replicas end."""
+
+    seconds: float
+    num_replicas: int = 1
+    comes_back: bool = True  # they are started again

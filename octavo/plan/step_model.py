@@ -1,0 +1,213 @@
+"""StepModel: how long a step takes on one machine, for a simulation's clock; and how it is fitted to measured steps.
+
+A step's seconds are a curve over all tokens that it computes (weights are read once, so it is flat at first on a GPU), so much for each
+row that samples, for each position that a row with one token looks back at, and for each pair of a token and a position before it in
+the other rows. The scheduler itself learns the simpler StepCosts, as in an engine.
+
+The clock counts whole picoseconds: sums of integers do not depend on their order, so a jump over many steps ends at the very
+moment at which the steps would."""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from octavo.schedule.step_costs import Sample, StepCosts, StepShape
+from octavo.schedule.step_costs import fit as fit_costs
+
+Numbers = npt.NDArray[np.float64]
+
+PICOSECONDS = 10**12
+_KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
+_OUTLIER = 3.0  # a sample that took so many times as long as the first fit says does not count
+_NOISE_PARTS = 64
+_CELL = 10  # samples of about one size, whose mean is compared with the model's
+
+
+class StepModel(msgspec.Struct, frozen=True):
+    """`seconds` of the products of `tokens` tokens, between which it is linear; beyond the last it goes on as between the last two."""
+
+    tokens: list[int]
+    seconds: list[float]
+    row: float  # seconds more for each row
+    context: float  # for each position that a row with one token looks back at
+    pair: float  # for each pair of a token and a position at or before it, in rows with several tokens
+    # Steps with prompts take so many times as long as this says, one as often as another; 1 on average. Empty: no step differs. Those without
+    # prompts are many, and their differences cancel out.
+    noise: list[float] = []
+
+    def __post_init__(self) -> None:
+        numbers = [*self.seconds, self.row, self.context, self.pair, *self.noise]
+        is_ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
+        if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not is_ascending or self.tokens[0] < 1:
+            raise ValueError("tokens must be at least two ascending numbers, with as many seconds")
+        if not all(math.isfinite(number) and 0 <= number < 1e6 for number in numbers) or not self.seconds[0]:
+            raise ValueError("seconds must be positive and finite")
+
+    def products(self, num_tokens: int) -> float:
+        """Seconds of a step's constant part and of its products."""
+        at = min(max(bisect.bisect_left(self.tokens, num_tokens), 1), len(self.tokens) - 1)
+        low, high = self.tokens[at - 1], self.tokens[at]
+        slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
+        return self.seconds[at - 1] + slope * (num_tokens - low)
+
+    def step_seconds(self, shape: StepShape) -> float:
+        num_tokens = shape.rows + shape.more_tokens
+        return (
+            self.products(num_tokens) + self.row * shape.rows + self.context * shape.context + self.pair * shape.pairs
+        )
+
+    def scaled(self, factor: float) -> "StepModel":
+        """Every step takes `factor` times as long."""
+        seconds = [each * factor for each in self.seconds]
+        return StepModel(self.tokens, seconds, self.row * factor, self.context * factor, self.pair * factor, self.noise)
+
+    def costs(self, max_rows: int, max_tokens: int) -> StepCosts:
+        """What an engine on this machine learns of its steps: the sum that fits steps up to these sizes best."""
+        shapes = [StepShape(rows, 0, rows * context, 0) for rows in _up_to(max_rows) for context in (0, 512, 2048)]
+        for tokens in _up_to(max_tokens):
+            for start in (0, 1024):
+                pairs = tokens * start + tokens * (tokens + 1) // 2
+                shapes += [StepShape(rows, tokens, rows * 512, pairs) for rows in (1, min(16, max_rows))]
+        samples = [Sample(shape, self.step_seconds(shape)) for shape in shapes]
+        return fit_costs([(sample, 1 / sample.seconds**2) for sample in samples])
+
+
+def _up_to(most: int) -> list[int]:
+    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+
+
+class StepClock:
+    """A StepModel in whole picoseconds."""
+
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+        self.context = round(model.context * PICOSECONDS)
+        self._pair, self._noise = round(model.pair * PICOSECONDS), model.noise
+        self._bases: dict[tuple[int, int], int] = {}
+
+    def base(self, rows: int, more_tokens: int = 0) -> int:
+        """A step without contexts and pairs."""
+        base = self._bases.get((rows, more_tokens))
+        if base is None:
+            seconds = self._model.products(rows + more_tokens) + self._model.row * rows
+            base = self._bases[rows, more_tokens] = max(1, round(seconds * PICOSECONDS))
+        return base
+
+    def step(self, shape: StepShape, number: int = 0) -> int:
+        """`number`: of the step; the same one takes the same time."""
+        rows, more_tokens, context, pairs = shape
+        steady = self.base(rows, more_tokens) + self.context * context + self._pair * pairs
+        if not more_tokens or not self._noise:
+            return steady
+        at = (number * 0x9E3779B1 & 0xFFFFFFFF) * len(self._noise) >> 32
+        return round(steady * self._noise[at])
+
+
+# ── fitting ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Fit(msgspec.Struct, frozen=True):
+    model: StepModel
+    num_samples: int
+    noise: float  # median share by which single steps are off
+    median_error: float  # … and by which the means of steps of about one size are, of which there are several
+    p90_error: float
+
+
+def fit_model(samples: Sequence[Sample]) -> Fit:
+    """Least squares of relative deviations, with slopes and coefficients of at least 0, without samples that are far off. It is the mean of
+    steps that is found, not the shortest: what holds a step up now and then does so in the plan, too. Raises ValueError where samples have no
+    two sizes."""
+    sizes = sorted({sample.shape.rows + sample.shape.more_tokens for sample in samples})
+    if len(sizes) < 2:
+        raise ValueError("all measured steps computed the same number of tokens")
+    knots = [sizes[0], *(knot for knot in _KNOTS if sizes[0] < knot < sizes[-1]), sizes[-1]]
+    seconds = np.array([sample.seconds for sample in samples])
+    columns = [np.ones(len(samples))]
+    tokens = np.array([sample.shape.rows + sample.shape.more_tokens for sample in samples], float)
+    for low, high in itertools.pairwise(knots):
+        columns.append(np.clip(tokens - low, 0, high - low))
+    for name in ("rows", "context", "pairs"):
+        columns.append(np.array([getattr(sample.shape, name) for sample in samples], float))
+    matrix = np.stack(columns, axis=1)
+    weights = 1 / seconds
+    found = _nonnegative(matrix * weights[:, None], seconds * weights)
+    for _ in range(4):
+        # By what the model says, not by what was measured: else long ones of equal steps would count less, and means come out too short.
+        predicted = np.maximum(matrix @ found, 1e-9)
+        weights = np.where(seconds > _OUTLIER * predicted, 0.0, 1 / predicted)
+        found = _nonnegative(matrix * weights[:, None], seconds * weights)
+    values, value = [float(found[0])], float(found[0])
+    for slope, low, high in zip(found[1:-3], knots, knots[1:], strict=False):
+        value += float(slope) * (high - low)
+        values.append(value)
+    values[0] = max(values[0], 1e-9)
+    predicted = matrix @ found
+    has_prompt = np.array([sample.shape.more_tokens > 0 for sample in samples])
+    row, context, pair = (float(each) for each in found[-3:])
+    model = StepModel(knots, values, row, context, pair, _noise(seconds[has_prompt], predicted[has_prompt]))
+    errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
+    noise = float(np.median(np.abs(predicted / seconds - 1)))
+    return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
+
+
+def _noise(seconds: Numbers, predicted: Numbers) -> list[float]:
+    """How many times as long as predicted steps took: the middles of equal parts of them."""
+    if len(seconds) < _NOISE_PARTS:
+        return []
+    ratios = seconds / np.maximum(predicted, 1e-9)
+    parts = np.quantile(ratios[ratios < _OUTLIER], (np.arange(_NOISE_PARTS) + 0.5) / _NOISE_PARTS)
+    return [round(float(each), 4) for each in parts / parts.mean()]
+
+
+def _cell_errors(samples: Sequence[Sample], predicted: Numbers, seconds: Numbers) -> list[float]:
+    """By how much the model is off for steps of about one size, on average."""
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for at, sample in enumerate(samples):
+        cells.setdefault(tuple(number.bit_length() for number in sample.shape), []).append(at)
+    large = [members for members in cells.values() if len(members) >= _CELL] or [list(range(len(samples)))]
+    return [abs(float(predicted[members].sum() / seconds[members].sum()) - 1) for members in large]
+
+
+def _nonnegative(matrix: Numbers, values: Numbers) -> Numbers:
+    """Least squares with coefficients of at least 0: the active-set method of Lawson and Hanson, on columns of equal norm."""
+    norms = np.linalg.norm(matrix, axis=0)
+    norms[norms == 0] = 1.0
+    scaled = matrix / norms
+    size = scaled.shape[1]
+    found, is_free = np.zeros(size), np.zeros(size, bool)
+    for _ in range(3 * size):
+        gradient = scaled.T @ (values - scaled @ found)
+        gradient[is_free] = -np.inf
+        best = int(np.argmax(gradient))
+        if gradient[best] <= 1e-10 * max(1.0, float(np.linalg.norm(values))):
+            break
+        is_free[best] = True
+        while True:
+            free = np.flatnonzero(is_free)
+            solved = np.linalg.lstsq(scaled[:, free], values, rcond=None)[0]
+            if solved.min() > 0:
+                found[:] = 0
+                found[free] = solved
+                break
+            steps = [
+                found[at] / (found[at] - new) if found[at] > new else np.inf
+                for at, new in zip(free, solved, strict=True)
+                if new <= 0
+            ]
+            share = min([step for step in steps if np.isfinite(step)], default=0.0)
+            found[free] += share * (solved - found[free])
+            dropped = free[(found[free] <= 1e-15) & (solved <= 0)]
+            if not len(dropped):
+                dropped = free[[int(np.argmin(solved))]]
+            found[dropped] = 0
+            is_free[dropped] = False
+            if not is_free.any():
+                break
+    unscaled: Numbers = found / norms
+    return unscaled

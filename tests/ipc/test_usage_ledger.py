@@ -1,0 +1,180 @@
+"""What every key has used, over API processes that come, go and are killed."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.errors import ConfigError
+from octavo.ipc import usage_ledger
+from octavo.ipc.usage_ledger import Refusal, UsageLedger
+from octavo.key_settings import KeySettings
+
+KEY, OTHER = b"k" * 16, b"o" * 16
+DAY = 86400
+
+
+class Clock:
+    now = 20_000.5 * DAY
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_counts_outlive_processes_and_servers(tmp_path: Path) -> None:
+    path, clock = tmp_path / "ledger", Clock()
+    for row in (0, 1, 0):
+        ledger = UsageLedger(path, row, clock)
+        accounts = ledger.accounts({KEY: KeySettings(), OTHER: KeySettings()})
+        assert accounts[KEY].admit(5, 10) is None
+        assert accounts[KEY].charge(5, 1) == 1 and accounts[KEY].charge(0, 2) == 2
+        ledger.close()
+    ledger = UsageLedger(path, 3, clock)
+    accounts = ledger.accounts({OTHER: KeySettings(), KEY: KeySettings()})
+    assert accounts[KEY].used() == (15, 9, 3, 24, 0) and accounts[OTHER].used() == (0, 0, 0, 0, 0)
+    clock.now += DAY
+    assert accounts[KEY].used().today == 0
+    accounts[KEY].charge(0, 4)
+    assert accounts[KEY].used() == (15, 13, 3, 4, 0)
+    ledger.close()
+
+
+def test_a_budget_is_used_to_its_last_token_and_not_beyond(tmp_path: Path) -> None:
+    clock = Clock()
+    ledgers = [UsageLedger(tmp_path / "ledger", row, clock) for row in range(2)]
+    one, two = (ledger.accounts({KEY: KeySettings(budget_tokens=20)})[KEY] for ledger in ledgers)
+    assert one.charge(8, 1) == 1 and two.charge(4, 3) == 3  # 16
+    assert two.charge(5, 1) == -1, "a prompt that does not fit is not counted"
+    assert one.admit(5, 9) == Refusal("budget", DAY // 2)
+    assert one.charge(2, 5) == 2 and two.charge(0, 1) == 0 and one.charge(0, 1) == 0
+    assert one.used().today == two.used().today == 20
+    assert two.admit(0, 1) == Refusal("budget", DAY // 2)
+    clock.now += DAY
+    assert two.admit(20, 21) is None and two.charge(20, 5) == 0
+    for ledger in ledgers:
+        ledger.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 60),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 9)), max_size=30),
+)
+def test_over_any_charges_a_budget_is_exact(tmp_path_factory: pytest.TempPathFactory, budget: int, charges) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "ledger"
+    ledgers = [UsageLedger(path, row, Clock()) for row in range(3)]
+    accounts = [ledger.accounts({KEY: KeySettings(budget_tokens=budget)})[KEY] for ledger in ledgers]
+    served = 0
+    for row, num_prompt, num_output in charges:
+        allowed = accounts[row].charge(num_prompt, num_output)
+        assert allowed <= num_output
+        if allowed < num_output:
+            assert budget - served - (num_prompt if allowed >= 0 else 0) <= max(allowed, num_prompt - 1, 0)
+        if allowed >= 0:
+            served += num_prompt + allowed
+        assert served == accounts[row].used().today <= budget
+    for ledger in ledgers:
+        ledger.close()
+
+
+def _charge_until_killed(path: Path, row: int, budget: int, pipe) -> None:
+    account = UsageLedger(path, row).accounts({KEY: KeySettings(budget_tokens=budget)})[KEY]
+    while True:
+        pipe.send(account.charge(0, 1))
+
+
+@pytest.mark.parametrize("budget", [500, 10**9])
+def test_processes_that_are_killed_lose_nothing_and_share_a_budget(tmp_path: Path, budget: int) -> None:
+    """Each sends what it was allowed after it was counted, so at most one count of each was not sent when it was killed."""
+    path, context = tmp_path / "ledger", multiprocessing.get_context("fork")
+    num_served, num_killed = 0, 0
+    for generation in range(3):
+        running = []
+        for row in range(2):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_charge_until_killed, args=(path, row, budget, writer))
+            process.start()
+            writer.close()
+            running.append((process, reader))
+        for _, reader in running:
+            num_served += sum(reader.recv() for _ in range(150 + generation))
+        for process, reader in running:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            num_killed += 1
+            while True:
+                try:
+                    num_served += reader.recv()
+                except EOFError:
+                    break
+            reader.close()
+    ledger = UsageLedger(path, 5)
+    used = ledger.accounts({KEY: KeySettings(budget_tokens=budget)})[KEY].used()
+    if budget == 500:
+        assert used.output_tokens == 500 and 500 - num_killed <= num_served <= 500
+    else:
+        assert num_served <= used.output_tokens <= num_served + num_killed
+    ledger.close()
+
+
+def test_limits_a_minute_are_refilled_evenly(tmp_path: Path) -> None:
+    clock = Clock()
+    ledgers = [UsageLedger(tmp_path / "ledger", row, clock) for row in range(2)]
+    accounts = [ledger.accounts({KEY: KeySettings(rpm=6, tpm=600)})[KEY] for ledger in ledgers]
+    for at in range(6):
+        assert accounts[at % 2].admit(10, 20) is None
+    assert accounts[0].admit(10, 20) == Refusal("requests", 10)
+    assert accounts[1].remaining_requests() == (6, 0, 60.0)
+    assert accounts[1].remaining_tokens()[:2] == (600, 540)
+    clock.now += 10
+    assert accounts[1].admit(10, 20) is None and accounts[0].admit(1, 1) is not None
+    clock.now += 60
+    accounts[0].charge(0, 600)  # answers fill the bucket of tokens, too
+    assert accounts[1].admit(100, 100) == Refusal("tokens", 10)
+    clock.now += 10
+    assert accounts[1].admit(100, 100) is None
+    clock.now -= 10 * DAY  # a clock that is set back
+    assert accounts[1].admit(0, 1).seconds <= 120
+    for ledger in ledgers:
+        ledger.close()
+
+
+def test_tokens_in_flight(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledgers = [UsageLedger(path, row) for row in range(2)]
+    one, two = (ledger.accounts({KEY: KeySettings(max_tokens_in_flight=100)})[KEY] for ledger in ledgers)
+    assert one.admit(10, 60) is None
+    one.hold(60)
+    assert two.admit(10, 60) == Refusal("tokens in flight", 1) and two.admit(10, 40) is None
+    ledgers[0].close()
+    successor = UsageLedger(path, 0)  # what it had open ended with it
+    successor.accounts({KEY: KeySettings(max_tokens_in_flight=100)})
+    assert two.admit(10, 100) is None
+    for ledger in (successor, ledgers[1]):
+        ledger.close()
+
+
+def test_keys_that_a_server_no_longer_has_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = UsageLedger(tmp_path / "ledger", 0)
+    keys = [b"%016d" % number for number in range(usage_ledger.MAX_KEYS)]
+    old = ledger.accounts(dict.fromkeys(keys, KeySettings()))
+    old[keys[7]].charge(1, 2)
+    kept = dict.fromkeys(keys[8:], KeySettings())
+    found = ledger.accounts({**kept, KEY: KeySettings(), OTHER: KeySettings()})
+    assert found[KEY].used() == found[OTHER].used() == (0, 0, 0, 0, 0)
+    with pytest.raises(ConfigError, match="4096 keys"):
+        ledger.accounts({**dict.fromkeys(keys, KeySettings()), KEY: KeySettings()})
+    ledger.close()
+
+
+@pytest.mark.parametrize("content", [b"x", b"y" * 100_000])
+def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ledger").write_bytes(content)
+    with pytest.raises(ConfigError, match="no ledger"):
+        UsageLedger(tmp_path / "ledger", 0)
+    with pytest.raises(ConfigError, match="64 API processes"):
+        UsageLedger(tmp_path / "new", 64)

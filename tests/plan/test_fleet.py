@@ -1,0 +1,186 @@
+"""The virtual clock: a fleet with jumps against the same fleet plan by plan; determinism, sessions, failures, refusals."""
+
+import itertools
+import random
+from collections import Counter, defaultdict
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.messages import StepPlan
+from octavo.plan.arrivals import Lengths, Shape, trace_of
+from octavo.plan.figures import Figures, Levels
+from octavo.plan.fleet import Run, Simulation, simulate
+from octavo.plan.settings import Failure, FleetSettings, Front, ReplicaSettings
+from octavo.plan.step_model import StepModel
+from octavo.plan.trace import Trace, TraceRequest
+
+MODEL = StepModel([1, 8, 64], [0.005, 0.006, 0.03], 1e-4, 3e-7, 2e-7)
+
+NOISY = msgspec.structs.replace(MODEL, noise=[0.7, 0.9, 1.0, 1.4])
+
+
+def fleet_of(num_replicas: int = 1, depth: int = 0, num_pages: int = 400, **changes: object) -> FleetSettings:
+    replica = ReplicaSettings(8, 64, num_pages, 1024, depth=depth, **changes)  # type: ignore[arg-type]
+    return FleetSettings(num_replicas, replica, MODEL, start_seconds=1.0, detect_seconds=0.1)
+
+
+def random_trace(r: random.Random, num_requests: int) -> Trace:
+    requests, now = [], 0.0
+    for _number in range(num_requests):
+        now += r.expovariate(r.choice([2.0, 40.0]))
+        session = r.randrange(4) if r.random() < 0.3 else -1
+        follows = session >= 0 and any(each.session == session for each in requests)
+        before = [each for each in requests if each.session == session]
+        length = r.randrange(1, 200)
+        if follows:
+            length = min(900, before[-1].prompt_len + before[-1].output_len + r.randrange(1, 20))
+        prefix = [r.randrange(3)] * (length // 48 > 0) if session < 0 else []
+        requests.append(TraceRequest(0.05 if follows else now, length, r.randrange(1, 60), prefix, session, follows))
+    return Trace("random", requests, 48)
+
+
+def run(
+    trace: Trace, fleet: FleetSettings, with_jumps: bool, failures: list[Failure]
+) -> tuple[Run, dict[int, dict[int, StepPlan]]]:
+    plans: dict[int, dict[int, StepPlan]] = defaultdict(dict)
+
+    def note(replica: int, planned: object) -> None:
+        if not planned.is_empty:  # type: ignore[attr-defined]
+            plans[replica][planned.plan.step] = planned.plan  # type: ignore[attr-defined]
+
+    simulation = Simulation(trace, fleet, with_jumps=with_jumps, failures=failures, on_plan=note)
+    return simulation.run(), plans
+
+
+def seen(result: Run) -> list[tuple[int, ...]]:
+    return [
+        (each.arrived, each.first, each.last, each.ended, each.replica, each.is_refused) for each in result.journeys
+    ]
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=60, deadline=None)
+def test_a_fleet_with_jumps_makes_the_same_plans_at_the_same_times(seed):
+    r = random.Random(seed)
+    trace = random_trace(r, r.randrange(1, 25))
+    fleet = fleet_of(r.choice([1, 2, 3]), r.choice([0, 1]), r.choice([70, 150, 400]))
+    fleet = msgspec.structs.replace(fleet, model=r.choice([MODEL, NOISY]))
+    failures = [Failure(r.random() * 2, 1, r.random() < 0.7)] if r.random() < 0.3 and fleet.num_replicas > 1 else []
+    without, plans = run(trace, fleet, False, failures)
+    with_jumps, fewer = run(trace, fleet, True, failures)
+    assert seen(without) == seen(with_jumps)
+    for replica, of_replica in fewer.items():
+        for step, plan in of_replica.items():
+            assert plans[replica][step] == plan, (replica, step)
+    assert without.figures.num_steps == with_jumps.figures.num_steps
+    assert without.figures.num_plans >= with_jumps.figures.num_plans
+
+
+def steady_trace(num_requests: int = 40, every: float = 0.2, output_len: int = 200) -> Trace:
+    return Trace("steady", [TraceRequest(every * at, 100, output_len) for at in range(num_requests)])
+
+
+def test_most_steps_are_jumped_over():
+    figures = simulate(steady_trace(), fleet_of())
+    assert figures.num_done == 40 and figures.num_plans < figures.num_steps / 5
+
+
+def test_the_same_inputs_give_the_same_figures():
+    trace = random_trace(random.Random(7), 40)
+    assert simulate(trace, fleet_of(3)) == simulate(trace, fleet_of(3))
+
+
+def test_times_are_those_of_the_steps():
+    """One request alone: its prompt in two steps of at most 64 tokens, then a step for each token."""
+    run_of_one = Simulation(Trace("one", [TraceRequest(0.0, 100, 3)]), fleet_of()).run()
+    journey = run_of_one.journeys[0]
+    first = MODEL.products(64) + MODEL.row + MODEL.pair * (64 * 65 // 2)
+    second = MODEL.products(36) + MODEL.row + MODEL.pair * (36 * 64 + 36 * 37 // 2)
+    assert abs(journey.ttft - first - second) < 1e-9
+    decodes = [MODEL.products(1) + MODEL.row + MODEL.context * position for position in (100, 101)]
+    assert abs(journey.latency - journey.ttft - sum(decodes)) < 1e-9
+
+
+def test_what_happens_before_the_engine_is_in_the_first_token():
+    plain = fleet_of()
+    slow = msgspec.structs.replace(plain, front=Front(0.5, 0.001))
+    trace = Trace("one", [TraceRequest(0.0, 100, 3)])
+    assert abs(simulate(trace, slow).ttft.mean - simulate(trace, plain).ttft.mean - 0.6) < 1e-9
+
+
+def test_a_session_continues_where_its_pages_are():
+    turns = [TraceRequest(0.0, 320, 32, session=1)]
+    for turn in range(1, 5):
+        turns.append(TraceRequest(0.5, 320 + 64 * turn, 32, session=1, after_previous=True))
+    others = [TraceRequest(0.01 * at, 200, 20) for at in range(6)]
+    trace = Trace("session", sorted([*turns, *others], key=lambda each: (each.after_previous, each.seconds)))
+    result = Simulation(trace, fleet_of(3)).run()
+    session = [each for each, request in zip(result.journeys, trace.requests, strict=True) if request.session == 1]
+    assert len({journey.replica for journey in session}) == 1
+    assert all(a.ended < b.arrived for a, b in itertools.pairwise(session))
+    # Of 320 + 64 k prompt tokens, the 320 + 64 (k − 1) + 32 of the turn before were there, but for a part of a page.
+    assert result.figures.hit_rate > 0.5
+
+
+def test_a_shared_prefix_is_computed_once():
+    trace = Trace("shared", [TraceRequest(0.5 * at, 192, 8, [5]) for at in range(10)], block_size=160)
+    assert simulate(trace, fleet_of()).hit_rate == 9 * 160 / (10 * 192)
+
+
+def test_requests_of_a_replica_that_ends_go_on_elsewhere():
+    trace = steady_trace(30, 0.1, 100)
+    without = simulate(trace, fleet_of(3))
+    result = Simulation(trace, fleet_of(3), failures=[Failure(1.0)], moments_every=0.1).run()
+    assert result.figures.num_done == 30 and result.figures.moved > 0
+    assert result.figures.e2e.p99 > without.e2e.p99
+    moved = [journey for journey in result.journeys if journey.num_moves]
+    assert all(journey.longest_gap >= 0.1 * 1e12 for journey in moved if journey.num_sent)
+    assert min(moment.num_replicas for moment in result.moments) == 2
+    assert result.moments[-1].num_waiting == 0
+
+
+def test_nothing_is_lost_while_no_replica_runs():
+    result = simulate(steady_trace(10, 0.1, 20), fleet_of(1), failures=[Failure(0.3)])
+    assert result.num_done == 10
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    trace = Trace("long", [TraceRequest(0.0, 2000, 10), TraceRequest(0.1, 10, 10)])
+    figures = simulate(trace, fleet_of())
+    assert figures.num_refused == {"too_long": 1} and figures.num_done == 1
+    burst = Trace("burst", [TraceRequest(0.0, 100, 50)] * 60)
+    figures = simulate(burst, fleet_of(max_waiting_requests=5))
+    assert figures.num_refused["queue_full"] > 30 and figures.num_done == 60 - figures.num_refused["queue_full"]
+
+
+def test_replicas_follow_the_load():
+    trace = steady_trace(300, 0.05, 40)
+    fixed = fleet_of(1)
+    scaled = msgspec.structs.replace(fixed, max_replicas=4, min_replicas=1, saturation_seconds=0.5)
+    result = Simulation(trace, scaled, moments_every=0.5).run()
+    assert max(moment.num_replicas for moment in result.moments) > 1
+    assert result.figures.num_done == 300 and result.figures.ttft.p99 < simulate(trace, fixed).ttft.p99
+
+
+def test_levels_and_goodput():
+    trace = steady_trace(40, 0.05)
+    figures = simulate(trace, fleet_of(), levels=Levels({"ttft_p99": 0.5, "itl_p99": 1.0}))
+    assert isinstance(figures, Figures)
+    assert Levels({"ttft_p99": 0.5}).missed(figures) == ["ttft_p99"] and 0 < figures.good_share < 1
+
+
+def test_a_sample_on_as_many_of_the_replicas_is_like_the_whole():
+    shape = Shape(40.0, 12.0, Lengths(120, 0.5), Lengths(40, 0.5))
+    trace = trace_of(shape, 5)
+    whole, sample = simulate(trace, fleet_of(12)), simulate(trace.thinned(1 / 3), fleet_of(4))
+    assert abs(sample.num_requests * 3 / whole.num_requests - 1) < 0.1
+    for measure, most in (("ttft", 0.25), ("tpot", 0.1), ("itl", 0.1)):
+        assert abs(getattr(sample, measure).mean / getattr(whole, measure).mean - 1) < most, measure
+
+
+def test_a_sample_keeps_sessions_together():
+    trace = trace_of(Shape(4.0, 100.0, Lengths(40), Lengths(10), turns=4), 1).thinned(0.5)
+    turns = Counter(each.session for each in trace.requests)
+    assert set(turns.values()) == {4} and 20 < len(turns) < 80
