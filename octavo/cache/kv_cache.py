@@ -281,10 +281,10 @@ class KVCache:
         num_found, _ = self._match(sequence, tokens, root) if reuse else (0, root)
         return self._num_missing(*self._lay_out(len(tokens), num_found))
 
-    def next_key(self, sequence: int, tokens: list[int]) -> bytes | None:
+    def next_key(self, sequence: int, tokens: list[int], adapter: str = "") -> bytes | None:
         """The key of the first page that the prefix cache lacks of these tokens, in a group without a window. None: it lacks none that
         can be shared."""
-        keys = self._keys(sequence, tokens)
+        keys = self._keys(sequence, tokens, self._root_of(sequence, adapter))
         tag = self._tags[self.windows.index(0)]
         return next((key + tag for key in keys if key + tag not in self.pool.index), None)
 
