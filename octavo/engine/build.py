@@ -167,7 +167,7 @@ def _open_adapters(config: Config, engine: Engine, executor: Executor) -> None:
         time.monotonic,
         lora.max_loras,
         lora.max_cpu_loras,
-        2 if report.dtype == "bfloat16" else 4,
+        executor.adapter_itemsize(),
     )
     try:
         sizes = [

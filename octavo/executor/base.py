@@ -38,6 +38,9 @@ class TierMover(Protocol):
 class AdapterLoader(Protocol):
     """Holds adapters in memory, beside the steps: an executor that has them (--enable-lora)."""
 
+    def adapter_itemsize(self) -> int:
+        """Bytes of a number of an adapter in memory."""
+
     def check_adapter(self, ref: AdapterRef) -> int:
         """Check an adapter's files against the model, without its numbers. → bytes that it will take. Raises ConfigError."""
 

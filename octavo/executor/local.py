@@ -60,6 +60,9 @@ class LocalExecutor:
         assert self._runner is not None, "closed"
         self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
 
+    def adapter_itemsize(self) -> int:
+        return self._adapters().itemsize
+
     def check_adapter(self, ref: AdapterRef) -> int:
         adapters = self._adapters()
         file = open_adapter(ref.path)

@@ -161,7 +161,11 @@ class RankAdapters:
 
     def held_bytes(self, file: AdapterFile) -> int:
         """Bytes of memory that it takes."""
-        return file.num_weights * self._dtype.itemsize
+        return file.num_weights * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return self._dtype.itemsize
 
     def load(self, ref: AdapterRef) -> AdapterLoaded:
         """Read an adapter into memory. Any thread, one at a time; steps go on meanwhile. Raises ConfigError."""

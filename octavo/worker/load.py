@@ -40,7 +40,7 @@ from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.adapters import RankAdapters
-from octavo.worker.cpu_steps import CpuSteps, find_native, held, record
+from octavo.worker.cpu_steps import CpuSteps, find_native, held, kinds_of, record
 from octavo.worker.determinism import about_determinism
 from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs
@@ -109,7 +109,9 @@ class Loader:
         if context.methods.settings.adapts:
             assert self._native is not None
             family = load_family(checkpoint.config["model_type"])
-            dtype = torch.bfloat16 if self.weight_dtype == torch.bfloat16 else torch.float32
+            # Where products round their activations to 8 bits, float32 would only be more to read.
+            is_rounded = any(kind.is_quantised for kind in kinds_of(self.model))
+            dtype = torch.bfloat16 if is_rounded or self.weight_dtype == torch.bfloat16 else torch.float32
             outline = outline_of(checkpoint, self.spec, context)
             self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, self._native, dtype)
         self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())

@@ -24,6 +24,9 @@ class Loader:
         self.loaded: set[str] = set()
         self.sizes: dict[str, int] = {}
 
+    def adapter_itemsize(self) -> int:
+        return 1
+
     def check_adapter(self, ref: AdapterRef) -> int:
         if ref.name == "bad":
             raise ConfigError("it does not fit")
