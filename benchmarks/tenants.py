@@ -29,6 +29,7 @@ from tests.e2e.servers import Server
 
 PROMPT, OUTPUT = 128, 16  # tokens of a light key's request
 FLOOD_OUTPUT = 128
+ROWS = ("--max-num-seqs", "16")  # fewer than clients: shares are of a server whose queue is never empty
 
 
 class Tenant:
@@ -163,9 +164,8 @@ async def _backlogged(server: Server, keys: list[str], clients: int, seconds: fl
 
 def weights(arguments: argparse.Namespace) -> None:
     given = dict(zip("abc", (1, 2, 4), strict=True))
-    with serving(
-        [f"{key} {key} {weight}" for key, weight in given.items()], "--fairness", "key", *arguments.flags
-    ) as server:
+    lines = [f"{key} {key} {weight}" for key, weight in given.items()]
+    with serving(lines, "--fairness", "key", *ROWS, *arguments.flags) as server:
         vocabulary = vocabulary_of(server, "boss")
         used = asyncio.run(_backlogged(server, list(given), arguments.clients, arguments.seconds, vocabulary))
         preempted = metric(server, "vllm:num_preemptions", "boss")
@@ -199,7 +199,8 @@ def throughput(arguments: argparse.Namespace) -> None:
     lines = ["a a 1", "b b 2", "c c 4"]
     with contextlib.ExitStack() as stack:
         sides = {
-            side: stack.enter_context(serving(lines, "--fairness", side, *arguments.flags)) for side in ("none", "key")
+            side: stack.enter_context(serving(lines, "--fairness", side, *ROWS, *arguments.flags))
+            for side in ("none", "key")
         }
         vocabulary = vocabulary_of(sides["key"], "boss")
         found: dict[str, list[float]] = {side: [] for side in sides}
@@ -326,7 +327,7 @@ def main() -> None:
             command.add_argument("--seed", type=int, default=1)
             command.add_argument("--no-kill-api", dest="kill_api", action="store_false", help="kill engines only")
         else:
-            command.add_argument("--clients", type=int, default=24 if function is weights else 16, help="of each key")
+            command.add_argument("--clients", type=int, default=32 if function is weights else 16, help="of each key")
             command.add_argument("--seconds", type=float, default=60.0 if function is weights else 15.0)
             command.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()

@@ -3,11 +3,15 @@
 A flag is renamed to ours, or it is taken with a note that says why it has no effect, or it is refused with one sentence that
 names the alternative. docs/reference/other-flags.md is generated from these tables."""
 
+import dataclasses
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Source = Literal["vLLM", "SGLang", "llama.cpp"]
+MAX_MEMBER_DEPTH = 8
+"""How many objects a flag such as --hf-overrides.rope_scaling.factor may go through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ _NODES = "a server runs on one machine; --tensor-parallel-size uses its GPUs"
 _PIPELINE = "a context is not split over ranks; --tensor-parallel-size splits each layer, --pipeline-parallel-size the list of layers"
 _MEDIA = "only text goes in: images, audio and video are refused"
 _OFFLOAD = "weights are kept on the device that computes; a packed checkpoint (GGUF, AWQ, GPTQ) takes less memory"
-_TIERS = "KV pages are kept on the device; --swap-space keeps those of preempted requests in host memory"
+_TIERS = "--kv-tier keeps pages of prompts on disk (on a CPU), --swap-space those of preempted requests in host memory"
 _TRANSFER = "KV pages are not sent to other servers"
 _PLUGIN = "plug-in classes are not loaded"
 _TUNED = "kernels are chosen by rules that were measured, at no cost at start-up"
@@ -76,7 +80,6 @@ _SWITCHES_REFUSED = {
     "enable-tower-connector-lora": _LORA,
     "fully-sharded-loras": _LORA,
     "specialize-active-lora": _LORA,
-    "per-request-spec-decode-metrics": "the journey of a request has its drafted and accepted tokens",
     "data-parallel-external-lb": _REPLICAS,
     "data-parallel-hybrid-lb": _REPLICAS,
     "data-parallel-multi-port-external-lb": _REPLICAS,
@@ -94,6 +97,7 @@ _SWITCHES_REFUSED = {
     "return-sampling-mask": "the mask of sampled tokens is not returned; logprobs are",
     "enable-mm-embeds": _MEDIA,
     "interleave-mm-strings": _MEDIA,
+    "mm-device-do-normalize": _MEDIA,
     "mm-encoder-only": _MEDIA,
     "trust-request-mm-kwargs": _MEDIA,
     "enable-flash-late-interaction": "late interaction models are not supported; /v1/embeddings serves encoders",
@@ -111,6 +115,9 @@ _SWITCHES_REFUSED = {
     "enable-scale-out": _REPLICAS,
     "cohere-is-reasoning-model": "Cohere's own API is not offered; --reasoning-parser chooses how reasoning is parsed",
     "kv-sharing-fast-prefill": "models that share keys and values between layers for prefill are not supported",
+    "long-prefill-token-threshold-adaptive": "--max-num-batched-tokens bounds the tokens of a step",
+    "ray-workers-use-nsight": "ranks are not profiled; journeys (GET /v1/requests/ID) say where a request's time went",
+    "grpc": "there is no gRPC API; the HTTP API is at --port",
     "skip-tokenizer-init": "the server tokenizes; prompts may be token ids all the same",
 }
 _REFUSED = {
@@ -132,7 +139,7 @@ _REFUSED = {
     **dict.fromkeys(("all2all-backend", "eplb-config", "expert-placement-strategy", "ubatch-size", "dbo-decode-token-threshold",
                      "dbo-prefill-token-threshold"), "experts are divided over ranks by --enable-expert-parallel, with one all-reduce"),
     **dict.fromkeys(
-        ("limit-mm-per-prompt", "allowed-local-media-path", "allowed-media-domains", "media-io-kwargs", "mm-device-do-normalize",
+        ("limit-mm-per-prompt", "allowed-local-media-path", "allowed-media-domains", "media-io-kwargs",
          "mm-encoder-attn-backend", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path", "mm-encoder-fp8-scale-save-margin",
          "mm-encoder-fp8-scale-save-path", "mm-encoder-tp-mode", "mm-hasher-algorithm", "mm-ipc-gpu-memory-gb",
          "mm-processor-cache-gb", "mm-processor-cache-type", "mm-processor-device", "mm-processor-kwargs",
@@ -157,6 +164,9 @@ _REFUSED = {
          "kda-prefill-backend"), _STATE_SPACE,
     ),
     **dict.fromkeys(("sleep-preserve-parameter-names",), _SLEEP),
+    "per-request-spec-decode-metrics": "the journey of a request (GET /v1/requests/ID) has its drafted and accepted tokens",
+    "sleep-mode-backend": _SLEEP,
+    "reasoning-effort-map": "requests set reasoning_effort, or send the template's own word for it in chat_template_kwargs",
     "attention-config": "--attention-backend chooses the implementation of attention",
     "quantization-config": "the checkpoint says how it is quantised; --quantization rounds one that is not",
     "pooler-config": "an encoder's own files say how it pools",
@@ -191,9 +201,7 @@ _REFUSED = {
     "max-num-active-seqs": "--max-num-seqs bounds the rows",
     "watermark": "pages are not held back: a request is admitted if its prompt fits",
     "long-prefill-token-threshold": "--max-num-batched-tokens bounds the tokens of a step",
-    "long-prefill-token-threshold-adaptive": "--max-num-batched-tokens bounds the tokens of a step",
     "device-ids": "set the environment variable CUDA_VISIBLE_DEVICES",
-    "ray-workers-use-nsight": "Ray is not used",
 }  # fmt: skip
 _SWITCHES = {
     "trust-remote-code": _NO_CODE,
@@ -236,6 +244,7 @@ _SWITCHES = {
     "numa-bind": "--cpu-pinning pins compute threads to cores",
     "use-fp64-gumbel": "draws are exact enough in float32: they are seeded by request and position",
     "jit-monitor-verbose": _TUNED,
+    "monokernel": _TUNED,
     "allow-deprecated-quantization": "quantised formats that can be read are accepted",
     "swa-bounded-replay": _TUNED,
     "disable-frontend-multiprocessing": "API processes are separate; --api-processes sets how many",
@@ -261,6 +270,9 @@ _VALUES = {
     "optimization-level": _noted("nothing goes through torch.compile; " + _TUNED),
     "performance-mode": _noted(_TUNED),
     "kernel-config": _noted(_TUNED),
+    "watchdog-config": _noted("an engine that hangs is always found and replaced: --step-timeout is the longest time of a step"),
+    "h11-max-header-count": _renamed("vLLM", "--max-headers"),
+    "h11-max-incomplete-event-size": _renamed("vLLM", "--max-head-bytes"),
     "ir-op-priority": _noted(_TUNED),
     "moe-backend": _noted(_TUNED),
     "linear-backend": _noted(_TUNED),
@@ -287,8 +299,28 @@ _VALUES = {
     "max-num-queued-tokens": _renamed("vLLM", "--max-waiting-tokens"),
     "device-memory-utilization": _renamed("vLLM", "--gpu-memory-utilization"),
 }  # fmt: skip
+_EARLIER = {
+    "task": _noted("what a model does follows from its files", "auto generate embed embedding",
+                   why="what a model does follows from its files: decoders generate and embed, encoders embed"),
+    "guided-decoding-backend": _noted("there is one grammar engine, llguidance"),
+    "num-scheduler-steps": _noted(_ASYNC),
+    "rope-scaling": _refused("""give it in --hf-overrides: '{"rope_scaling": …}'"""),
+    "rope-theta": _refused("""give it in --hf-overrides: '{"rope_theta": …}'"""),
+    "speculative-model": _refused(_SPECULATION),
+    "num-speculative-tokens": _refused(_SPECULATION),
+    "ngram-prompt-lookup-max": _refused(_SPECULATION),
+    "ngram-prompt-lookup-min": _refused(_SPECULATION),
+    "preemption-mode": _noted("preempted requests go to host memory where --swap-space has room, else they are computed again"),
+    "max-context-len-to-capture": _noted(_GRAPHS),
+    "enable-reasoning": _switch("--reasoning-parser or the chat template chooses how reasoning is parsed"),
+    "use-v2-block-manager": _switch("there is one manager of KV pages"),
+    "disable-async-output-proc": _switch(_ASYNC),
+    "enable-multi-step": _switch(_ASYNC),
+}  # fmt: skip
+"""Flags that vLLM had until some version, and that scripts still have."""
 _SHORT = {
     "q": "quantization", "n": "nnodes", "r": "node-rank",
+    "asc": "api-server-count", "O": "compilation-config",
     "sc": "speculative-config", "cc": "compilation-config", "ac": "attention-config",
     "dc": "diffusion-config", "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size",
     "dpn": "data-parallel-rank", "dpr": "data-parallel-start-rank", "dpl": "data-parallel-size-local", "dpa": "data-parallel-address",
@@ -305,22 +337,71 @@ _SGLANG = {
     "max-queued-requests": "--max-waiting-requests",
     "tokenizer-path": "--tokenizer",
 }
-_CPP_SERVER = {
-    "-m": "--model",
-    "-c": "--max-model-len",
-    "--ctx-size": "--max-model-len",
-    "-t": "--cpu-threads",
-    "--threads": "--cpu-threads",
-    "-np": "--max-num-seqs",
-    "--parallel": "--max-num-seqs",
-    "-b": "--max-num-batched-tokens",
-    "--batch-size": "--max-num-batched-tokens",
-    "-a": "--served-model-name",
-    "--alias": "--served-model-name",
-    "--chat-template-file": "--chat-template",
-    "-ctk": "--kv-cache-dtype",
-    "--cache-type-k": "--kv-cache-dtype",
+_CPP_RENAMED = {
+    "--model": "-m -hf -hfr --hf-repo",
+    "--max-model-len": "-c --ctx-size",
+    "--cpu-threads": "-t --threads",
+    "--max-num-seqs": "-np --parallel",
+    "--max-num-batched-tokens": "-b --batch-size",
+    "--served-model-name": "-a --alias",
+    "--chat-template": "--chat-template-file",
+    "--kv-cache-dtype": "-ctk --cache-type-k",
+    "--seed": "-s",
+    "--root-path": "--api-prefix",
+    "--ssl-keyfile": "--ssl-key-file",
+    "--ssl-certfile": "--ssl-cert-file",
 }
+_CPP_SAMPLING = {
+    "--temp": "--temperature",
+    "-n": "--max-tokens",
+    "--predict": "--max-tokens",
+    "--n-predict": "--max-tokens",
+}
+"""Of commands that send requests themselves (octavo chat, run, complete)."""
+_SAMPLING = "requests set it; --override-generation-config sets the defaults"
+_CPP_VALUES = {
+    "-ngl --n-gpu-layers --gpu-layers": _noted("all layers run on one device: --device chooses the GPU or the CPU"),
+    "-sm --split-mode -ts --tensor-split -mg --main-gpu": _refused("--tensor-parallel-size divides each layer over GPUs; CUDA_VISIBLE_DEVICES names them"),
+    "-fa --flash-attn": _noted("--attention-backend chooses; auto is the fastest"),
+    "-ub --ubatch-size": _noted("a step is not divided further"),
+    "-tb --threads-batch": _noted("prompts are computed by the threads of --cpu-threads"),
+    "--threads-http": _noted("--api-processes sets how many processes handle requests"),
+    "-ctv --cache-type-v": _noted("--kv-cache-dtype is for keys and values"),
+    "--cache-reuse": _noted("prefixes that requests share are always reused, by whole pages"),
+    "--predict --n-predict": _refused("requests set max_tokens"),
+    "--temp --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty --samplers --typical": _refused(_SAMPLING),
+    "-j --json-schema --grammar --grammar-file": _refused("requests send response_format or structured_outputs"),
+    "--chat-template-kwargs": _refused("requests send chat_template_kwargs"),
+    "--reasoning-format": _noted("--reasoning-parser or the chat template chooses how reasoning is parsed"),
+    "--reasoning-budget": _refused("requests set thinking_token_budget"),
+    "--rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _refused("a GGUF file says how positions are encoded; --hf-overrides replaces values of a config.json"),
+    "-ot --override-tensor -ncmoe --n-cpu-moe": _refused(_OFFLOAD),
+    "--lora --lora-scaled": _refused(_LORA),
+    "--mmproj --mmproj-url": _refused(_MEDIA),
+    "-md --model-draft -hfd --hf-repo-draft": _refused("draft models are not used; drafts come from the text itself (--speculative-config)"),
+    "-mu --model-url -hff --hf-file": _refused("name the model as owner/name-GGUF:Q4_K_M, or download the file and name it"),
+    "-hft": _refused("set the environment variable HF_TOKEN: a token on the command line is visible to other users"),
+    "--pooling": _refused("an encoder's own files say how it pools; requests may choose"),
+    "--slot-save-path": _refused("--kv-tier keeps pages of prompts on disk"),
+    "-to --timeout": _noted("a request that does not come is ended after 60 s, a reader that takes nothing after 300 s"),
+    "--log-file": _refused("the log goes to standard error: redirect it"),
+    "--numa": _noted("--cpu-pinning pins compute threads to cores"),
+}  # fmt: skip
+_CPP_SWITCHES = {
+    "--mlock --no-mmap": _switch("weights are mapped from the file where that is fastest"),
+    "--jinja": _switch("chat templates are always used"),
+    "-cb --cont-batching": _switch("batching is always continuous"),
+    "--metrics": _switch("/metrics is always there"),
+    "--props --slots --no-slots": _switch("/props and /slots can be read, and change nothing"),
+    "--no-webui --webui": _switch("the pages are always there; they need a key where the server has keys"),
+    "--embedding --embeddings": _switch("vectors are always at /v1/embeddings, and encoders serve nothing else"),
+    "--no-warmup --warmup": _switch("the start always runs a step"),
+    "--no-context-shift --context-shift": _switch("a context is never shifted: an answer ends where the context is full"),
+    "--no-kv-offload -nkvo": _switch("KV pages are on the device that computes"),
+    "--log-disable -v --verbose": _switch("--uvicorn-log-level sets what is logged"),
+    "-cmoe --cpu-moe": _refused(_OFFLOAD, takes_value=False),
+    "--reranking --rerank": _refused("there is no reranking; /v1/embeddings gives vectors to compare", takes_value=False),
+}  # fmt: skip
 
 
 def _tables() -> dict[str, ForeignFlag]:
@@ -328,34 +409,35 @@ def _tables() -> dict[str, ForeignFlag]:
     found |= {f"--{name}": _refused(why, takes_value=False) for name, why in _SWITCHES_REFUSED.items()}
     found |= {f"--{name}": _switch(note) for name, note in _SWITCHES.items()}
     found |= {f"--{name}": flag for name, flag in _VALUES.items()}
+    found |= {f"--{name}": flag for name, flag in _EARLIER.items()}
     for short, name in _SHORT.items():
         found[f"-{short}"] = found.get(f"--{name}") or _renamed("vLLM", f"--{name}")
+    found["-ep"] = _renamed("vLLM", "--enable-expert-parallel", takes_value=False)
     found |= {f"--{name}": _renamed("SGLang", ours) for name, ours in _SGLANG.items()}
     found["--disable-radix-cache"] = _renamed("SGLang", "--no-enable-prefix-caching", takes_value=False)
     found["--enable-metrics"] = _switch("/metrics is always there", "SGLang")
-    found |= {name: _renamed("llama.cpp", ours) for name, ours in _CPP_SERVER.items()}
-    layers = _noted("all layers run on one device: --device chooses the GPU or the CPU", source="llama.cpp")
-    found |= dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), layers)
-    memory = _switch("weights are mapped from the file where that is fastest", "llama.cpp")
-    found |= dict.fromkeys(("--mlock", "--no-mmap"), memory)
-    found["-fa"] = found["--flash-attn"] = _noted(
-        "--attention-backend chooses; auto is the fastest", source="llama.cpp"
-    )
-    found["--jinja"] = _switch("chat templates are always used", "llama.cpp")
-    found["-ub"] = _noted("a step is not divided further", source="llama.cpp")
+    for ours, names in _CPP_RENAMED.items():
+        found |= dict.fromkeys(names.split(), _renamed("llama.cpp", ours))
+    for names, flag in {**_CPP_VALUES, **_CPP_SWITCHES}.items():
+        for name in names.split():
+            found[name] = dataclasses.replace(flag, source="llama.cpp")
     return found
 
 
 FOREIGN: dict[str, ForeignFlag] = _tables()
 
 _FROM_FILES = "auto", "the model's files decide how weights are read"
-_AS_QUANTISED = "auto", "the checkpoint says how it is quantised"
+_AS_QUANTISED = "auto", "the checkpoint says how it is quantised; int4 rounds one that is not"
+_ONE_FP8 = "fp8", "there is one way to round weights to fp8"
 VALUES: dict[str, dict[str, tuple[str, str]]] = {
     "--dtype": {"half": ("float16", ""), "float": ("float32", "")},
-    "--load-format": dict.fromkeys(("safetensors", "pt", "hf", "gguf", "fastsafetensors"), _FROM_FILES),
-    "--quantization": dict.fromkeys(
-        ("awq", "awq_marlin", "gptq", "gptq_marlin", "bitsandbytes", "mxfp4", "compressed-tensors", "gguf"), _AS_QUANTISED
+    "--load-format": dict.fromkeys(
+        ("safetensors", "pt", "hf", "gguf", "npcache", "fastsafetensors", "instanttensor", "runai_streamer"), _FROM_FILES
     ),
+    "--quantization": dict.fromkeys(
+        ("awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "bitsandbytes", "mxfp4", "gpt_oss_mxfp4", "fbgemm_fp8",
+         "compressed-tensors", "gguf"), _AS_QUANTISED,
+    ) | dict.fromkeys(("fp8_per_tensor", "fp8_per_channel", "fp8_per_block"), _ONE_FP8),
     "--kv-cache-dtype": {
         "fp8_e4m3": ("fp8", ""), "f16": ("float16", ""), "f32": ("float32", ""), "q8_0": ("int8", ""),
     },
@@ -368,12 +450,30 @@ def translate(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], lis
     to print, and why a flag is refused (empty: none is)."""
     arguments: list[str] = []
     notes: list[str] = []
+    parts: dict[str, dict[str, object]] = {}  # objects given member by member
     rest = list(argv)
     while rest:
         text = rest.pop(0)
         if text == "--":
-            return [*arguments, text, *rest], notes, ""
+            rest.insert(0, text)
+            break
         name, equals, value = text.partition("=")
+        if name.startswith("-O") and not name.startswith("-O."):  # -O3, -O 3, -O=3
+            name, equals, value = ("-O", "=", name[2:]) if name != "-O" else (name, equals, value)
+        if (ours := _CPP_SAMPLING.get(name, "")) in own:
+            arguments.append(ours + equals + value)
+            continue
+        name, member = _split_member(name)
+        if member and (whole := name if name in own else FOREIGN[name].ours if name in FOREIGN else ""):
+            if not equals and (not rest or not _is_value(rest[0])):
+                return arguments, notes, f"{name}.{member} needs a value"
+            if not _set_member(parts.setdefault(whole, {}), member, value if equals else rest.pop(0)):
+                return (
+                    arguments,
+                    notes,
+                    f"{name}.{member[:60]} goes through more than {MAX_MEMBER_DEPTH} objects: give one JSON object",
+                )
+            continue
         negated = name.startswith("--no-") and "--" + name[5:] in FOREIGN
         flag = FOREIGN.get("--" + name[5:] if negated else name)
         if name in own or flag is None:
@@ -390,7 +490,39 @@ def translate(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], lis
         else:
             shown = f" {value}" if flag.harmless_values else ""
             return arguments, notes, f"{name}{shown} is not offered: {flag.why}"
-    return _with_own_values(arguments, notes), notes, ""
+    for name, given in parts.items():
+        if any(text.partition("=")[0] == name for text in arguments):
+            return (
+                arguments,
+                notes,
+                f"{name} is given whole and by its members ({name}.{next(iter(given))}): choose one",
+            )
+        arguments += [name, json.dumps(given)]
+    return [*_with_own_values(arguments, notes), *rest], notes, ""
+
+
+def _split_member(name: str) -> tuple[str, str]:
+    """`--hf-overrides.rope_theta` → its flag and the member of the JSON object. A name without a dot has no member."""
+    flag, dot, member = name.partition(".")
+    return (flag.replace("_", "-"), member) if dot and flag.startswith("-") else (name, "")
+
+
+def _set_member(given: dict[str, object], path: str, text: str) -> bool:
+    """Set a member of an object to a value that is JSON, or else text. False: it is too deep."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    *outer, last = path.split(".")
+    if len(outer) > MAX_MEMBER_DEPTH:
+        return False
+    for key in outer:
+        inner = given.setdefault(key, {})
+        if not isinstance(inner, dict):
+            inner = given[key] = {}
+        given = inner
+    given[last] = value
+    return True
 
 
 def translate_options(options: Mapping[str, object], own: Collection[str]) -> tuple[dict[str, object], list[str], str]:

@@ -895,8 +895,10 @@ def other_flags_page() -> Iterator[str]:
     yield "# Flags of other servers"
     yield ""
     yield "Flags that mean the same as in vLLM have the same name ([Command line](cli.md)). This page has all others: the remaining"
-    yield "flags of `vllm serve` 0.32, and the common ones of SGLang and llama.cpp. A flag without effect prints a line that says why."
-    yield "A flag that is not offered ends the start with one line that names the alternative."
+    yield "flags of `vllm serve` 0.33 with some that earlier versions had, and the common ones of SGLang and llama.cpp. A flag without effect prints a"
+    yield "line that says why. A flag that is not offered ends the start with one line that names the alternative."
+    yield ""
+    yield "A flag that takes a JSON object also takes its members, as in vLLM: `--hf-overrides.rope_scaling.factor 4`."
     for source in ("vLLM", "SGLang", "llama.cpp"):
         yield ""
         yield f"## {source}"

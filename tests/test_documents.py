@@ -25,6 +25,7 @@ from octavo.weights.sources.default_model import SMOLLM2, fetch
 from tests.adapters import weights_of, write_peft
 from tests.doubles import VOCAB_SIZE, write_byte_tokenizer
 from tests.engine.test_engine_embed import MEAN_POOLING, bert, write
+from tests.registry import registry
 from tests.worker.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.model
@@ -36,6 +37,7 @@ CHECKED = {"json", "yaml"}
 SHOWN = {"text", "nginx", "http", "ini", ""}  # output, files of other programs, drawings
 MAX_SECONDS = 120  # for the blocks of a page
 START_SECONDS = 60
+HUB_MODEL = "bartowski/SmolLM2-135M-Instruct-GGUF"  # the embedded model's name at the hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +168,13 @@ class Place:
     folder: Path
     port: int
     replaced: dict[str, str]
+    hub: str = ""
     printed: dict[str, str] = field(default_factory=dict)  # of a command that was a whole block
 
     def filled(self, text: str, port: int) -> str:
         for name, value in self.replaced.items():
             text = text.replace(name, value)
-        return re.sub(r"(127\.0\.0\.1|localhost):8000\b", rf"\1:{port}", text)
+        return re.sub(r"(127\.0\.0\.1:|localhost:|--port )(8000|11434)\b", rf"\g<1>{port}", text)
 
     def environment(self, port: int) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
@@ -202,6 +205,8 @@ def run_console(block: Block, place: Place) -> list[str]:
     environment = place.environment(port if has_server else free_port()) | (
         {"OCTAVO_MODEL": place.replaced["path/to/folder"]} if has_server else {}
     )
+    if HUB_MODEL in block.text:
+        environment |= {"HF_ENDPOINT": place.hub}
     if len(commands) == 1 and (command := lines[1]) in place.printed:  # `octavo doctor MODEL` is on two pages
         return _compared(block, commands, place.printed[command])
     done = subprocess.run(
@@ -257,7 +262,15 @@ def run_python(jobs: list[tuple[str, list[Block]]], place: Place) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def hub() -> Iterator[str]:
+    """The URL of a hub that has the embedded model under its name there."""
+    with registry() as opened:
+        opened.repositories[HUB_MODEL] = {"SmolLM2-135M-Instruct-Q4_1.gguf": fetch().read_bytes()}
+        yield opened.url
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Iterator[Place]:
     """A folder with what the pages take for granted, and a server with the embedded model."""
     folder = tmp_path_factory.mktemp("documents")
     cache = folder / "cache"
@@ -284,7 +297,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         "~/.cache/octavo": str(cache),
         " MODEL": f" {embedded}",
     }
-    here = Place(folder, free_port(), replaced)
+    here = Place(folder, free_port(), replaced, hub)
     log = folder / "server.log"
     environment = here.environment(here.port) | {"OCTAVO_FILES_FOLDER": str(folder / "files")}
     with open(log, "wb") as output:
@@ -372,8 +385,8 @@ def test_every_block_runs_or_says_what_it_needs() -> None:
         f"\ncode blocks: {counted['run']} run; not run: {', '.join(f'{counted[need]} {need}' for need in sorted(NEEDS))}"
     )
     # Tagging a block is a decision: more of them than here need one.
-    assert sum(counted[need] for need in NEEDS) <= 17, counted
-    assert counted["run"] >= 35, counted
+    assert sum(counted[need] for need in NEEDS) <= 15, counted
+    assert counted["run"] >= 47, counted
 
 
 def test_commands_of_the_benchmarks_name_modules_that_exist() -> None:

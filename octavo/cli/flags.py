@@ -45,6 +45,8 @@ _FILE, _IN_FILE = (
 )  # the value of --config, and the config fields that this file sets
 _LAST_NAME = "last_served_name"  # the last of several values after one --served-model-name
 _DEST = "config."  # prefix of config fields in the namespace, to separate them from the commands' own flags
+MAX_USAGE_FLAGS = 16
+"""Above so many flags the usage line of the help does not list them: the groups below it do."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,6 +79,13 @@ class Parser(argparse.ArgumentParser):
             self.error(self._about_unknown(unknown[0]))
         return known, []
 
+    def format_help(self) -> str:
+        """The help, whose first lines name the arguments and not all of many flags."""
+        if self.usage is None and len(self._get_optional_actions()) > MAX_USAGE_FLAGS:
+            arguments = [_shown_argument(action) for action in self._get_positional_actions()]
+            self.usage = " ".join([self.prog, *arguments, "[flags]"])
+        return super().format_help()
+
     def _options_in(self, file: str) -> dict[str, Any]:
         """The config fields that the file of --config sets."""
         arguments = arguments_in(file)
@@ -105,6 +114,11 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def _shown_argument(action: argparse.Action) -> str:
+    name = str(action.metavar or action.dest)
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}.get(str(action.nargs), name)
+
+
 def _dashed(text: str) -> str:
     name, equals, value = text.partition("=")
     return name.replace("_", "-") + equals + value if re.fullmatch(r"--[A-Za-z][\w-]*", name) else text
@@ -113,8 +127,10 @@ def _dashed(text: str) -> str:
 def _nearest(name: str, names: list[str]) -> str:
     import difflib  # imported lazily: only needed for an error
 
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    return f"; did you mean {close[0]}?" if close else ""
+    # Compared without dashes: those of short names would make them alike (--temp, --tp).
+    by_word = {known.lstrip("-"): known for known in names if known.startswith("--") or not name.startswith("--")}
+    close = difflib.get_close_matches(name.lstrip("-"), by_word, n=1, cutoff=0.8)
+    return f"; did you mean {by_word[close[0]]}?" if close else ""
 
 
 def add_config_flags(

@@ -48,7 +48,7 @@ def _lines(server: Remote, screen: Screen, once: bool) -> int:
             if not once:
                 print(screen.summary(), flush=True)
             elif screen.seconds_seen >= ONCE_SECONDS:
-                print("\n".join(screen.draw(*_size())))
+                print("\n".join(screen.draw(*_size(), name="octavo top")))
                 break
     return 0
 

@@ -70,10 +70,10 @@ class Screen:
         """The main figures in one line."""
         return "  ".join(self._figures())
 
-    def draw(self, width: int, height: int, is_coloured: bool = False) -> list[str]:
+    def draw(self, width: int, height: int, is_coloured: bool = False, name: str = "octavo top (q quits)") -> list[str]:
         state, rates = self._state, self._rates()
         figures = [
-            "octavo top (q quits)", *self._figures(),
+            name, *self._figures(),
             f"first token {_mean(rates['first_token_seconds'], rates['first_tokens'])}",
             f"between tokens {_mean(rates['token_gap_seconds'], rates['token_gaps'])}",
             f"finished {rates['finished']:.1f}/s", f"preempted {rates['preemptions']:.1f}/s",

@@ -86,7 +86,7 @@ EXIT_CODES = (
     (
         "1",
         "gave up: engines failed too often, or the first did not start in time",
-        "failed; `doctor --determinism`, `replay`: something differs; `run-batch`: stopped before the end; `scale`: it did not come to what was asked",
+        "failed; `doctor --determinism`, `replay`: something differs; `run-batch`: stopped before the end; `scale`: it did not come to what was asked; `plan`: the service levels are missed",
     ),
     (
         "2",

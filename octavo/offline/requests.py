@@ -41,7 +41,7 @@ def read_options(model: str, options: Mapping[str, Any]) -> configuration.Config
         if name not in own:
             raise configuration.unknown_option(name, own - of_servers)
     for note in notes:
-        warnings.warn(note, stacklevel=4)
+        warnings.warn(note, stacklevel=3)  # the line that makes the LLM
     return configuration.replace(configuration.Config(), model=model, **found)
 
 

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from octavo.client.client import EngineClient
 from octavo.config import Config, split_list
@@ -19,6 +20,9 @@ from octavo.server.state.loopback import ask
 from octavo.server.state.service import Service
 from octavo.server.state.tenants import LIMIT_HEADERS
 from octavo.text import Text
+
+VERSION = "/v1"
+"""Begins OpenAI's and Anthropic's routes."""
 
 
 def build_app(
@@ -56,4 +60,15 @@ async def _error_response(request: Request, error: Exception) -> Response:
         wrong = error.errors()[0]
         name = str(wrong["loc"][-1])[:100]
         error = InvalidRequest(f"{name}: {wrong['msg'][:1].lower() + wrong['msg'][1:200]}", param=name)
-    return error_response(error, request.scope["octavo.request_id"], request.method, route_of(request.scope))
+    path = route_of(request.scope)
+    is_unknown = isinstance(error, HTTPException) and error.status_code == 404
+    near = _near(request, path) if is_unknown else ""
+    return error_response(error, request.scope["octavo.request_id"], request.method, path, near)
+
+
+def _near(request: Request, path: str) -> str:
+    """The route at `path` with the version once before it: clients whose base URL has none, or one too many, ask for the others."""
+    meant = path.removeprefix(VERSION) if path.startswith(VERSION + "/") else VERSION + path
+    scope = {**request.scope, "path": request.scope.get("root_path", "") + meant}
+    has_route = any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes)
+    return meant if has_route else ""

@@ -154,7 +154,9 @@ def _last_words(connection: Connection | SecureConnection, failed: RankFailed) -
     try:
         connection.send_bytes(FAILED + msgspec.msgpack.encode(failed))
     except OSError:  # the parent has closed the pipe
-        logging.getLogger("octavo.worker").error("a rank ends: %s", failed.message)
+        # A configuration error is the same on every rank, and the parent has closed because another rank has reported it.
+        if not failed.is_config:
+            logging.getLogger("octavo.worker").error("a rank ends: %s", failed.message)
     return 1
 
 

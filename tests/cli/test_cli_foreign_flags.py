@@ -1,26 +1,32 @@
 """Flags of vLLM, SGLang and llama.cpp: renamed, taken with a note, or refused with a reason."""
 
+import functools
+import json
+from pathlib import Path
+
 import pytest
 
-from octavo.cli.flags import Parser, add_config_flags, config_from
+from octavo.cli.flags import Parser, add_config_flags, add_settings_file, config_from
+from octavo.cli.main import build_parser
 from octavo.config import Config
 from octavo.foreign_flags import FOREIGN, VALUES
+from scripts.vllm_flags import flags_in
+
+
+@functools.cache  # parsing changes nothing of it
+def parser() -> Parser:
+    made = Parser(prog="octavo")
+    add_settings_file(made)
+    add_config_flags(made)
+    return made
 
 
 def parse(*argv: str) -> Config:
-    parser = Parser(prog="octavo")
-    add_config_flags(parser)
-    return config_from(parser.parse_args(argv), {})
-
-
-def own() -> dict[str, object]:
-    parser = Parser(prog="octavo")
-    add_config_flags(parser)
-    return dict(parser._option_string_actions)
+    return config_from(parser().parse_args(argv), {})
 
 
 def test_no_flag_of_ours_is_in_the_table_and_every_name_it_leads_to_is_ours() -> None:
-    ours = own()
+    ours = parser()._option_string_actions
     assert not [name for name in FOREIGN if name in ours]
     for name, flag in FOREIGN.items():
         assert bool(flag.ours) + bool(flag.note) + bool(flag.why) >= 1, name
@@ -43,6 +49,78 @@ def test_every_foreign_flag_has_its_effect(name: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == f"octavo: error: {name} is not offered: {flag.why}\n"
 
 
+def vllm_flags() -> dict[str, str]:
+    lines = (Path(__file__).parents[1] / "data" / "vllm_flags.txt").read_text().splitlines()
+    pairs = [line.partition(" ") for line in lines if not line.startswith("#")]
+    return {name: kind for name, _, kind in pairs}
+
+
+def test_every_flag_of_vllm_is_known_and_takes_a_value_where_it_does_there() -> None:
+    """The list is made from vLLM's own package (scripts/vllm_flags.py). A flag that took a value too many would swallow the model."""
+    ours, listed = parser()._option_string_actions, vllm_flags()
+    assert len(listed) > 300
+    for name, kind in listed.items():
+        assert name in ours or name in FOREIGN, f"{name} has no fate"
+        takes_value = ours[name].nargs != 0 if name in ours else FOREIGN[name].takes_value
+        assert takes_value == (kind == "value"), name
+
+
+def test_flags_are_read_from_vllms_sources() -> None:
+    engine = """
+class EngineArgs:
+    enforce_eager: bool = X.enforce_eager
+    seed: int | None = None
+    def add_cli_args(parser):
+        group.add_argument("--enforce-eager", **kwargs["enforce_eager"])
+        group.add_argument("--seed", **kwargs["seed"])
+        group.add_argument("--tensor-parallel-size", "-tp", **kwargs["tensor_parallel_size"])
+"""
+    server = """
+class FrontendArgs(BaseFrontendArgs):
+    disable_docs: bool = False
+parser.add_argument("model_tag")
+parser.add_argument("--headless", action="store_true")
+"""
+    assert flags_in(engine, server) == {
+        "--disable-docs": "switch", "--enforce-eager": "switch", "--seed": "value", "--tensor-parallel-size": "value", "-tp": "value",
+        "--headless": "switch",
+    }  # fmt: skip
+
+
+def test_objects_are_given_by_their_members(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(
+        "--hf-overrides.rope_scaling.factor",
+        "4",
+        "--hf_overrides.rope_scaling.rope_type=yarn",
+        "m",
+        "-sc.method",
+        "none",
+    )
+    assert json.loads(config.model.hf_overrides) == {"rope_scaling": {"factor": 4, "rope_type": "yarn"}}
+    assert json.loads(config.scheduler.speculative_config) == {"method": "none"}
+    assert config.model.model == "m"
+    for argv, why in (
+        (
+            ("--hf-overrides.a", "1", "--hf-overrides", "{}"),
+            "--hf-overrides is given whole and by its members (--hf-overrides.a): choose one",
+        ),
+        (("--hf-overrides.a",), "--hf-overrides.a needs a value"),
+        (("--hf-overrides." + "a." * 10_000, "1"), "goes through more than 8 objects"),
+        (("--port.a", "1"), "is not a whole number"),
+        (("--nothing.a", "1"), "unknown flag --nothing.a"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(*argv)
+        assert why in capsys.readouterr().err
+    assert json.loads(parse("--hf-overrides.a", "[" * 100_000).model.hf_overrides) == {"a": "[" * 100_000}
+
+
+@pytest.mark.parametrize("given", [["-O3"], ["-O", "3"], ["-O=3"], ["-O.mode=3"], ["--compilation-config.mode", "3"]])
+def test_levels_of_optimisation_have_no_effect(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(*given, "org/model").model.model == "org/model"
+    assert "has no effect: nothing goes through torch.compile" in capsys.readouterr().err
+
+
 def test_renamed_flags_set_ours() -> None:
     config = parse("-m", "a.gguf", "-c", "4096", "-t", "2", "-np", "8", "-ngl", "99", "-ctk", "q8_0")
     assert (config.model.model, config.model.max_model_len, config.parallel.cpu_threads) == ("a.gguf", 4096, 2)
@@ -58,11 +136,24 @@ def test_renamed_flags_set_ours() -> None:
     assert parse("--max_num_queued_reqs", "3").scheduler.max_waiting_requests == 3
 
 
+def test_sampling_flags_of_llama_cpp_are_ours_where_a_command_sends_requests(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = build_parser().parse_args(["chat", "--temp", "0.5", "-n", "7", "-m", "a.gguf"])
+    assert (arguments.temperature, arguments.max_tokens) == (0.5, 7)
+    with pytest.raises(SystemExit):
+        parse("--temp", "0.5")
+    assert (
+        "--temp is not offered: requests set it; --override-generation-config sets the defaults"
+        in capsys.readouterr().err
+    )
+
+
 def test_values_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse("--dtype=half", "--quantization", "awq_marlin", "--load-format", "safetensors")
     assert (config.model.dtype, config.model.quantization, config.model.load_format) == ("float16", "auto", "auto")
     assert capsys.readouterr().err == (
-        "octavo: --quantization awq_marlin means auto here: the checkpoint says how it is quantised\n"
+        "octavo: --quantization awq_marlin means auto here: the checkpoint says how it is quantised; int4 rounds one that is not\n"
         "octavo: --load-format safetensors means auto here: the model's files decide how weights are read\n"
     )
 
@@ -85,7 +176,14 @@ def test_a_value_is_not_taken_for_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "suggested"), [("--gpu-memory-utilisation", "--gpu-memory-utilization"), ("--zzz", "")]
+    ("given", "suggested"),
+    [
+        ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
+        ("--zzz", ""),
+        ("--tpp", "--tp"),
+        ("--steps", ""),
+        ("--posts", ""),
+    ],
 )
 def test_a_suggestion_is_close(given: str, suggested: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -107,7 +107,7 @@ def url() -> Iterator[str]:
 def test_one_look(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url", url, "--api-key", "secret", "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("octavo top (q quits)  1/4 rows  1 waiting  50 tokens/s"), "a rate needs two states"
+    assert lines[0].startswith("octavo top  1/4 rows  1 waiting  50 tokens/s"), "a rate needs two states"
     assert "·cS████·" in lines and "1 request waits: all 4 rows are in use." in lines
     assert "tokens/s ▅█   up to 60" in lines, "the past is the server's"
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import pytest
 from octavo.errors import ConfigError, EngineDead
 from octavo.executor.local import LocalExecutor
 from octavo.executor.processes import ProcessExecutor, _Rank
+from octavo.messages import RankFailed
 from octavo.weights.sources.source import ModelSource
+from octavo.worker.main import _last_words
 from tests.processes import is_alive
 from tests.worker.tiny import GREEDY, MIXED, Driver, random_prompts, tiny_config, write_tiny_llama
 
@@ -104,11 +107,22 @@ def test_ranks_print_to_stderr_and_leave_stdout_to_the_engine(capfd: pytest.Capt
         rank.end(5)
 
 
-def test_a_ranks_config_error_arrives_as_itself(source: ModelSource) -> None:
+def test_a_ranks_config_error_arrives_as_itself(source: ModelSource, capfd: pytest.CaptureFixture[str]) -> None:
     executor = ProcessExecutor(tiny_config(tensor_parallel_size=2, max_model_len=1000), source)
     with pytest.raises(ConfigError, match="--max-model-len 1000 is beyond"):
         executor.start()
     assert not any(map(is_alive, pids(executor)))
+    assert "is beyond" not in capfd.readouterr().err  # the engine prints it, once
+
+
+def test_a_rank_repeats_no_config_error_that_another_has_reported(caplog: pytest.LogCaptureFixture) -> None:
+    parents, ranks = Pipe()
+    parents.close()
+    assert _last_words(ranks, RankFailed(True, "--tensor-parallel-size 7 does not divide it")) == 1
+    assert not caplog.messages
+    assert _last_words(ranks, RankFailed(False, "Traceback: a bug of its own")) == 1
+    assert caplog.messages == ["a rank ends: Traceback: a bug of its own"]
+    ranks.close()
 
 
 def test_a_ranks_bug_arrives_with_its_traceback(executor: ProcessExecutor) -> None:

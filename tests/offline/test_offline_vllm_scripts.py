@@ -59,8 +59,10 @@ def test_the_options_of_a_vllm_script(folder: str) -> None:
     with llm:
         assert llm.config.model.max_model_len == 1024 and llm.config.cache.kv_cache_memory_bytes == 2 * 2**20
         assert llm.config.model.dtype == "float32" and llm.report.max_model_len == 1024
-    words = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    assert [text.split(" has no effect")[0] for text in words] == ["tokenizer_mode", "trust_remote_code"]
+    notes = [warning for warning in caught if warning.category is UserWarning]
+    words = [str(note.message).split(" has no effect")[0] for note in notes]
+    assert words == ["tokenizer_mode", "trust_remote_code"]
+    assert {note.filename for note in notes} == {__file__}  # the line of the script
 
 
 @pytest.mark.parametrize(

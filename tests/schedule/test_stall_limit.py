@@ -7,6 +7,7 @@ import pytest
 from octavo.cache import KVCache
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams, StepResult
 from octavo.schedule import Scheduler
+from octavo.schedule.request import SCORED_COST
 from octavo.schedule.results import Planned
 from octavo.schedule.stall_limit import (
     AUTO_OVERHEAD,
@@ -246,7 +247,7 @@ def test_scored_prompts_get_less():
     engine.stream()
     params = SamplingParams(max_tokens=2, seed=0, prompt_logprobs=1)
     engine.scheduler.add(GenerateRequest("scored", list(range(300)), params, []))
-    assert computed(engine.scheduler.plan())["scored"] == 50 // 8
+    assert computed(engine.scheduler.plan())["scored"] == 50 // SCORED_COST
 
 
 def test_an_infinite_allowance_is_none():

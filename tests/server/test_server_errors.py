@@ -222,6 +222,19 @@ class TestRoutes:
     async def test_unknown(self, serve: Serve, path: str) -> None:
         assert error_of(await serve().get(path), 404)["code"] == "not_found"
 
+    @pytest.mark.parametrize(
+        ("path", "meant"),
+        [
+            ("/chat/completions", "/v1/chat/completions"),
+            ("/v1/v1/messages", "/v1/messages"),
+            ("/v1/ping", "/ping"),
+            ("/v1/chat/complete", ""),
+        ],
+    )
+    async def test_a_base_url_with_or_without_v1_is_noticed(self, serve: Serve, path: str, meant: str) -> None:
+        message = error_of(await serve().post(path, json={}), 404)["message"]
+        assert message == f"no such route: POST {path}" + (f"; did you mean {meant}?" if meant else "")
+
     async def test_wrong_method(self, serve: Serve) -> None:
         response = await serve().get(CHAT)
         assert error_of(response, 405)["code"] == "method_not_allowed"

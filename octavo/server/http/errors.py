@@ -74,9 +74,9 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
     return 500, ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
 
 
-def error_response(error: Exception, request_id: str, method: str = "", path: str = "") -> Response:
-    """`path`: as the router sees it. It decides the dialect of the body."""
-    status, body = describe(error, request_id, f"{method} {path}")
+def error_response(error: Exception, request_id: str, method: str = "", path: str = "", near: str = "") -> Response:
+    """`path`: as the router sees it. It decides the dialect of the body. `near`: the route that was meant, where there is none at `path`."""
+    status, body = describe(error, request_id, f"{method} {path}" + (f"; did you mean {near}?" if near else ""))
     note(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:

@@ -138,5 +138,5 @@ def inflater_for(content_encoding: str) -> Inflater | None:
     if name == "br":
         what = "needs a package that this server does not have, or has too old (pip install 'octavo[brotli]')"
     raise UnsupportedEncoding(
-        f"Content-Encoding {content_encoding[:60]!r} {what}: send the body as {' or '.join(taken)}, or as it is"
+        f"Content-Encoding {content_encoding[:60]!r} {what}: send the body as {', '.join(taken[:-1])} or {taken[-1]}, or as it is"
     )

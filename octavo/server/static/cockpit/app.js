@@ -189,7 +189,7 @@ function drawLine(rate) {
     transform: [`${seconds(mean(rate.busy_seconds, rate.steps))}`, `per step · ${rate.steps.toFixed(0)}/s`],
     pages: [percent(used() / Math.max(1, state.num_pages)), `${count(used())} of ${count(state.num_pages)}`],
     decode: [`${count(rate.generation_tokens)}/s`, `tokens · ${count(state.rows.length - prompts)} rows`],
-    stream: [`${rate.finished.toFixed(1)}/s`, `finished · sent in ${seconds(meanOf("detokenise", "flush"))}`],
+    stream: [`${rate.finished.toFixed(1)}/s`, `ended · sent in ${seconds(meanOf("detokenise", "flush"))}`],
   };
   for (const item of find("line").children) {
     const [value, more] = values[item.dataset.stage];
