@@ -315,8 +315,18 @@ class ParallelConfig:
     cpu_threads: int | str = knob(
         AUTO, "compute threads per rank on a CPU; auto: all cores, divided by the ranks", kind="tokens", least=1
     )
+    distributed_executor_backend: str = knob(
+        "mp",
+        "where replicas and their ranks run. mp, uni: as processes of this machine; ray: on the nodes of a Ray cluster (pip install "
+        "octavo[ray])",
+        choices=("mp", "uni", "ray"),
+    )
     # Off by default: measured, it gains nothing when the server's own processes share the cores (benchmarks/cpu.md).
     cpu_pinning: bool = knob(False, "pin every compute thread, except the first of each rank, to one core")
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.distributed_executor_backend == "ray"
 
     @property
     def num_ranks(self) -> int:
@@ -371,6 +381,12 @@ class FleetConfig:
         "most replicas, if their number follows the load; 0: it stays as it is, until octavo scale changes it",
         least=0,
         most=MAX_REPLICAS,
+    )
+
+    ray_address: str = knob(
+        "",
+        "HOST:PORT of the Ray cluster's head, with --distributed-executor-backend ray; empty: the cluster of which this machine is a node, "
+        "or one that is started here and that other machines join with ray start",
     )
 
     @property
@@ -767,6 +783,12 @@ class Config:
         if fleet.min_replicas and not fleet.max_replicas:
             raise ConfigError(
                 "--min-replicas needs --max-replicas: the number of replicas follows the load between the two"
+            )
+        if fleet.ray_address and not self.parallel.uses_ray:
+            raise ConfigError("--ray-address needs --distributed-executor-backend ray: give both, or neither")
+        if self.parallel.uses_ray and self.cache.kv_tier:
+            raise ConfigError(
+                "--kv-tier keeps pages on this machine's disk and cannot be used by replicas that Ray places: leave it out"
             )
         if fleet.is_fleet and self.cache.kv_tier:
             raise ConfigError("--kv-tier cannot be used by a fleet of replicas yet: leave it out, or serve one replica")

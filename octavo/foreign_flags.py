@@ -58,7 +58,7 @@ _SPECULATION = "give it in --speculative-config"
 _REPLICAS = (
     "--data-parallel-size starts and balances all replicas of a server; there is nothing to place or connect by hand"
 )
-_NODES = "a server runs on one machine; --tensor-parallel-size uses its GPUs"
+_NODES = "ranks on several machines are placed by Ray: --distributed-executor-backend ray"
 _PIPELINE = "a context is not split over ranks; --tensor-parallel-size splits each layer, --pipeline-parallel-size the list of layers"
 _MEDIA = "only text goes in: images, audio and video are refused"
 _OFFLOAD = "weights are kept on the device that computes; a packed checkpoint (GGUF, AWQ, GPTQ) takes less memory"
@@ -254,7 +254,6 @@ _VALUES = {
                              why="the tokenizer's files decide; only auto, hf, slow and mistral are known"),
     "config-format": _noted("config.json or params.json is found by itself", "auto hf mistral",
                             why="config.json or params.json is found by itself"),
-    "distributed-executor-backend": _noted("ranks are processes", "mp uni", why=_NODES),
     "model-impl": _noted("models are Octavo's own", "auto vllm", why="models are Octavo's own; transformers' are not used"),
     "runner": _noted("what a model does follows from its files", "auto generate pooling",
                      why="what a model does follows from its files"),

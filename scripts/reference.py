@@ -558,8 +558,9 @@ def _struct_fields(source: str, name: str) -> Iterator[tuple[str, str, str, str]
 def metrics_page() -> Iterator[str]:
     from prometheus_client.parser import text_string_to_metric_families
 
-    from octavo.messages import Responded
+    from octavo.messages import FleetState, ReplicaState, Responded
     from octavo.observe.metrics.engine_metrics import EngineMetrics
+    from octavo.observe.metrics.fleet_metrics import fleet_metrics
     from octavo.observe.metrics.gauges import EngineState
     from octavo.observe.metrics.key_metrics import key_metrics
     from octavo.observe.metrics.process_metrics import MODULES, SUPERVISOR, process_metrics
@@ -577,11 +578,13 @@ def metrics_page() -> Iterator[str]:
         rejections={"x": 1},
         blocked_seconds={},
     )
+    fleet = fleet_metrics(FleetState([ReplicaState(0, "ready", 1, place="core 0")], 1))
     by_key = key_metrics([("x", (0, 0, 0, 0, 0))])
     known |= _labels(text_string_to_metric_families(by_key))
-    families = list(text_string_to_metric_families(metrics.text(some) + process_metrics() + by_key))
+    families = list(text_string_to_metric_families(metrics.text(some) + fleet + process_metrics() + by_key))
     labels = _labels(families)
     roles = {SUPERVISOR, *MODULES.values()}
+    known |= {family.name: {} for family in families if family.name not in known}
     known |= {family.name: {"process": roles} for family in families if family.name.startswith("process_")}
     yield "# Metrics"
     yield ""

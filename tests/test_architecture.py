@@ -31,7 +31,7 @@ TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("6b", ("client",)),
     ("6c", ("engine",)),
     ("6d", ("supervisor", "offline", "replay")),
-    ("6e", ("plan",)),
+    ("6e", ("plan", "cluster")),
     ("7", ("server.threads",)),
     ("7a", ("server.state", "server.schema")),
     ("7b", ("server.http", "server.generate")),

@@ -141,6 +141,29 @@ def test_a_service_finds_its_pods() -> None:
     assert one("overlays/kuberay", "Service")["spec"]["selector"] == by_ray
 
 
+def test_the_server_of_a_ray_cluster_places_its_replicas_there() -> None:
+    name = "overlays/kuberay"
+    settings = one(name, "ConfigMap")["data"]
+    assert settings["OCTAVO_DISTRIBUTED_EXECUTOR_BACKEND"] == "ray" and settings["OCTAVO_SHUTDOWN_TIMEOUT"]
+    (group,) = one(name, "RayCluster")["spec"]["workerGroupSpecs"]
+    assert int(settings["OCTAVO_DATA_PARALLEL_SIZE"]) == group["replicas"], "a replica for each node"
+    environment = {each["name"]: each.get("value", "") for each in server(name)["env"]}
+    assert environment["OCTAVO_RAY_ADDRESS"] == "$(POD_IP):6379" and list(environment).index("POD_IP") < list(
+        environment
+    ).index("OCTAVO_RAY_ADDRESS"), "a variable that uses another comes after it"
+    containers = [each for pod in pods(name) for each in pod["containers"]]
+    for container in containers:
+        variables = {each["name"]: each.get("value") for each in container["env"]}
+        assert variables["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" in variables
+    for container in (each for each in containers if each["name"].startswith("ray-")):
+        variables = {each["name"]: each.get("value") for each in container["env"]}
+        assert int(variables["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 600, "streams go on without the head"
+    driver, head = server(name), next(each for each in containers if each["name"] == "ray-head")
+    for path in ("/tmp/ray", "/dev/shm"):  # the placer is a driver of the head's node
+        (mine,) = [each["name"] for each in driver["volumeMounts"] if each["mountPath"] == path]
+        assert mine in [each["name"] for each in head["volumeMounts"] if each["mountPath"] == path]
+
+
 def test_a_gpu_is_asked_for_once() -> None:
     resources = server("overlays/gpu")["resources"]
     assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == "1"

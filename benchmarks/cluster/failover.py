@@ -1,7 +1,10 @@
 """Streams over several replicas of a real server, one of which is killed or stopped: errors, tokens that differ from an untroubled run, and
-how long each stream of the lost replica waited for its next token."""
+how long each stream of the lost replica waited for its next token. With --ray, replicas are on the nodes of a Ray cluster on this machine, and the
+whole node is killed or stopped, or Ray's head process (GCS) is killed, which no stream may notice."""
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import signal
@@ -11,6 +14,7 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 
+from tests.cluster.ray_nodes import SETTINGS, RayNodes, descendants
 from tests.e2e.servers import Server
 
 NAME = "failover"
@@ -18,7 +22,10 @@ FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fault", choices=sorted(FAULTS), default="kill", help="SIGKILL or SIGSTOP (default: kill)")
+    parser.add_argument(
+        "--fault", choices=[*sorted(FAULTS), "gcs"], default="kill", help="SIGKILL or SIGSTOP (default: kill)"
+    )
+    parser.add_argument("--ray", action="store_true", help="on a Ray cluster, with a node for each replica")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="most tokens of each stream")
@@ -77,14 +84,36 @@ def streams(server: Server, arguments: argparse.Namespace, at: int, fault) -> tu
     return found, when
 
 
-def run(arguments: argparse.Namespace) -> None:
-    limit = arguments.limit or (3.0 if arguments.fault == "kill" else 6.0)
-    flags = ("--data-parallel-size", str(arguments.replicas), "--kv-cache-memory-bytes", "256M", "--record-bytes", "0")
-    with Server(*flags) as server:
-        calm, _ = streams(server, arguments, 0, None)
+def _fault(server: Server, nodes: RayNodes | None, fault: str) -> None:
+    if nodes is None:
         victim = min(pid for pid, command in server.children().items() if command.endswith("engine.process"))
-        found, when = streams(server, arguments, 8, lambda: os.kill(victim, FAULTS[arguments.fault]))
+        os.kill(victim, FAULTS[fault])
+    elif fault == "gcs":
+        nodes.do("gcs")
+    elif fault == "kill":
+        place = json.loads(server.get("/v1/fleet")[1])["replicas"][0]["place"]
+        number = next(number for number, node in enumerate(nodes.nodes) if node[:8] in place)
+        nodes.do(f"kill {number}")
+    else:
+        for pid in descendants(nodes.agents()[0]):
+            os.kill(pid, signal.SIGSTOP)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    limit = arguments.limit or (6.0 if arguments.fault == "stop" else 3.0)
+    flags = ["--data-parallel-size", str(arguments.replicas), "--kv-cache-memory-bytes", "256M", "--record-bytes", "0"]
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if arguments.ray:
+            nodes = RayNodes(*[1] * arguments.replicas)
+            stack.callback(nodes.close)
+            flags += ["--distributed-executor-backend", "ray", "--ray-address", nodes.address]
+        server = stack.enter_context(Server(*flags, environment=SETTINGS if arguments.ray else None))
+        calm, _ = streams(server, arguments, 0, None)
+        found, when = streams(server, arguments, 8, functools.partial(_fault, server, nodes, arguments.fault))
         journeys = json.loads(server.get(f"/v1/requests?state=finished&limit={arguments.streams}")[1])["data"]
+        if arguments.ray:
+            print("\n".join(line for line in server.lines if "node" in line or "Ray" in line))
     moved = {name for each in journeys if len(each["replicas"]) > 1 for name in each["response_ids"]}
     waits = [
         next((then for then in each.times if then > when + 0.001), float("inf")) - when
@@ -102,5 +131,5 @@ def run(arguments: argparse.Namespace) -> None:
         f"  largest gap of any stream {max(gaps):.2f} s; first event of moved streams after the fault: worst {max(waits, default=0):.2f} s"
     )
     print(f"  limit {limit:g} s for the largest gap")
-    if num_errors or num_same < len(found) or not moved or max(gaps) > limit:
+    if num_errors or num_same < len(found) or bool(moved) == (arguments.fault == "gcs") or max(gaps) > limit:
         sys.exit(1)

@@ -1,6 +1,7 @@
 """A fleet on a virtual clock: real schedulers with real caches and feeds, a real router, modelled step times."""
 
 import heapq
+import time
 from typing import NamedTuple
 
 from octavo.cache import KVCache
@@ -49,6 +50,8 @@ class FleetResult(NamedTuple):
     first_seconds: list[float]  # from arrival to the first token, of every request
     num_requests: list[int]  # of each replica
     preemptions: int
+    seconds: float  # from the first arrival to the last token
+    routing_seconds: float  # of CPU time, in the router
 
 
 class Replica:
@@ -103,9 +106,19 @@ def run_fleet(arrivals: list[Arrival], settings: FleetSettings, policy: Policy) 
     first_seconds: list[float] = []
     queue = iter(arrivals)
     arrival = next(queue, None)
+    began, routing, now = (0.0 if arrival is None else arrival.seconds), 0.0, 0.0
+
+    def take_events(replica: Replica) -> None:
+        nonlocal routing
+        events, start = replica.feed.take(), time.process_time()
+        router.take_events(events)
+        routing += time.process_time() - start
+
     while arrival is not None or ends:
         if arrival is not None and (not ends or arrival.seconds <= ends[0][0]):
+            start = time.process_time()
             choice = router.route(arrival.name, arrival.prompt)
+            routing += time.process_time() - start
             assert choice is not None
             params = SamplingParams(max_tokens=arrival.num_output, seed=0, ignore_eos=True)
             request = GenerateRequest(arrival.name, arrival.prompt, params, [], num_expected=choice.num_held)
@@ -121,10 +134,10 @@ def run_fleet(arrivals: list[Arrival], settings: FleetSettings, policy: Policy) 
                 if (since := waiting.pop(name, None)) is not None:
                     first_seconds.append(now - since)
                     router.settle(name)
-            router.take_events(replica.feed.take())
+            take_events(replica)
         if replica.under_way is None and (end := replica.begin_step()) is not None:
             heapq.heappush(ends, (end, number))
-            router.take_events(replica.feed.take())  # pages are published when their step is planned
+            take_events(replica)  # pages are published when their step is planned
     assert not waiting and not router.index.incomplete
     caches = [replica.scheduler.cache for replica in replicas]
     return FleetResult(
@@ -133,4 +146,6 @@ def run_fleet(arrivals: list[Arrival], settings: FleetSettings, policy: Policy) 
         first_seconds,
         [replica.num_requests for replica in replicas],
         sum(replica.scheduler.num_preemptions for replica in replicas),
+        now - began,
+        routing,
     )

@@ -396,18 +396,21 @@ def _add_doctor(commands: Any) -> None:
     parser.set_defaults(run=_doctor)
 
 
-_MACHINE_KNOBS = ("host", "port")  # the address that the check of the machine tries
+# The address that the check of the machine tries, and the cluster that it looks at.
+_MACHINE_KNOBS = ("host", "port", "ray_address")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     given = options_from(arguments).keys()
-    if not (arguments.deep or arguments.determinism or arguments.adapter or given - {*_MACHINE_KNOBS, "device"}):
+    others = given - {*_MACHINE_KNOBS, "device", "distributed_executor_backend"}
+    if not (arguments.deep or arguments.determinism or arguments.adapter or others):
         from octavo.cli.doctor import machine
 
         return machine.run(config_from(arguments), as_json=arguments.json)
     for name in _MACHINE_KNOBS:
         if name in given:
-            raise ConfigError(f"--{name} is for the check of the machine: give it without a model and its flags")
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is for the check of the machine: give it without a model and its flags")
     config = config_from(arguments, {})
     if arguments.determinism:
         if arguments.deep:

@@ -18,6 +18,8 @@ OTHER_VARIABLES = frozenset(
         "OCTAVO_PLAIN_LAUNCH",
         "OCTAVO_TEST_MODELS",
         "OCTAVO_PYTHON",
+        "OCTAVO_AGENT_SECRET",
+        "OCTAVO_CLOCK_OFFSET_NS",
         "OCTAVO_RANK_SECRET",
     }
 )

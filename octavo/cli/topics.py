@@ -44,6 +44,12 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "OPENBLAS_NUM_THREADS": "the same",
         "GLOO_SOCKET_IFNAME": "the loopback interface for the ranks of one machine; for ranks that a launcher starts, that of their connection to the engine",
         "NCCL_SOCKET_IFNAME": "the same, for GPUs, where a launcher starts ranks",
+        "OCTAVO_AGENT_SECRET": "an agent on the node of a cluster finds the secret of its replica here, and removes it",
+        "OCTAVO_CLOCK_OFFSET_NS": "nanoseconds by which the clock of a node is ahead of the server; set by the agent",
+        "RAY_ADDRESS": "the Ray cluster, where `--ray-address` is not given",
+        "RAY_TMPDIR": "where Ray leaves the address of the cluster of this machine (`/tmp`)",
+        "RAY_AUTH_MODE": "`token`, for the head of a Ray cluster that `octavo serve` starts",
+        "RAY_AUTH_TOKEN": "the token of the cluster; read by Ray, as its other `RAY_…` variables are",
         "OCTAVO_RANK_SECRET": "a rank that a launcher starts finds its engine's secret here, and removes it",
     },
 }

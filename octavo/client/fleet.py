@@ -70,6 +70,7 @@ from octavo.messages import (
     Travelled,
     WantSnapshot,
 )
+from octavo.observe.metrics.fleet_metrics import fleet_metrics
 from octavo.routing import POLICIES, PageScheme, Router
 
 log = logging.getLogger("octavo.engine")
@@ -524,7 +525,7 @@ class FleetClient(EngineClient):
             case ReadPage():
                 return await self._ask_page(members, control)
             case ReadMetrics():
-                return merged_metrics(await self._ask_all(members, control))
+                return merged_metrics(await self._ask_all(members, control)) + fleet_metrics(self.fleet)
             case ReadProgress():
                 return merged_progress(await self._ask_all(members, control))
             case ReadJourneys():

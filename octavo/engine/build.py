@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,7 +26,7 @@ from octavo.engine.tier_traffic import TierTraffic
 from octavo.errors import ConfigError
 from octavo.executor.base import AdapterLoader, Executor
 from octavo.ipc.heartbeat import Heartbeat
-from octavo.ipc.launch import FleetMember
+from octavo.ipc.launch import FleetMember, PlacedRanks
 from octavo.kv_tier.folder import folder_secret
 from octavo.messages import AdapterRef, EngineReport
 from octavo.messages.speculation import speculation_of
@@ -42,6 +42,7 @@ from octavo.schedule.stall_limit import StallLimit
 from octavo.weights.sources.source import ModelSource
 
 EXECUTORS = {"local": "octavo.executor.local:LocalExecutor", "processes": "octavo.executor.processes:ProcessExecutor"}
+RANK_LAUNCHER = "octavo.executor.placed:PlacedLauncher"
 
 
 class Engine(NamedTuple):
@@ -59,10 +60,11 @@ def start_engine(
     history: History | None = None,
     member: FleetMember | None = None,
     epoch: int = 0,
+    ranks: PlacedRanks | None = None,
 ) -> Engine:
     """Load the model and be ready to step. Raises ConfigError for what a person must change. `member`: its place in a fleet, of which it
-    is engine number `epoch`; None: it is alone."""
-    executor = load_executor(config, source)
+    is engine number `epoch`; None: it is alone. `ranks`: where they are, if that is not this machine's to decide."""
+    executor = load_executor(config, source) if ranks is None else load_executor(config, source, ranks)
     try:
         policy = config.scheduler.scheduling_policy
         report = msgspec.structs.replace(
@@ -237,12 +239,21 @@ def build_engine(
     return Engine(loop, metrics.report, control)
 
 
-def load_executor(config: Config, source: ModelSource) -> Executor:
+def load_executor(config: Config, source: ModelSource, ranks: PlacedRanks | None = None) -> Executor:
     # Compute threads that spin without end while they wait starve each other when another program's threads do the same.
     # A bounded spin keeps a quiet machine fast and a crowded one alive; benchmarks/cpu.md has what each bound costs.
     # Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    if config.parallel.uses_ray:  # those that Ray places are started without it
+        raise ConfigError("--distributed-executor-backend ray is for octavo serve: leave it out here")
     name = "local" if config.parallel.num_ranks == 1 else "processes"
-    module, _, attribute = EXECUTORS[name].partition(":")
-    executor: Executor = getattr(importlib.import_module(module), attribute)(config, source)
+    options = {}
+    if ranks is not None:
+        options["launcher"] = _by_name(RANK_LAUNCHER)(ranks)
+    executor: Executor = _by_name(EXECUTORS[name])(config, source, **options)
     return executor
+
+
+def _by_name(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -113,6 +113,7 @@ def main() -> int:
                 history,
                 launch.member,
                 launch.number,
+                launch.ranks,
             )
     except ConfigError as error:
         log.error("%s", error.message)

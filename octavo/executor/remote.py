@@ -1,7 +1,6 @@
 """Ranks that something else starts, on this machine or on others: a launcher runs a command for each, and each connects back to the
 executor and proves that it knows the engine's secret (ipc/secure_channel.py)."""
 
-import secrets
 import threading
 import time
 from typing import NamedTuple, Protocol
@@ -48,6 +47,8 @@ class RankLauncher(Protocol):
 
     host: str
     """The address of this machine that ranks can reach: the executor listens there."""
+    secret: bytes
+    """Known to this engine's ranks alone; its commands' environments have it."""
 
     def place(self, num_ranks: int) -> list[RankPlace]:
         """Decide where the ranks will be, in rank order. Ranks of one stage come one after the other: keep them together. Raises
@@ -104,7 +105,7 @@ class Gathering:
     """Launches the ranks of an engine and waits until all have connected."""
 
     def __init__(self, launcher: RankLauncher, num_ranks: int) -> None:
-        secret = secrets.token_bytes(32)
+        secret = launcher.secret
         self.ranks: list[RemoteRank] = []
         self._changed = threading.Condition()
         self._launcher = launcher

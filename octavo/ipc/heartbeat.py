@@ -50,11 +50,29 @@ _REFUSED = _TAKEN + 8 * _MAX_SERVERS  # offset of their counts, one word per API
 _SIZE = _REFUSED + 8 * _MAX_SERVERS * len(REFUSALS)
 _BLOCK = -(-_SIZE // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY  # where blocks begin
 PULSE_SECONDS = 0.25
+# Of an engine on another machine a copy of its block is kept here (octavo/cluster/mirror.py). As (first byte, end):
+ENGINE_PARTS = (
+    (8 * _BEAT, 8 * _STALLED),  # not its process number, which means another process here
+    (8 * _NUM_TOKENS, 8 * _RESTARTS),
+    (8 * _PACE, 8 * _WORDS),
+    (8 * _WORDS, _BEATS),
+    (_TAKEN, _REFUSED),
+)
+"""What the engine writes."""
+SERVER_PARTS = ((8 * _RESTARTS, 8 * _PACE), (_REFUSED, _SIZE))
+"""What its metrics show, and others write."""
+LEGACY_PARTS = ((8 * _PACE, 8 * _WORDS), (_TAKEN, _REFUSED))
+"""What an engine leaves to the next."""
 
 
 def shared_memory(num_blocks: int = 1) -> int:
     """Return a descriptor of fresh memory that processes can inherit: one block for each replica. The caller closes it."""
     return anonymous_memory("octavo-heartbeat", num_blocks * _BLOCK)
+
+
+def block_memory(fd: int, block: int = 0) -> mmap.mmap:
+    """The bytes of one block. The caller closes it."""
+    return mmap.mmap(fd, _SIZE, offset=block * _BLOCK)
 
 
 class Heartbeat:
@@ -79,6 +97,10 @@ class Heartbeat:
         self._memory[8 * _WORDS : _BEATS] = bytes(_BEATS - 8 * _WORDS)
         self._words[_PID] = os.getpid()
         self._num_tokens, self._noted, self._is_long = 0, -1, False
+
+    def set_pid(self, pid: int) -> None:
+        """Set the engine's process number. 0: it is on another machine."""
+        self._words[_PID] = pid
 
     def pulse(self) -> None:
         """Report that the process runs, whatever its steps do. A thread calls this every PULSE_SECONDS."""

@@ -27,6 +27,23 @@ class ReplicaAddress(msgspec.Struct, frozen=True):
     is_lost: bool = False  # its engine has ended, and another one follows
 
 
+class PlacedRank(msgspec.Struct, frozen=True):
+    """Where one of an engine's ranks is."""
+
+    host: str  # for messages
+    local_rank: int
+    num_local_ranks: int
+
+
+class PlacedRanks(msgspec.Struct, frozen=True):
+    """An engine's ranks, on nodes that were chosen before it was started."""
+
+    address: str  # of the engine's machine, as the ranks reach it
+    secret: bytes
+    fd: int  # inherited connection to the agent, which has ranks started
+    places: list[PlacedRank]
+
+
 class EngineLaunch(msgspec.Struct, frozen=True):
     """Start-up parameters of an engine process."""
 
@@ -43,6 +60,8 @@ class EngineLaunch(msgspec.Struct, frozen=True):
     ring_fd: int = -1  # inherited memory; see octavo.recording.ring
     history_fd: int = -1  # inherited memory; see octavo.observe.history
     member: FleetMember | None = None  # None: it is the only engine, and no router listens
+    ranks: PlacedRanks | None = None  # None: they are its children, or it has one, which runs in its process
+    is_patient: bool = False  # on a cluster: wait for room, however long it takes
 
 
 class Patience(msgspec.Struct, frozen=True):

@@ -53,6 +53,21 @@ class RankHello(msgspec.Struct, frozen=True, gc=False):
     rendezvous_port: int = 0  # rank 0: the port on which the ranks can meet
 
 
+class RunRank(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """From an engine to the agent that runs one of its ranks, on a cluster."""
+
+    rank: int
+    arguments: list[str]  # of python
+    environment: dict[str, str] = {}  # added on the way: the GPUs of its node
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The way back."""
+
+    rank: int
+    code: int  # negative: a signal's number
+
+
 class LoadReport(msgspec.Struct, frozen=True, gc=False):
     """A rank's report after loading its weights, before pages are allocated. Sizes are this rank's own; memory that ranks share
     is already divided among them."""

@@ -40,6 +40,11 @@ def history_memory() -> int:
     return anonymous_memory("octavo-history", _SIZE)
 
 
+def history_bytes(fd: int) -> mmap.mmap:
+    """All bytes of that memory, for a copy on another machine. The caller closes it."""
+    return mmap.mmap(fd, _SIZE)
+
+
 class History:
     """One engine writes; times are CLOCK_MONOTONIC seconds, so that those of two engines are comparable."""
 

@@ -91,6 +91,12 @@ class CrashFiles:
                 return
             self._sealers = [*(other for other in self._sealers if other.is_alive()), sealer]
 
+    def wait(self, seconds: float) -> None:
+        """Wait until the files of crashed engines are made, at most so long."""
+        deadline = time.monotonic() + seconds
+        for sealer in self._sealers:
+            sealer.join(max(0.0, deadline - time.monotonic()))
+
     def _seal_crash(self, engine: int, contents: _RingContents | None) -> None:
         if (path := self._seal_own("crash", engine, contents)) is not None:
             say(f"the engine's recording is kept: octavo replay {path}")

@@ -6,12 +6,21 @@ import subprocess
 from collections.abc import Mapping
 from typing import Protocol
 
+from octavo.config import Config
 from octavo.ipc.launch import EngineLaunch
-from octavo.ipc.subprocesses import spawn
+from octavo.ipc.subprocesses import describe_exit, spawn
+from octavo.supervisor.shares import Share, gpus, own_cores, share_of
 
 
 class EngineProcess(Protocol):
     """A started engine. Its first line is its EngineReport; there are no others."""
+
+    place: str
+    """Where it is, for people; empty: its share of this machine says so."""
+    is_waiting: bool
+    """It waits for room in a cluster, and is not starting yet."""
+    placed: float
+    """time.monotonic() when it had room; 0: it never waited."""
 
     def fileno(self) -> int:
         """A descriptor that is readable when there are lines to read, or the engine has ended."""
@@ -31,8 +40,25 @@ class EngineProcess(Protocol):
     def stop(self) -> None:
         """Ask it to end. It closes its recording first."""
 
+    def describe(self, code: int) -> str:
+        """How it has ended, for the log."""
+
 
 class Launcher(Protocol):
+    is_remote: bool
+    """Whether engines may be on other machines."""
+    words: str
+    """About it, for the log at the start; empty: nothing."""
+
+    def share(self, config: Config, replica: int, num_replicas: int) -> Share:
+        """What one of several replicas gets. Raises ConfigError if there is too little."""
+
+    def recording(self, config: Config) -> Config:
+        """The configuration for recordings that this process keeps."""
+
+    def close(self) -> None:
+        """Free what it holds, after all engines have ended or were killed."""
+
     def start(
         self, module: str, launch: EngineLaunch, fds: tuple[int, ...], environment: Mapping[str, str]
     ) -> EngineProcess:
@@ -65,6 +91,7 @@ class LocalEngine:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         self.process = process
+        self.place, self.is_waiting, self.placed = "", False, 0.0
         self._fd = process.stdout.fileno()
         self._lines = LineReader(self._fd)
 
@@ -90,9 +117,24 @@ class LocalEngine:
             self.process.stdin.write(b"stop\n")  # without a word it means that we have died
             self.process.stdin.close()
 
+    def describe(self, code: int) -> str:
+        return describe_exit(code)
+
 
 class LocalLauncher:
     """Starts engines on this machine."""
+
+    is_remote = False
+    words = ""
+
+    def share(self, config: Config, replica: int, num_replicas: int) -> Share:
+        return share_of(config, replica, num_replicas, gpus(), own_cores())
+
+    def recording(self, config: Config) -> Config:
+        return config
+
+    def close(self) -> None:
+        pass
 
     def start(
         self, module: str, launch: EngineLaunch, fds: tuple[int, ...], environment: Mapping[str, str]

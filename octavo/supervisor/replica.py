@@ -63,6 +63,8 @@ class Replica:
     @property
     def state(self) -> ReplicaState:
         place = "" if self.share is None else self.share.words
+        if self.engine is not None and self.engine.place:
+            place = self.engine.place
         pid = self.heartbeat.pid if self.is_ready else 0
         return ReplicaState(self.number, self.status, self.epoch, self.num_restarts, place, pid)
 

@@ -1,5 +1,7 @@
 """The supervisor of `octavo serve`: starts the API processes and the engine, restarts them when they end, stops them in order."""
 
+import contextlib
+import importlib
 import logging
 import os
 import selectors
@@ -50,7 +52,6 @@ from octavo.supervisor.listen import (
 from octavo.supervisor.memory_report import budget_lines
 from octavo.supervisor.replica import Replica
 from octavo.supervisor.runtime_dir import RuntimeDir, ServerRecord, files_folder, remove_abandoned, write_record
-from octavo.supervisor.shares import gpus, own_cores, share_of
 from octavo.supervisor.watchdog import LOOK_SECONDS, CommonRequests, for_clients
 from octavo.weights.sources.source import ModelSource, resolve
 
@@ -58,6 +59,7 @@ log = logging.getLogger("octavo.supervisor")
 
 BACKLOG = 2048
 STOP_SECONDS = 5.0  # that a drained engine has to end
+RAY_LAUNCHER = "octavo.cluster.launcher:RayLauncher"
 ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front replaces it by the same process without a model
 
 
@@ -117,8 +119,9 @@ def _serve(config: Config, listener: socket.socket, started: float) -> int:
     try:
         with (
             files_folder(config, folder.path) as config,
+            contextlib.closing(_launcher(config, folder.path)) as launcher,
             _Signals() as signals,
-            _Supervisor(config, source, listener, acceptor, folder.path) as supervisor,
+            _Supervisor(config, source, listener, acceptor, folder.path, launcher) as supervisor,
         ):
             return supervisor.run(signals, started)
     finally:
@@ -127,12 +130,27 @@ def _serve(config: Config, listener: socket.socket, started: float) -> int:
         folder.close()
 
 
+def _launcher(config: Config, folder: Path) -> Launcher:
+    """How engines are started. Ray's is loaded only if it is asked for."""
+    if not config.parallel.uses_ray:
+        return LocalLauncher()
+    module, _, name = RAY_LAUNCHER.partition(":")
+    launcher: Launcher = getattr(importlib.import_module(module), name)(config, folder)
+    return launcher
+
+
 class _Supervisor:
     """The supervisor's event loop: one thread, woken by its processes' output or end, by signals, and every half second to check
     on them."""
 
     def __init__(
-        self, config: Config, source: ModelSource, listener: socket.socket, acceptor: Acceptor, folder: Path
+        self,
+        config: Config,
+        source: ModelSource,
+        listener: socket.socket,
+        acceptor: Acceptor,
+        folder: Path,
+        launcher: Launcher,
     ) -> None:
         self._config, self._source, self._folder = config, source, folder
         self._listener, self._acceptor = listener, acceptor
@@ -140,7 +158,7 @@ class _Supervisor:
         self._num_servers = config.server.num_api_processes(usable_cores())
         self._is_fleet = config.fleet.is_fleet
         self._secret = os.urandom(32)
-        self._launcher: Launcher = LocalLauncher()
+        self._launcher = launcher
         self._num_engines = 0
         self._has_served = False
         self._drain_until: float | None = None  # None: not draining
@@ -201,6 +219,8 @@ class _Supervisor:
     def run(self, signals: socket.socket, started: float) -> int:
         self._started = started
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(len(signals.recv(64))))
+        if self._launcher.words:
+            self._say(self._launcher.words)
         for replica in self._replicas.values():
             self._start_engine(replica)
         for slot in self._api_processes.slots:
@@ -222,8 +242,9 @@ class _Supervisor:
         share = None
         if self._is_fleet:
             most = self._config.fleet.max_replicas or self._config.fleet.first_replicas
-            share = share_of(self._config, number, most, gpus(), own_cores())
-        replica = self._replicas[number] = Replica(number, self._config, self._heartbeat_fd, share)
+            share = self._launcher.share(self._config, number, most)
+        recording = self._launcher.recording(self._config)
+        replica = self._replicas[number] = Replica(number, recording, self._heartbeat_fd, share)
         return replica
 
     def _start_engine(self, replica: Replica) -> None:
@@ -301,7 +322,10 @@ class _Supervisor:
         for text in budget_lines(report):
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
-        self._say(replica.crash_files.status_line)
+        if self._launcher.is_remote:
+            self._say("recorder: on the nodes of the replicas")
+        else:
+            self._say(replica.crash_files.status_line)
         if note := access_note(self._config.server):
             log.warning("%s", note)
         return self._say_if_ready()
@@ -369,7 +393,8 @@ class _Supervisor:
         if replica.is_stopping:
             return self._drained(replica)
         name = self._name(replica)
-        message = replica.kill_reason or f"{name} ended unexpectedly ({describe_exit(code)})"
+        assert replica.engine is not None
+        message = replica.kill_reason or f"{name} ended unexpectedly ({replica.engine.describe(code)})"
         cause = (
             "start" if not replica.is_ready else "hung" if replica.kill_reason else "killed" if code < 0 else "failed"
         )
@@ -439,8 +464,8 @@ class _Supervisor:
         if replica.engine is None or replica.has_failed or replica.kill_reason:
             return
         if not replica.is_ready:
-            limit = self._config.server.start_timeout
-            if limit and now - replica.started >= limit:
+            limit = 0.0 if replica.engine.is_waiting else self._config.server.start_timeout
+            if limit and now - max(replica.started, replica.engine.placed) >= limit:
                 replica.kill_reason = (
                     f"{self._name(replica)} was not ready within {limit:g} s (--start-timeout) and is killed"
                 )

@@ -4,10 +4,9 @@ Started as `python -m octavo.worker.main PIPE SIDE LIFELINE PARENT_SIGNAL`: thre
 kernel may kill this process when the thread that started it ends. SIDE carries messages that must not wait for a step.
 
 Or, by a launcher and perhaps on another machine, as `python -m octavo.worker.main --connect HOST:PORT RANK`, with the engine's secret in
-OCTAVO_RANK_SECRET: then the three are connections to the executor."""
+OCTAVO_RANK_SECRET: then the three are connections to the executor. With a further argument, the kernel kills it when its parent ends."""
 
 import contextlib
-import ctypes
 import functools
 import importlib.metadata
 import logging
@@ -27,6 +26,7 @@ import msgspec
 import octavo
 from octavo.errors import ConfigError
 from octavo.ipc.secure_channel import Refused, SecureConnection, connect, interface_of
+from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.messages import Allocate, PrepareGrammar, RankFailed, RankHello, RankStart, StepPlan
 from octavo.observe import logs
 from octavo.weights.sources.source import ModelSource
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 OK = b"\x00"
 FAILED = b"\x01"
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(arguments: list[str]) -> None:
     # Ctrl-C and a service manager's SIGTERM reach every process of the group. Only the parent reacts to them, since it may
@@ -48,11 +46,13 @@ def main(arguments: list[str]) -> None:
     connection: Connection | SecureConnection
     side: Connection | SecureConnection
     if arguments[0] == "--connect":
+        if len(arguments) > 3:
+            signal_at_parents_end(signal.SIGKILL)
         connection, side, lifeline, meeting = _join(arguments[1], int(arguments[2]))
     else:
         pipe, side_pipe, lifeline, parent_signal = map(int, arguments)
-        if parent_signal and sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent_signal:
+            signal_at_parents_end(signal.SIGKILL)
         connection, side, meeting = Connection(pipe), Connection(side_pipe), None
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ class CommandLauncher:
 
     def __init__(self, host: str, prefixes: list[list[str]], environment: dict[str, str] | None = None) -> None:
         self.host, self._prefixes, self._environment = host, prefixes, environment or {}
+        self.secret = secrets.token_bytes(32)
         self.ranks: list[LaunchedRank] = []
         self.is_closed = False
 

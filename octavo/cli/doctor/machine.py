@@ -36,6 +36,7 @@ _LITTLE_SHARED_MEMORY = 2**28  # several GPUs exchange tensors through it; conta
 _TOKEN_BYTES = 23_040  # keys and values of a token of the embedded model
 _SLOW_TIER = 4000  # tokens a second: two cores compute about half as many
 _SECONDS = 20.0  # for a helper process
+_CLUSTER_SECONDS = 120.0  # for one that asks a cluster
 
 
 def run(config: Config, *, as_json: bool) -> int:
@@ -68,6 +69,8 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _cache()
     if (tier := read_tier(config.cache.kv_tier)) is not None:
         yield _tier(tier)
+    if config.parallel.uses_ray:
+        yield _cluster(config.fleet.ray_address)
     yield _confinement()
     yield _hub()
     yield from _with_torch(config)
@@ -232,6 +235,24 @@ def _hub() -> Finding:
         "with HF_TOKEN" if os.environ.get("HF_TOKEN") else "without HF_TOKEN: gated models cannot be fetched",
     ]
     return Finding("hub", "skipped", f"not asked; {', '.join(parts)}")
+
+
+def _cluster(address: str) -> Finding:
+    """Ask Ray in a process of its own: it may end the one that it is loaded into."""
+    path = os.pathsep.join(filter(None, (str(version.PACKAGE.parent), os.environ.get("PYTHONPATH", ""))))
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "octavo.cluster.survey", *([address] if address else [])],
+            env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CLUSTER_SECONDS,
+            check=False,
+        )  # fmt: skip
+        found = json.loads(ran.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return Finding("cluster", "failed", f"Ray could not be asked: {error}")
+    if "message" not in found:
+        return Finding("cluster", "ok", found["words"])
+    is_none = not address and "would start one" in found["message"]
+    return Finding("cluster", "warning" if is_none else "failed", found["message"])
 
 
 def _confinement() -> Finding:

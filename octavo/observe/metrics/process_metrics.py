@@ -12,7 +12,13 @@ from octavo.observe.metrics.exposition import Labels, Scrape
 
 PROC = Path("/proc")
 SUPERVISOR, API = "supervisor", "api"
-MODULES = {"octavo.server.process": API, "octavo.engine.process": "engine", "octavo.worker.main": "worker"}
+MODULES = {
+    "octavo.server.process": API,
+    "octavo.engine.process": "engine",
+    "octavo.worker.main": "worker",
+    "octavo.cluster.relay": "relay",
+    "octavo.cluster.placer": "placer",
+}
 """What a process is, by the module that it was started with."""
 _MAX_DEPTH = 2  # supervisor → engine → worker
 _CPU_FIELD, _START_FIELD, _SIZE_FIELD = (
