@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from octavo.messages import BeamSearchParams, RepetitionDetectionParams, StructuredOutputsParams
     from octavo.offline.async_llm import AsyncEngineArgs, AsyncLLM
     from octavo.offline.llm import LLM
+    from octavo.offline.lora import LoRARequest
     from octavo.offline.outputs import BeamSearchOutput, CompletionOutput, EmbeddingOutput, Logprob, RequestOutput
     from octavo.offline.params import RequestOutputKind, SamplingParams
 
@@ -19,6 +20,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingOutput",
+    "LoRARequest",
     "Logprob",
     "RepetitionDetectionParams",
     "RequestOutput",
@@ -30,6 +32,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "octavo.offline.llm",
+    "LoRARequest": "octavo.offline.lora",
     **dict.fromkeys(("AsyncEngineArgs", "AsyncLLM"), "octavo.offline.async_llm"),
     **dict.fromkeys(
         ("BeamSearchOutput", "CompletionOutput", "EmbeddingOutput", "Logprob", "RequestOutput"),

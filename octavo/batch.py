@@ -23,6 +23,9 @@ class Batch:
     seq_lens_host: list[int]  # [B] seq_lens on the host; empty in a captured step
     # [1] int32: leading tokens that all decode rows share through the same pages
     prefix_len: torch.Tensor | None = None
+    # [T] int32: index of each token's adapter in `adapters`, −1: it has none. None: no token has one.
+    adapter_of: torch.Tensor | None = None
+    adapters: tuple[str, ...] = ()  # ids
     # One batch per group of layers when groups have their own page tables: a copy of this batch with the group's slots and
     # page table. The groups' tensors are consecutive in memory, and this batch uses the first group's. Empty: one page
     # table serves all layers.

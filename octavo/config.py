@@ -16,6 +16,7 @@ MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
 MAX_REPLICAS = 64
+MAX_ADAPTER_NAME = 200  # characters
 KEY_VARIABLES = (
     "OCTAVO_API_KEY",
     "VLLM_API_KEY",
@@ -235,6 +236,62 @@ class SchedulerConfig:
         above=0,
         most=MAX_SECONDS,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    enable_lora: bool = knob(
+        False,
+        "serve adapters (LoRA) of the model beside it: a request names one as its model. On a CPU with native kernels and one rank",
+    )
+    lora_modules: str = knob(
+        "",
+        "adapters that are served from the start, as name=path: several after the flag, or separated by commas. A path is a PEFT folder or "
+        "a GGUF file",
+        kind="names",
+    )
+    max_lora_rank: int = knob(256, "highest rank of an adapter", least=1, most=256)
+    max_loras: int = knob(
+        0, "most adapters that running requests may have at the same time; 0: as many as --lora-memory holds", least=0
+    )
+    max_cpu_loras: int = knob(
+        0,
+        "most adapters that are kept in memory; 0: as many as --lora-memory holds. Others are read when they are asked for",
+        least=0,
+    )
+    lora_memory_bytes: int | str = knob(
+        AUTO,
+        "memory for adapters, beside the KV pages (2G, 512M, or bytes); auto: a tenth of what is left after the model is loaded",
+        kind="bytes",
+        flag="lora-memory",
+        least=1,
+    )
+    lora_folders: str = knob(
+        "",
+        "folders from which /v1/load_lora_adapter may load adapters: several after the flag, or separated by commas; empty: none",
+        kind="names",
+    )
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """Name → path of --lora-modules. Raises ConfigError."""
+        found: dict[str, str] = {}
+        for entry in split_list(self.lora_modules):
+            name, separator, path = entry.partition("=")
+            if not (name and separator and path):
+                raise ConfigError(f"--lora-modules {entry!r} is not name=path")
+            if len(name) > MAX_ADAPTER_NAME:
+                raise ConfigError(
+                    f"--lora-modules: a name has {len(name)} characters; at most {MAX_ADAPTER_NAME} are allowed"
+                )
+            if name in found:
+                raise ConfigError(f"--lora-modules has the name {name!r} twice: names of adapters differ")
+            found[name] = path
+        return found
+
+    @property
+    def folders(self) -> list[str]:
+        return split_list(self.lora_folders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -685,6 +742,7 @@ class Config:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     batches: BatchConfig = field(default_factory=BatchConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without a model or a machine."""
@@ -698,6 +756,22 @@ class Config:
         self._check_access()
         self._check_fairness()
         self._check_fleet()
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        lora = self.lora
+        given = (("--lora-modules", lora.modules), ("--lora-folders", lora.folders))
+        for flag, value in given:
+            if value and not lora.enable_lora:
+                raise ConfigError(f"{flag} is for adapters: give --enable-lora as well")
+        if lora.max_cpu_loras and lora.max_cpu_loras < lora.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras {lora.max_cpu_loras} is below --max-loras {lora.max_loras}: adapters of running requests are in memory"
+            )
+        if lora.enable_lora and self.parallel.num_ranks > 1:
+            raise ConfigError(
+                "--enable-lora works with one rank: leave out --tensor-parallel-size and --pipeline-parallel-size"
+            )
 
     def _check_fleet(self) -> None:
         fleet = self.fleet

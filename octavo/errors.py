@@ -209,13 +209,13 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The request names a Host that this server does not go by, a browser sent it for another site's page, or its key may not do
-    this."""
+    """The request names a Host that this server does not go by or a folder that it does not read, a browser sent it for another site's
+    page, or its key may not do this."""
 
     status = 403
     type = "permission_error"
 
-    def __init__(self, message: str, reason: Literal["host", "origin", "content_type", "key"]) -> None:
+    def __init__(self, message: str, reason: Literal["host", "origin", "content_type", "key", "folder"]) -> None:
         super().__init__(message)
         self.reason = reason
 

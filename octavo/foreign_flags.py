@@ -53,7 +53,7 @@ def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> 
 
 
 _NO_CODE = "code from a checkpoint is never run here; the supported architectures need none"
-_LORA = "adapters (LoRA) are not supported: merge the adapter into the weights and serve the result"
+_LORA = "of adapters (--enable-lora), those of attention and MLP matrices are served, in the type of the weights and on one rank"
 _SPECULATION = "give it in --speculative-config"
 _REPLICAS = (
     "--data-parallel-size starts and balances all replicas of a server; there is nothing to place or connect by hand"
@@ -75,7 +75,6 @@ _STATS = "there is no periodic log line of statistics: see /metrics"
 _METRICS = "what it measures is not measured here; /metrics has what is"
 
 _SWITCHES_REFUSED = {
-    "enable-lora": _LORA,
     "enable-mixed-moe-lora-format": _LORA,
     "enable-moe-shared-loras": _LORA,
     "enable-tower-connector-lora": _LORA,
@@ -123,8 +122,7 @@ _SWITCHES_REFUSED = {
 }
 _REFUSED = {
     **dict.fromkeys(
-        ("lora-modules", "max-loras", "max-lora-rank", "lora-dtype", "max-cpu-loras", "lora-target-modules",
-         "default-mm-loras", "max-lora-cls-labels"), _LORA,
+        ("lora-dtype", "lora-target-modules", "default-mm-loras", "max-lora-cls-labels"), _LORA,
     ),
     **dict.fromkeys(("spec-method", "spec-model", "spec-tokens"), _SPECULATION),
     **dict.fromkeys(

@@ -52,7 +52,12 @@ NEVER_TORCH = set(LEVELS) - TORCH_ROOMS
 # Parts of torch rooms that engine, server and cli may import without loading torch. Using them may load it: sources/ never
 # does; checkpoint does as soon as it opens a GGUF file (its family file says how to read it) or a quantised folder, or
 # yields tensors.
-LIGHT = {"octavo.weights.sources", "octavo.weights.formats.checkpoint", "octavo.kernels.cpu.build"}
+LIGHT = {
+    "octavo.weights.sources",
+    "octavo.weights.formats.checkpoint",
+    "octavo.weights.adapters",
+    "octavo.kernels.cpu.build",
+}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
 SEAM = ("octavo.kernels.device_ops", "octavo.weights.methods.base", "octavo.weights.methods.registry")

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from octavo.weights.sources.default_model import SMOLLM2, fetch
+from tests.adapters import weights_of, write_peft
 from tests.doubles import VOCAB_SIZE, write_byte_tokenizer
 from tests.engine.test_engine_embed import MEAN_POOLING, bert, write
 from tests.registry import registry
@@ -279,6 +280,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Iterator[Place]
     (folder / ".venv").symlink_to(sys.prefix)
     write_tiny_llama(folder / "tiny", vocab_size=VOCAB_SIZE)
     write_byte_tokenizer(folder / "tiny")
+    for seed, name in enumerate(("sql", "tone")):
+        write_peft(folder / "adapters" / name, weights_of(folder / "tiny"), rank=4, seed=seed)
     shutil.copytree(folder / "tiny", folder / "broken")
     config = json.loads((folder / "broken" / "config.json").read_text())
     (folder / "broken" / "config.json").write_text(json.dumps({**config, "model_type": "foo"}))
@@ -289,6 +292,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Iterator[Place]
         "path/to/all-MiniLM-L6-v2": str(folder / "encoder"),
         "path/to/unsupported": str(folder / "broken"),
         "path/to/folder": str(folder / "tiny"),
+        "path/to/adapters": str(folder / "adapters"),
         "/etc/octavo": str(folder / "etc"),
         "~/.cache/octavo": str(cache),
         " MODEL": f" {embedded}",

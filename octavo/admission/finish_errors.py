@@ -13,5 +13,7 @@ def failure_of(finish: Finish) -> OctavoError:
             return DeadlineExceeded(message)
         case "grammar":  # it passed the check, and takes more than it may, or allows nothing that can be said
             return InvalidRequest(message)
+        case "adapter":  # its files have changed or are gone since it was registered
+            return InvalidRequest(message, param="model")
         case _:
             return RequestFailed(message)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from octavo.cache.page_keys import KEY_BYTES, page_key
+from octavo.cache.page_keys import KEY_BYTES, adapter_root, page_key
 from octavo.cache.pool import NO_CHANGES, ChangeLog, PageChanges, PagePool
 from octavo.cache.span import first_seen, most_held
 
@@ -92,6 +92,9 @@ class KVCache:
         # All groups use the same key for a prefix; each group adds its own tag.
         self._tags = [bytes([group]) if group else b"" for group in range(len(windows))]
         self._published: dict[int, tuple[int, bytes]] = {}  # sequence → (full pages published, key of the last)
+        self._roots: dict[
+            int, bytes
+        ] = {}  # sequence → root of its page keys, where that is not `root`: it has an adapter
         self._head: tuple[int, int, list[bytes]] = (
             -1,
             0,
@@ -104,10 +107,14 @@ class KVCache:
 
     # ── operations ──
 
-    def admit(self, sequence: int, tokens: list[int], spare: int = 0, *, reuse: bool = True) -> Admission | None:
+    def admit(
+        self, sequence: int, tokens: list[int], spare: int = 0, *, reuse: bool = True, adapter: str = ""
+    ) -> Admission | None:
         """Allocate pages for all of `tokens` (in a group with a window: for the window and one step), leaving at least `spare`
-        pages free. None: they do not fit now. `reuse` False: ignore the prefix cache; all tokens will be computed."""
-        num_found, key = self._match(sequence, tokens) if reuse else (0, self.root)
+        pages free. None: they do not fit now. `reuse` False: ignore the prefix cache; all tokens will be computed. `adapter`: what keys and
+        values are computed with, beside the model: sequences share pages only with those that have the same."""
+        root = self._root_of(sequence, adapter)
+        num_found, key = self._match(sequence, tokens, root) if reuse else (0, root)
         num_cached = num_found * self.page_size
         tables, fresh = self._lay_out(len(tokens), num_found)
         if any(fresh) and self._num_missing(tables, fresh) + spare > 0:
@@ -119,6 +126,8 @@ class KVCache:
             table.pages += self.pool.take(count)
         self.tables[sequence] = tables
         self._published[sequence] = (num_found, key)
+        if adapter:
+            self._roots[sequence] = root
         if self.prefix_caching:
             self.queried_tokens += len(tokens)
             self.hit_tokens += num_cached
@@ -168,7 +177,10 @@ class KVCache:
                 self.pool.share(page)
         self.tables[child] = tables
         done, _ = self._published[parent]
-        self._published[child] = self._published[parent] if done <= num_tokens // self.page_size else (0, self.root)
+        root = self._roots.get(parent, self.root)
+        if root is not self.root:
+            self._roots[child] = root
+        self._published[child] = self._published[parent] if done <= num_tokens // self.page_size else (0, root)
         return [table.padded() for table in tables]
 
     def publish(self, sequence: int, tokens: list[int], computed: int) -> None:
@@ -207,7 +219,7 @@ class KVCache:
         del self.host_tables[sequence]
         tables = [PageTable(host.first, self.pool.take(count)) for host, count in zip(hosts, needed, strict=True)]
         self.tables[sequence] = tables
-        self._published[sequence] = (0, self.root)
+        self._published[sequence] = (0, self._roots.get(sequence, self.root))
         host_pages = _pages_in(hosts)
         self.host_free += host_pages
         device_pages = [page for t, host in zip(tables, hosts, strict=True) for page in t.pages[: len(host.pages)]]
@@ -236,6 +248,7 @@ class KVCache:
 
     def release(self, sequence: int) -> None:
         """Free everything the sequence owns, on the device or on the host."""
+        self._roots.pop(sequence, None)
         if sequence in self.tables:
             self._drop(sequence)
         else:
@@ -257,20 +270,21 @@ class KVCache:
             for table, window in zip(tables, self.windows, strict=True)
         )
 
-    def num_missing(self, sequence: int, tokens: list[int], *, reuse: bool = True) -> int:
+    def num_missing(self, sequence: int, tokens: list[int], *, reuse: bool = True, adapter: str = "") -> int:
         """How many pages must become free before admit(), or swap_in() of a sequence that is swapped out, can succeed without spare
         ones. At most 0: none."""
         if sequence in self.host_tables:
             hosts = enumerate(self.host_tables[sequence])
             needed = (self._room(group, host.first, len(tokens)) - host.first for group, host in hosts)
             return sum(needed) - self.pool.num_free
-        num_found, _ = self._match(sequence, tokens) if reuse else (0, self.root)
+        root = self._root_of(sequence, adapter)
+        num_found, _ = self._match(sequence, tokens, root) if reuse else (0, root)
         return self._num_missing(*self._lay_out(len(tokens), num_found))
 
-    def next_key(self, sequence: int, tokens: list[int]) -> bytes | None:
+    def next_key(self, sequence: int, tokens: list[int], adapter: str = "") -> bytes | None:
         """The key of the first page that the prefix cache lacks of these tokens, in a group without a window. None: it lacks none that
         can be shared."""
-        keys = self._keys(sequence, tokens)
+        keys = self._keys(sequence, tokens, self._root_of(sequence, adapter))
         tag = self._tags[self.windows.index(0)]
         return next((key + tag for key in keys if key + tag not in self.pool.index), None)
 
@@ -375,18 +389,22 @@ class KVCache:
         entries = [(i, page) for table in tables for i, page in enumerate(table.pages, table.first)]
         self.pool.give([page for _, page in sorted(entries)])
 
-    def _match(self, sequence: int, tokens: list[int]) -> tuple[int, bytes]:
+    def _root_of(self, sequence: int, adapter: str) -> bytes:
+        """The root of a sequence's page keys."""
+        return self._roots.get(sequence) or adapter_root(self.root, adapter) if adapter else self.root
+
+    def _match(self, sequence: int, tokens: list[int], root: bytes) -> tuple[int, bytes]:
         """Find the longest prefix that every group has cached: (pages, key). A group without a window needs all of its pages."""
         if not self.prefix_caching:
-            return 0, self.root
-        keys, index = self._keys(sequence, tokens), self.pool.index
+            return 0, root
+        keys, index = self._keys(sequence, tokens, root), self.pool.index
         found = len(keys)
         for window, tag in zip(self.windows, self._tags, strict=True):
             if not window:
                 found = next((i for i in range(found) if keys[i] + tag not in index), found)
         while self._has_windows and (missing := self._last_missing(found, keys)) is not None:
             found = missing  # any prefix between `missing` and `found` pages needs that page too
-        return found, keys[found - 1] if found else self.root
+        return found, keys[found - 1] if found else root
 
     def _last_missing(self, num_pages: int, keys: list[bytes]) -> int | None:
         """The last page that a prefix of `num_pages` lacks in a group with a window; None: it lacks none."""
@@ -407,11 +425,11 @@ class KVCache:
         table.found = end
         return table
 
-    def _keys(self, sequence: int, tokens: list[int]) -> list[bytes]:
+    def _keys(self, sequence: int, tokens: list[int], root: bytes) -> list[bytes]:
         """Keys of the pages that may be shared. Cached for one sequence: the head of the queue asks again at every step."""
         if self._head[:2] != (sequence, len(tokens)):
             keys: list[bytes] = []
-            key = self.root
+            key = root
             # −1: the last token is always computed, to sample after it.
             for i in range((len(tokens) - 1) // self.page_size):
                 key = self._key(key, tokens, i)

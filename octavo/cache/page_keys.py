@@ -27,6 +27,15 @@ def keys_of(root: bytes, tokens: list[int], page_size: int) -> list[bytes]:
     return keys
 
 
+def adapter_root(root: bytes, adapter: str) -> bytes:
+    """The root for sequences with this adapter, whose keys and values differ. `adapter`: a digest of its content; empty: none."""
+    return (
+        blake2b(adapter.encode(), key=root, digest_size=KEY_BYTES, person=b"octavo adapter").digest()
+        if adapter
+        else root
+    )
+
+
 def fleet_root(secret: bytes, fingerprint: str, salt: bytes = b"") -> bytes:
     """The root that all replicas of one fingerprint share. `secret`: the fleet's, of 16 to 64 bytes; without it a key reveals nothing about
     its tokens, and no prompt can be crafted to collide. Replicas of another fingerprint, whose keys and values differ, have another root.

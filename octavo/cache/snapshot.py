@@ -28,6 +28,7 @@ class CacheState(msgspec.Struct, array_like=True, gc=False):
     hit_tokens: int
     loads: dict[int, list[int]] = {}
     num_warm: int = -1  # −1: as the constructor was given; recordings from before decision 047 do not have it
+    roots: dict[int, bytes] = {}  # recordings from before decision 052 do not have them
 
 
 def take(cache: KVCache) -> CacheState:
@@ -48,6 +49,7 @@ def take(cache: KVCache) -> CacheState:
         cache.hit_tokens,
         cache.loads,
         pool.num_warm,
+        cache._roots,
     )
 
 
@@ -58,7 +60,7 @@ def restore(cache: KVCache, state: CacheState) -> None:
     cache.host_tables = {sequence: _tables_of(tables) for sequence, tables in state.host_tables.items()}
     cache.host_free = list(state.host_free)
     cache.loads = {ticket: list(pages) for ticket, pages in state.loads.items()}
-    cache._published = dict(state.published)
+    cache._published, cache._roots = dict(state.published), dict(state.roots)
     cache.queried_tokens, cache.hit_tokens = state.queried_tokens, state.hit_tokens
     pool.blank, pool.cached = deque(state.blank), OrderedDict.fromkeys(state.cached)
     pool.num_touched = state.num_touched

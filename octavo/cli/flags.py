@@ -31,7 +31,7 @@ from octavo.foreign_flags import translate
 if TYPE_CHECKING:
     from octavo.key_settings import KeyFile
 
-OFFLINE = ("model", "cache", "scheduler", "parallel")
+OFFLINE = ("model", "cache", "scheduler", "lora", "parallel")
 """Sections that apply without a server."""
 REQUEST_KNOBS = (
     "max_body_bytes", "max_bodies_bytes", "max_messages", "max_n", "max_logprobs", "max_request_sequences", "max_request_tokens", "strict_fields",

@@ -384,6 +384,13 @@ def _add_doctor(commands: Any) -> None:
         help="instead, run the model and check that the same request gives the same bytes in every batch, order, chunking and "
         "engine. Exit code 1: it does not",
     )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="also check whether this adapter, a PEFT folder or a GGUF file, fits the model; may be given several times",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     add_config_flags(parser, OFFLINE, also=_MACHINE_KNOBS)
     parser.set_defaults(run=_doctor)
@@ -395,9 +402,8 @@ _MACHINE_KNOBS = ("host", "port", "ray_address")
 
 def _doctor(arguments: argparse.Namespace) -> int:
     given = options_from(arguments).keys()
-    if not (
-        arguments.deep or arguments.determinism or given - {*_MACHINE_KNOBS, "device", "distributed_executor_backend"}
-    ):
+    others = given - {*_MACHINE_KNOBS, "device", "distributed_executor_backend"}
+    if not (arguments.deep or arguments.determinism or arguments.adapter or others):
         from octavo.cli.doctor import machine
 
         return machine.run(config_from(arguments), as_json=arguments.json)
@@ -414,7 +420,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return determinism.run(config, as_json=arguments.json)
     from octavo.cli.doctor import model
 
-    return model.run(config, deep=arguments.deep, as_json=arguments.json)
+    return model.run(config, deep=arguments.deep, as_json=arguments.json, adapters=arguments.adapter)
 
 
 # ── replay ──────────────────────────────────────────────────────────────────────────────────────────

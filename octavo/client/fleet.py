@@ -47,6 +47,7 @@ from octavo.messages import (
     GenerateRequest,
     Hello,
     LeaveQueue,
+    LoadAdapter,
     PageEvents,
     PageSnapshot,
     Ping,
@@ -535,6 +536,8 @@ class FleetClient(EngineClient):
                 return merged_live(await self._ask_all(members, control), self._seconds(), self.fleet)
             case ReadHistory():
                 return merged_history(await self._ask_all(members, control))
+            case LoadAdapter():
+                return next((answer.body for answer in await self._ask_all(members, control) if answer.body), "")
             case ResetPrefixCache():
                 return str(sum(int(answer.body) for answer in await self._ask_all(members, control)))
 

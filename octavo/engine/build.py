@@ -15,6 +15,7 @@ from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
 from octavo.cache.page_keys import fleet_root
 from octavo.config import Config, DiskTier, read_tier
+from octavo.engine.adapter_traffic import AdapterTraffic
 from octavo.engine.control import EngineControl
 from octavo.engine.cost_meter import CostMeter
 from octavo.engine.idle_memory import IdleMemory
@@ -23,11 +24,11 @@ from octavo.engine.loop import EngineLoop
 from octavo.engine.step_heartbeat import StepHeartbeat
 from octavo.engine.tier_traffic import TierTraffic
 from octavo.errors import ConfigError
-from octavo.executor.base import Executor
+from octavo.executor.base import AdapterLoader, Executor
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.ipc.launch import FleetMember, PlacedRanks
 from octavo.kv_tier.folder import folder_secret
-from octavo.messages import EngineReport
+from octavo.messages import AdapterRef, EngineReport
 from octavo.messages.speculation import speculation_of
 from octavo.observe.history import History
 from octavo.observe.journeys.journal import EngineJournal
@@ -122,6 +123,8 @@ def start_engine(
         history=history,
         idle_memory=None if report.num_warm_pages is None else IdleMemory(cache.pool, report.page_bytes),
     )
+    if report.adapter_bytes:
+        _open_adapters(config, engine, executor)
     if tier is not None:
         _open_tier(tier, engine, executor)
     if member is not None:
@@ -152,6 +155,46 @@ def _open_tier(tier: DiskTier, engine: Engine, executor: Executor) -> None:
     engine.report.notes.append(
         f"prefixes are kept in {tier.folder} as well, which holds {known:,} tokens for this model"
     )
+
+
+def _open_adapters(config: Config, engine: Engine, executor: Executor) -> None:
+    """Serve requests with adapters. Checks those of --lora-modules against the model: raises ConfigError."""
+    assert isinstance(executor, AdapterLoader)
+    lora, report = config.lora, engine.report
+    loop = engine.loop
+    traffic = AdapterTraffic(
+        loop.scheduler,
+        executor,
+        report.adapter_bytes,
+        time.monotonic,
+        lora.max_loras,
+        lora.max_cpu_loras,
+        executor.adapter_itemsize(),
+    )
+    try:
+        sizes = [
+            executor.check_adapter(AdapterRef(name, path, "", lora.max_lora_rank))
+            for name, path in lora.modules.items()
+        ]
+    except BaseException:
+        executor.close()
+        raise
+    loop.open_adapters(traffic)
+    report.notes.append(_about_adapters(report.adapter_bytes, sizes))
+
+
+def _about_adapters(budget: int, sizes: list[int]) -> str:
+    """How many of the adapters fit into memory."""
+    said = f"adapters may take {budget / 2**20:,.0f} MiB"
+    if not sizes:
+        return said
+    total, mean = sum(sizes), sum(sizes) / len(sizes)
+    fits = (
+        "all fit"
+        if total <= budget
+        else f"about {int(budget // mean)} fit at a time, and the others are read when they are needed"
+    )
+    return f"{said}; {len(sizes)} are registered, of {mean / 2**20:,.1f} MiB on average: {fits}"
 
 
 def feed_routers(engine: Engine) -> None:

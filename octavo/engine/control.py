@@ -17,6 +17,7 @@ from octavo.ipc.memory_trim import trim_heap
 from octavo.messages import (
     Control,
     GenerateRequest,
+    LoadAdapter,
     Ping,
     ReadHistory,
     ReadJourneys,
@@ -101,6 +102,8 @@ class EngineControl:
                 return msgspec.json.encode(self.live_view.page_owners(control.page, control.owner)).decode()
             case ResetPrefixCache():
                 return str(self._loop.reset_prefixes())
+            case LoadAdapter():
+                raise AssertionError("the driver replies when it is loaded")
 
     def responded(self, responded: Responded) -> None:
         """An API process is done with an HTTP request. What became of it is kept here, where every API process can ask for it."""
@@ -159,6 +162,7 @@ class EngineControl:
             rejections=self.queue_limit.rejections,
             blocked_seconds=self.journal.waits(self._clock()),
             tier=TierState() if self._loop.tier is None else self._loop.tier.state(),
+            adapters=None if self._loop.adapters is None else self._loop.adapters.state(),
         )
 
     def _audit(self) -> None:

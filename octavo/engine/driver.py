@@ -20,6 +20,7 @@ from octavo.messages import (
     GenerateRequest,
     Hello,
     LeaveQueue,
+    LoadAdapter,
     Ping,
     ReadHistory,
     ReadJourneys,
@@ -81,6 +82,8 @@ class Driver:
         self._loop.on_grammar_ready = lambda: inbox.put(Wake())
         if self._loop.tier is not None:
             self._loop.tier.on_event(lambda: inbox.put(Wake()))
+        if self._loop.adapters is not None:
+            self._loop.adapters.on_event(lambda: inbox.put(Wake()))
         self._control.journal.on_end = self._travelled
 
     def run(self) -> None:
@@ -155,6 +158,8 @@ class Driver:
                     self._lose(message.origin)
             case Responded():
                 self._control.responded(message)
+            case LoadAdapter():
+                self._load_adapter(message)
             case (
                 ReadMetrics()
                 | ReadProgress()
@@ -167,6 +172,17 @@ class Driver:
                 | ReadPage()
             ):
                 self._outbox.send(message.origin, Reply(message.call, self._control.reply(message)))
+
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        """Replies when it is in memory, or cannot be."""
+
+        def reply(error: str) -> None:
+            self._outbox.send(message.origin, Reply(message.call, error))
+
+        if self._loop.adapters is None:
+            reply("this engine serves no adapters (--enable-lora)")
+        else:
+            self._loop.adapters.load(message.adapter, reply)
 
     def _publish(self, feed: ReplicaFeed) -> None:
         """Send routers what has changed in the prefix cache, and the load."""
@@ -220,6 +236,10 @@ class Driver:
         self._forget_if_done(request_id)
 
     def _leave_queue(self, request_id: str) -> None:
+        if self._loop.adapters is not None and (held := self._loop.adapters.held(request_id)) is not None:
+            self._loop.abort(Abort(request_id, reason="error"))
+            self._refuse(request_id, range(held.params.n), _overload(self._control.overdue()))
+            return
         choices = self._loop.scheduler.choices(request_id)
         if choices and all(choice.is_untouched for choice in choices):
             self._loop.abort(Abort(request_id, reason="error"))

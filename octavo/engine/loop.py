@@ -8,11 +8,12 @@ import queue
 from collections import deque
 from collections.abc import Callable
 
+from octavo.engine.adapter_traffic import AdapterTraffic, LetThrough
 from octavo.engine.cost_meter import CostMeter
 from octavo.engine.idle_memory import IdleMemory
 from octavo.engine.tier_traffic import Released, TierTraffic
 from octavo.executor.base import Executor
-from octavo.messages import Abort, GenerateRequest, StepPlan, TokenDelta
+from octavo.messages import Abort, Finish, GenerateRequest, StepPlan, TokenDelta
 from octavo.observe.step_observer import Observers
 from octavo.recording.recorder import Recorder
 from octavo.schedule import Scheduler
@@ -40,6 +41,7 @@ class EngineLoop:
         self._ready_grammars: queue.SimpleQueue[str] = queue.SimpleQueue()  # compiled; the scheduler does not know yet
         self._in_flight: deque[StepPlan] = deque()
         self.tier: TierTraffic | None = None  # None: prefixes live in the KV store alone
+        self.adapters: AdapterTraffic | None = None  # None: no request has one (--enable-lora)
 
     @property
     def has_work(self) -> bool:
@@ -48,17 +50,23 @@ class EngineLoop:
             or self.scheduler.has_work
             or not self._ready_grammars.empty()
             or (self.tier is not None and self.tier.num_held > 0)
+            or (self.adapters is not None and (self.adapters.num_held > 0 or self.adapters.has_events))
         )
 
     def has(self, request_id: str) -> bool:
-        return self.scheduler.has(request_id) or (self.tier is not None and self.tier.holds(request_id))
+        return (
+            self.scheduler.has(request_id)
+            or (self.tier is not None and self.tier.holds(request_id))
+            or (self.adapters is not None and self.adapters.holds(request_id))
+        )
 
     def step(self) -> list[TokenDelta]:
         """Make and submit a plan, then take in the results that are due. Returns the tokens that became known. Where all requests
         wait for their grammars, it waits for one."""
         scheduler, executor, observers, in_flight = self.scheduler, self.executor, self.observers, self._in_flight
+        deltas = [] if self.adapters is None else self._take_adapters(self.adapters)
         if not self._take_inputs():
-            return []
+            return deltas
         observers.began()
         planned = scheduler.plan()
         observers.planned(planned)
@@ -70,7 +78,6 @@ class EngineLoop:
         depth = scheduler.num_stages if can_overlap else 0
         if depth:
             observers.submitted()
-        deltas: list[TokenDelta] = []
         # An empty plan waits for the result of one step: with several in flight, that gives the next plan something to do.
         for _ in range(max(len(in_flight) - depth, int(planned.is_empty and bool(in_flight)))):
             result = executor.collect()
@@ -100,7 +107,20 @@ class EngineLoop:
         return True
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue the request; or hold it, while its prefix is loaded from a tier."""
+        """Queue the request; or hold it, while its adapter is loaded, or its prefix from a tier."""
+        if self.adapters is None:
+            self._add_with_prefix(request)
+        else:
+            self._let_through(self.adapters.add(request))
+
+    def _let_through(self, released: list[LetThrough]) -> None:
+        """Add requests whose adapter is in memory."""
+        for request, since in released:
+            if request.adapter is not None:
+                self.observers.waited_for_adapter(request.id, since)
+            self._add_with_prefix(request)
+
+    def _add_with_prefix(self, request: GenerateRequest) -> None:
         if self.tier is None or not self.tier.hold(request):
             self._add(request)
 
@@ -111,6 +131,8 @@ class EngineLoop:
             self._start(job)
 
     def abort(self, abort: Abort) -> None:
+        if self.adapters is not None and self.adapters.drop(abort):
+            return
         if self.tier is not None:
             was_held, request = self.tier.drop(abort)
             if was_held and request is None:
@@ -141,6 +163,27 @@ class EngineLoop:
         for request, since, num_loaded in released:
             self.observers.waited_for_load(request.id, since, num_loaded)
             self._add(request)
+
+    def open_adapters(self, adapters: AdapterTraffic) -> None:
+        """Serve requests with adapters from now on."""
+        self.adapters = adapters
+        self.observers.add(adapters)
+
+    def _take_adapters(self, adapters: AdapterTraffic) -> list[TokenDelta]:
+        """Add the requests whose adapter was loaded. Waits a moment where there is nothing else to do. → ends of those whose adapter
+        cannot be loaded."""
+        if not (adapters.num_held or adapters.has_events):
+            return []
+        is_idle = not (self._in_flight or self.scheduler.has_work or self.scheduler.rows.awaiting_grammar)
+        is_idle = is_idle and not (self.tier is not None and self.tier.num_held)
+        released, refused = adapters.take(_TIER_WAIT_SECONDS if is_idle else 0.0)
+        self._let_through(released)
+        return [
+            TokenDelta(request.id, index, [], Finish("error", message=why, cause="adapter"))
+            for request, why in refused
+            for index in range(request.params.n)
+            if not request.begun or request.begun[index] is not None
+        ]
 
     def open_tier(self, tier: TierTraffic) -> None:
         """Load prefixes from a tier, and store them there, from now on."""

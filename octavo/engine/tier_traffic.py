@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.cache import KVCache
-from octavo.cache.page_keys import keys_of
+from octavo.cache.page_keys import adapter_root, keys_of
 from octavo.executor.base import TierMover
 from octavo.messages import Abort, GenerateRequest
 from octavo.messages.tiers import Copied, Loaded, TierFailed, TierKnown
@@ -149,7 +149,8 @@ class TierTraffic(StepObserver):
         if len(self._by_id) >= MAX_HELD or self._clock() < self._paused_until:
             return False
         begun = next((tokens for tokens in request.begun if tokens), [])
-        keys = keys_of(self._cache.root, [*request.prompt_ids, *begun], self._cache.page_size)
+        root = adapter_root(self._cache.root, params.adapter)
+        keys = keys_of(root, [*request.prompt_ids, *begun], self._cache.page_size)
         held = _Held(request, keys, 0, self._clock(), 0.0)
         if not self._hold(held):
             return False

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from octavo.messages import EngineReport, StepPlan, StepResult
+from octavo.messages import AdapterLoaded, AdapterRef, EngineReport, StepPlan, StepResult
 from octavo.messages.tiers import TierEvent
 
 
@@ -32,6 +32,24 @@ class TierMover(Protocol):
 
     def close(self) -> None:
         """Stop; idempotent."""
+
+
+@runtime_checkable
+class AdapterLoader(Protocol):
+    """Holds adapters in memory, beside the steps: an executor that has them (--enable-lora)."""
+
+    def adapter_itemsize(self) -> int:
+        """Bytes of a number of an adapter in memory."""
+
+    def check_adapter(self, ref: AdapterRef) -> int:
+        """Check an adapter's files against the model, without its numbers. → bytes that it will take. Raises ConfigError."""
+
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
+        """Read an adapter into memory in the background, so that no step waits for it. `done` is called, from any thread, when it is
+        there, or with why it is not."""
+
+    def forget_adapters(self, ids: list[str]) -> None:
+        """Free adapters that no request has that is in a plan, from now on."""
 
 
 class Executor(Protocol):

@@ -1,6 +1,7 @@
 """LocalExecutor: one rank, in this process. A GPU computes in the background; so does a CPU, on a thread, if a step has many
 rows."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,8 +10,10 @@ import msgspec
 
 from octavo.config import Config
 from octavo.errors import ConfigError
-from octavo.messages import EngineReport, StepPlan, StepResult
+from octavo.messages import AdapterLoaded, AdapterRef, EngineReport, StepPlan, StepResult
+from octavo.weights.adapters.adapter_file import check_rank, open_adapter
 from octavo.weights.sources.source import ModelSource
+from octavo.worker.adapters import RankAdapters
 from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import settle
 from octavo.worker.page_mover import PageMover, open_mover
@@ -29,6 +32,7 @@ class LocalExecutor:
         self.overlap = self._loader.device.is_cuda
         # Native code computes a step without the GIL: this thread makes the next plan and sends tokens meanwhile.
         self._thread = None if self._loader.device.is_cuda else ThreadPoolExecutor(1, "octavo-step")
+        self._loading: ThreadPoolExecutor | None = None  # of adapters; made with the first
         self._steps: deque[LaunchedStep | Future[StepResult]] = deque()
 
     def start(self) -> EngineReport:
@@ -56,6 +60,29 @@ class LocalExecutor:
         assert self._runner is not None, "closed"
         self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
 
+    def adapter_itemsize(self) -> int:
+        return self._adapters().itemsize
+
+    def check_adapter(self, ref: AdapterRef) -> int:
+        adapters = self._adapters()
+        file = open_adapter(ref.path)
+        check_rank(file, ref.max_rank)
+        adapters.check(file)
+        return adapters.held_bytes(file)
+
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
+        adapters = self._adapters()
+        if self._loading is None:
+            self._loading = ThreadPoolExecutor(1, "octavo-adapters")
+        self._loading.submit(_load, adapters, ref, done)
+
+    def forget_adapters(self, ids: list[str]) -> None:
+        self._adapters().forget(ids)
+
+    def _adapters(self) -> RankAdapters:
+        assert self._runner is not None and self._runner.adapters is not None, "closed, or without --enable-lora"
+        return self._runner.adapters
+
     def give_back(self, pages: list[int]) -> None:
         assert self._runner is not None, "closed"
         self._runner.pages.give_back(pages)
@@ -70,9 +97,22 @@ class LocalExecutor:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
+        if self._loading is not None:
+            self._loading.shutdown(cancel_futures=True)
         if self._runner is not None:
             self._runner.rows.sampling.grammars.close()
         self._runner = None
+
+
+def _load(adapters: RankAdapters, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
+    try:
+        loaded: AdapterLoaded | str = adapters.load(ref)
+    except ConfigError as error:
+        loaded = str(error)
+    except Exception as error:  # a file may be damaged in ways that are not foreseen: its requests fail, no other
+        logging.getLogger("octavo.adapters").exception("adapter %s cannot be loaded", ref.name)
+        loaded = f"adapter {ref.name} cannot be loaded: {type(error).__name__}: {error}"
+    done(loaded)
 
 
 def _compute(runner: Runner, plan: StepPlan) -> StepResult:

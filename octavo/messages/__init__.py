@@ -42,6 +42,8 @@ from octavo.messages.plans import (
 )
 from octavo.messages.requests import (
     Abort,
+    AdapterLoaded,
+    AdapterRef,
     Control,
     Dying,
     EngineGone,
@@ -56,6 +58,7 @@ from octavo.messages.requests import (
     GenerateRequest,
     Hello,
     LeaveQueue,
+    LoadAdapter,
     Ping,
     PrefillProgress,
     ReadHistory,
@@ -87,6 +90,8 @@ __all__ = [
     "NO_INPUT",
     "PAGE_ID_BYTES",
     "Abort",
+    "AdapterLoaded",
+    "AdapterRef",
     "Allocate",
     "BeamSearchParams",
     "Candidates",
@@ -109,6 +114,7 @@ __all__ = [
     "GenerateRequest",
     "Hello",
     "LeaveQueue",
+    "LoadAdapter",
     "LoadReport",
     "Logprobs",
     "PageEvents",

@@ -101,6 +101,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     repetition_detection: RepetitionDetectionParams | None = None
     use_speculation: bool = True  # draft tokens ahead where the server does; no token depends on it
     prediction_ids: tuple[int, ...] = ()  # what the output is expected to be; set where there is a tokenizer
+    adapter: str = (
+        ""  # id of its adapter, which is in memory; set by the engine (engine/adapter_traffic.py). Empty: none
+    )
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -97,6 +97,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
         0,
     )  # window of each group of layers with its own page table; 0: the group keeps all pages
     stage: int = 0  # of the pipeline
+    adapter_bytes: int = 0  # memory for adapters, beside the pages
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):

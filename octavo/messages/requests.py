@@ -18,6 +18,21 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 # ── API process → engine ────────────────────────────────────────────────────────────────────────────
 
 
+class AdapterRef(msgspec.Struct, frozen=True, gc=False):
+    """An adapter as it was registered (decision 052)."""
+
+    name: str
+    path: str
+    stamp: str = ""  # of its files; they must not change while it is registered. Empty: not checked
+    max_rank: int = 256  # what --max-lora-rank allows
+    num_weights: int = 0  # numbers that it holds in memory, all ranks together
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, gc=False):
+    id: str  # a digest of its content: adapters with the same content are one
+    num_bytes: int  # in memory
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     """One prompt to continue. Lengths, ranges and the model's name have been checked."""
 
@@ -44,6 +59,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     weight: float = 1.0  # of that part
     response_id: str = ""  # id of the response that it is a part of; empty: its own, it is the only part
     part: int = 0  # its number among the requests of that response
+    adapter: AdapterRef | None = None  # what its answers are computed with; None: the base model alone
     num_expected: int = (
         0  # prompt tokens that a router expects in the prefix cache; counts the replica's work, and steers no plan
     )
@@ -179,8 +195,25 @@ class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):
     owner: bytes | None = None  # only requests of this owner; None: of all
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Read an adapter into memory ahead of requests. The reply, when that is done, is empty, or says why it cannot be used."""
+
+    call: int
+    adapter: AdapterRef
+    origin: int = 0
+
+
 Control = (
-    ReadMetrics | ReadProgress | ReadPlace | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadHistory | ReadPage
+    ReadMetrics
+    | ReadProgress
+    | ReadPlace
+    | Ping
+    | ResetPrefixCache
+    | ReadJourneys
+    | ReadLive
+    | ReadHistory
+    | ReadPage
+    | LoadAdapter
 )
 ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | WantSnapshot | ServerGone | Responded | Control
 
@@ -196,7 +229,9 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     message: str | None = None  # with reason "error": what happened
-    cause: Literal["fault", "overload", "deadline", "grammar"] = "fault"  # with reason "error": the kind of error
+    cause: Literal["fault", "overload", "deadline", "grammar", "adapter"] = (
+        "fault"  # with reason "error": the kind of error
+    )
     retry_after: int = 0  # seconds, with cause "overload"
     cumulative_logprob: float | None = None  # sum over all tokens of a beam
     num_drafted_tokens: int = 0  # tokens that were drafted for it (decision 048) …
@@ -290,6 +325,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits
     replica: int = 0  # its number in a fleet
     epoch: int = 0  # counts the engines of a fleet: a replica's next one has a higher number
+    adapter_bytes: int = 0  # memory for adapters; 0: there are none (--enable-lora)
     num_stages: int = (
         1  # that a plan goes through (pipeline parallelism); as many plans are in flight while the next is made
     )

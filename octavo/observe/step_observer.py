@@ -74,6 +74,9 @@ class StepObserver:
     def waited_for_load(self, request_id: str, since: float, num_tokens: int) -> None:
         """A request that waited for so many tokens from a tier arrives next."""
 
+    def waited_for_adapter(self, request_id: str, since: float) -> None:
+        """A request whose adapter is in memory, for which it waited since then, arrives next."""
+
     def began(self) -> None:
         """A step begins."""
 
@@ -139,6 +142,7 @@ class Observers:
         self._on_load_began = self._overriding("load_began")
         self._on_load_ended = self._overriding("load_ended")
         self._on_waited_for_load = self._overriding("waited_for_load")
+        self._on_waited_for_adapter = self._overriding("waited_for_adapter")
         self._on_began = self._overriding("began")
         self._on_rows_changed = self._overriding("rows_changed")
         self._on_planned = self._overriding("planned")
@@ -227,6 +231,13 @@ class Observers:
         for notify in self._on_waited_for_load:
             try:
                 notify(request_id, since, num_tokens)
+            except Exception:
+                self._drop(notify)
+
+    def waited_for_adapter(self, request_id: str, since: float) -> None:
+        for notify in self._on_waited_for_adapter:
+            try:
+                notify(request_id, since)
             except Exception:
                 self._drop(notify)
 

@@ -6,15 +6,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import msgspec
+
 from octavo.engine.build import start_engine
 from octavo.engine.in_process_client import InProcessClient
 from octavo.errors import EngineDead, InvalidRequest
-from octavo.messages import GenerateRequest, Ping, ResetPrefixCache
+from octavo.messages import AdapterRef, GenerateRequest, Ping, ResetPrefixCache
 from octavo.messages import SamplingParams as EngineParams
+from octavo.offline.lora import LoRARequest, read_adapters
 from octavo.offline.outputs import Answer, RequestOutput
 from octavo.offline.params import RequestOutputKind, SamplingParams
 from octavo.offline.prompts import OfflinePrompt, Prompt, read_prompt
-from octavo.offline.requests import Message, RequestBuilder, read_options, refuse_unsupported, source_of
+from octavo.offline.requests import Message, RequestBuilder, read_options, source_of
 from octavo.offline.tokenizer import OfflineTokenizer
 
 T = TypeVar("T")
@@ -55,16 +58,16 @@ class AsyncLLM:
         sampling_params: EngineParams | None = None,
         request_id: str = "",
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Yields its output as it grows: all of it so far, what is new, or once at the end, as
         SamplingParams.output_kind says; the last one is `finished`. Leaving the generator aborts the request. With best_of or a beam
         search there is only the last one."""
-        refuse_unsupported(lora_request=lora_request)
         read = read_prompt(prompt)
         (wanted,) = self._requests.params_for(1, sampling_params)
-        async with aclosing(self._answer(read, wanted, request_id, priority)) as outputs:
+        (adapter,) = read_adapters(lora_request, 1, self.config.lora)
+        async with aclosing(self._answer(read, wanted, request_id, priority, adapter)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -149,7 +152,12 @@ class AsyncLLM:
         return self._client
 
     async def _answer(
-        self, prompt: OfflinePrompt, wanted: SamplingParams, request_id: str, priority: int
+        self,
+        prompt: OfflinePrompt,
+        wanted: SamplingParams,
+        request_id: str,
+        priority: int,
+        adapter: AdapterRef | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         client = self._connected()
         if len(request_id) > MAX_ID_LEN:
@@ -159,6 +167,7 @@ class AsyncLLM:
         request: GenerateRequest = await _aside(
             len(prompt.text or ""), lambda: self._requests.request(prompt, wanted, priority, request_id)
         )
+        request = msgspec.structs.replace(request, adapter=adapter)
         if request.id in self._open:  # another request has taken it meanwhile
             raise InvalidRequest(f"request_id {request.id[:60]!r} is in use by an open request", param="request_id")
         answer = Answer(request, prompt.text, self._requests.text_for(wanted), wanted)

@@ -18,6 +18,7 @@ from octavo.engine.build import start_engine
 from octavo.errors import EngineDead, InvalidRequest
 from octavo.messages import Abort, BeamSearchParams, GenerateRequest, StructuredOutputsParams, TokenDelta
 from octavo.messages import SamplingParams as EngineParams
+from octavo.offline.lora import LoRARequests, read_adapters
 from octavo.offline.outputs import (
     Answer,
     BeamSearchOutput,
@@ -28,7 +29,7 @@ from octavo.offline.outputs import (
 )
 from octavo.offline.params import SamplingParams
 from octavo.offline.prompts import OfflinePrompt, Prompt, read_prompt, read_prompts
-from octavo.offline.requests import Message, RequestBuilder, read_options, refuse_unsupported, source_of
+from octavo.offline.requests import Message, RequestBuilder, read_options, source_of
 from octavo.offline.tokenizer import OfflineTokenizer
 from octavo.text import Text, TextDelta
 from octavo.text.grammar.limits import STACK_BYTES, on_stack
@@ -68,19 +69,19 @@ class LLM:
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt: a text, token ids, {"prompt": …} or {"prompt_token_ids": …}; outputs come in the order of the prompts.
-        `priority`: one number for each prompt, lower first, if `scheduling_policy` is "priority"."""
-        refuse_unsupported(lora_request=lora_request)
+        `priority`: one number for each prompt, lower first, if `scheduling_policy` is "priority". `lora_request`: the adapter to complete
+        them with, or one (or None) for each."""
         every = read_prompts(prompts, prompt_token_ids)
         wanted = self._requests.params_for(len(every), sampling_params)
         if priority is not None and len(priority) != len(every):
             raise InvalidRequest(f"{len(every)} prompts need {len(every)} priorities, got {len(priority)}", "priority")
         ranks = priority or [0] * len(every)
         requests = [self._requests.request(*its) for its in zip(every, wanted, ranks, strict=True)]
-        return self._run(requests, wanted, every, use_tqdm)
+        return self._run(self._adapted(requests, lora_request), wanted, every, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
@@ -95,15 +96,15 @@ class LLM:
         sampling_params: EngineParams | Sequence[EngineParams] | None = None,
         use_tqdm: bool = True,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several. `tools`: as in OpenAI's API; an answer that calls one is text."""
-        refuse_unsupported(lora_request=lora_request)
+        """Answer one conversation, or several. `tools`: as in OpenAI's API; an answer that calls one is text. `lora_request`: the adapter
+        to answer with, or one (or None) for each conversation."""
         if not messages:
             raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
@@ -120,7 +121,7 @@ class LLM:
             for conversation in conversations
         ]
         requests = [self._requests.request(*its) for its in zip(prompts, wanted, strict=True)]
-        return self._run(requests, wanted, prompts, use_tqdm)
+        return self._run(self._adapted(requests, lora_request), wanted, prompts, use_tqdm)
 
     def embed(
         self,
@@ -204,6 +205,10 @@ class LLM:
         if request.params.n != 1:
             raise InvalidRequest(f"a stream has one choice: n must be 1, got {request.params.n}", param="n")
         return request
+
+    def _adapted(self, requests: list[GenerateRequest], given: LoRARequests) -> list[GenerateRequest]:
+        adapters = read_adapters(given, len(requests), self.config.lora)
+        return [msgspec.structs.replace(one, adapter=ref) for one, ref in zip(requests, adapters, strict=True)]
 
     def _run(
         self,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from octavo.admission.finish_errors import failure_of
 from octavo.admission.searches import likeliest
-from octavo.messages import GenerateRequest, Logprobs, TokenDelta, numbers_of
+from octavo.messages import AdapterRef, GenerateRequest, Logprobs, TokenDelta, numbers_of
 from octavo.offline.params import SamplingParams
 from octavo.text import Text, TextStream
 
@@ -35,7 +35,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None  # one entry per token. None: not requested
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    lora_request: None = None  # adapters are not supported
+    lora_request: AdapterRef | None = None  # the adapter that it was computed with
     # Whether the text satisfies its whole schema, if structured_outputs has unenforced "check".
     schema_valid: bool | None = None
 
@@ -68,7 +68,7 @@ class RequestOutput:
     )
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    lora_request: None = None  # adapters are not supported
+    lora_request: AdapterRef | None = None  # the adapter that it was computed with
     encoder_prompt: None = None  # models with an encoder and a decoder are not supported
     encoder_prompt_token_ids: None = None
 
@@ -162,9 +162,13 @@ class Answer:
             request.id,
             prompt,
             request.prompt_ids,
-            [CompletionOutput(index, logprobs=[] if with_scores else None) for index in choices],
+            [
+                CompletionOutput(index, logprobs=[] if with_scores else None, lora_request=request.adapter)
+                for index in choices
+            ],
             prompt_logprobs=None if wanted.prompt_logprobs is None else [None],
             metrics=self.metrics,
+            lora_request=request.adapter,
         )
         self.is_counted = False
         self._scores: list[list[Logprobs]] = [[] for _ in choices]

@@ -8,7 +8,7 @@ import msgspec
 
 from octavo import config as configuration
 from octavo.admission.validate import admit
-from octavo.errors import ConfigError, Field, InvalidRequest, Unsupported
+from octavo.errors import ConfigError, Field, InvalidRequest
 from octavo.foreign_flags import translate_options
 from octavo.messages import EngineReport, GenerateRequest
 from octavo.messages import SamplingParams as EngineParams
@@ -168,10 +168,3 @@ class RequestBuilder:
             messages, add_generation_prompt and not continue_final_message, continue_final_message, described, given
         )
         return OfflinePrompt(text.rendered(call), text.encode_called(call))
-
-
-def refuse_unsupported(**given: object) -> None:
-    """Raise Unsupported for a parameter of vLLM's that has a value and no meaning here."""
-    for name, value in given.items():
-        if value:
-            raise Unsupported(f"{name} is not supported here: leave it out", param=name)

@@ -16,7 +16,7 @@ from octavo.config import CacheConfig, Config, ModelConfig, ParallelConfig, Sche
 from octavo.engine.build import load_executor
 from octavo.errors import ConfigError
 from octavo.messages import EngineReport, Entering, StepPlan, StepResult
-from octavo.recording.format import Header, Recording
+from octavo.recording.format import Arrived, Header, Recording
 from octavo.replay.replay import Replay, ReplayedCommit, ReplayedPlan
 from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
@@ -69,6 +69,11 @@ def source_of(header: Header, model: str) -> ModelSource:
     raise ConfigError(f"the recorded model is not at {header.model_path} any more: say where it is with --model")
 
 
+_ADAPTERS = (
+    "the recording has requests with adapters, whose tokens cannot be computed again: replay it without computing"
+)
+
+
 class Recomputation:
     """Computes every step when it is planned, so that none overlaps."""
 
@@ -84,6 +89,8 @@ class Recomputation:
                 "the recording begins in the middle of a run, and pages that layers with a window had freed cannot be computed again: "
                 "give one that begins with its engine (a larger --record-bytes)"
             )
+        if any("adapter" in request.params for request in state.requests):
+            raise ConfigError(_ADAPTERS)
         if state.cache.host_tables:
             raise ConfigError("the recording begins with requests on swapped pages, which cannot be computed again")
         self.replay = Replay(recording, self._start)
@@ -102,6 +109,8 @@ class Recomputation:
             self._warm_up()
             for happening in self.replay.follow():
                 match happening:
+                    case Arrived() if "adapter" in happening.params:
+                        raise ConfigError(_ADAPTERS)
                     case ReplayedPlan() if not happening.plan.is_empty and happening.is_same:
                         self._compute(happening)
                     case ReplayedCommit():

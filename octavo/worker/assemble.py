@@ -108,13 +108,17 @@ class _Layout:
     num_decodes: int
 
     @classmethod
-    def of(cls, columns: Columns) -> "_Layout":
+    def of(cls, columns: Columns, adapters: Ints | None = None) -> "_Layout":
+        """`adapters`: [B] a number for each row's adapter: rows with the same one become neighbours. None: no row has one."""
         num_rows = len(columns.rows)
-        if int(columns.counts.max()) == 1:  # steady decode: nothing to sort or repeat
+        if adapters is None and int(columns.counts.max()) == 1:  # steady decode: nothing to sort or repeat
             start = np.arange(num_rows + 1)
             rows, lens = columns.rows, columns.lens
             return cls(rows, lens, columns.counts, start, start[:-1], rows, lens - 1, num_rows)
-        order = np.argsort(columns.counts != 1, kind="stable")  # keeps the plan's order otherwise
+        if adapters is None:
+            order = np.argsort(columns.counts != 1, kind="stable")  # keeps the plan's order otherwise
+        else:
+            order = np.lexsort((adapters, columns.counts != 1))  # stable, too
         rows, lens, counts = columns.rows[order], columns.lens[order], columns.counts[order]
         start = np.zeros(num_rows + 1, dtype=np.int64)
         np.cumsum(counts, out=start[1:])
@@ -124,9 +128,19 @@ class _Layout:
         return cls(rows, lens, counts, start, last, np.repeat(rows, counts), positions, int((counts == 1).sum()))
 
 
+def _adapters_of(columns: Columns, rows: RowState) -> tuple[tuple[str, ...], Ints | None]:
+    """The adapters of these rows, and the number of each row's: −1: none. (), None: no row has one."""
+    names = [rows.adapters.get(row, "") for row in columns.rows.tolist()]
+    numbers = {name: number for number, name in enumerate(sorted({*names} - {""}))}
+    if not numbers:
+        return (), None
+    return tuple(numbers), np.array([numbers.get(name, -1) for name in names], dtype=np.int64)
+
+
 def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
     """Build the batch. The plan must advance at least one row, and `rows` must be updated with it already."""
-    layout, page_size = _Layout.of(columns), rows.page_size
+    adapters, of_rows = _adapters_of(columns, rows) if rows.adapters else ((), None)
+    layout, page_size = _Layout.of(columns, of_rows), rows.page_size
     positions, lens, num_decodes = layout.positions, layout.lens, layout.num_decodes
     one_group, entries = rows.num_groups == 1, positions // page_size
     if one_group:
@@ -169,6 +183,11 @@ def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
         seq_lens_host=lens.tolist(),
         prefix_len=prefix_len if shared else None,
     )
+    if of_rows is not None:
+        number_of = dict(zip(columns.rows.tolist(), of_rows.tolist(), strict=True))
+        batch.adapters = adapters
+        of_tokens = np.array([number_of[row] for row in layout.rows.tolist()], dtype=np.int32)
+        batch.adapter_of = torch.from_numpy(np.repeat(of_tokens, layout.counts))
     if not one_group:
         batch = batch.in_groups(slots, rows.device_page_tables[:, :, :num_pages].index_select(1, rows_there))
     return Assembled(batch, sample_rows, sample_lens, sample_cells, sample_last, layout.last)

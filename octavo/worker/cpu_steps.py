@@ -95,6 +95,7 @@ class CpuSteps:
     def run(self, batch: Batch) -> torch.Tensor:
         """→ logits [S, V], or the hidden states [T, D] that the next stage needs; valid until the next run."""
         step = step_of(batch)
+        self._native.set_on(step)
         self._tape.run(self._native.threads, step)
         return self._result[: step.num_samples if self._has_logits else step.num_tokens]
 

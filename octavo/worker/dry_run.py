@@ -10,12 +10,17 @@ from octavo.errors import ConfigError
 from octavo.kernels.torch_ops import torch_ops
 from octavo.layers.context import BuildContext
 from octavo.messages import EngineReport, LoadReport
+from octavo.models import load_family
 from octavo.spec import ModelSpec
+from octavo.weights.adapters.adapter_file import check_rank, open_adapter
 from octavo.weights.formats.checkpoint import Checkpoint
+from octavo.weights.methods.base import Use
 from octavo.weights.methods.registry import Methods
 from octavo.weights.sources.source import ModelSource
+from octavo.worker.adapters import check_fit, linears_of, targets_of, translated
 from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import in_words, settle
+from octavo.worker.outline import outline_of
 
 _META = torch.device("meta")  # tensors with a shape and no data
 
@@ -86,6 +91,21 @@ class DryRun:
                 )
             count += tensor.numel()
         return f"all {count:,} are finite"
+
+    def adapter(self, path: str, max_rank: int) -> str:
+        """Whether an adapter fits the model."""
+        file = open_adapter(path)
+        check_rank(file, max_rank)
+        model, family = self._loader.model, load_family(self._checkpoint.config["model_type"])
+        numbers = [0 if linear.request.use is Use.PRODUCT else None for linear in linears_of(model)]
+        targets = targets_of(outline_of(self._checkpoint, self.spec, self._context), numbers)
+        check_fit(file, targets, lambda its, name: translated(its, name, model, family), self.spec.family)
+        ranks = sorted({pair.rank for pair in file.pairs.values()})
+        kinds = sorted({name.rsplit(".", 1)[-1] for name in file.pairs})
+        return (
+            f"{path}: changes {len(file.pairs)} matrices ({', '.join(kinds)}), rank {', '.join(map(str, ranks))}; takes "
+            f"{in_words(file.num_weights * (2 if self._loader.weight_dtype == torch.bfloat16 else 4))}"
+        )
 
     def needs(self) -> LoadReport:
         """The report as if the weights were loaded: what they take, what a page takes, what is left."""

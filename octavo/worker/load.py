@@ -13,7 +13,7 @@ import torch
 from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
 from octavo.attention.native_cpu import NativeCpuAttention
-from octavo.config import AUTO, Config, ParallelConfig
+from octavo.config import AUTO, Config, ParallelConfig, or_else
 from octavo.device import Device, pick
 from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
@@ -39,13 +39,14 @@ from octavo.weights.methods.base import Settings
 from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
-from octavo.worker.cpu_steps import CpuSteps, find_native, held, record
+from octavo.worker.adapters import RankAdapters
+from octavo.worker.cpu_steps import CpuSteps, find_native, held, kinds_of, record
 from octavo.worker.determinism import about_determinism
 from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs
 from octavo.worker.kv_buffers import KVBuffers, name_of, page_dtype
 from octavo.worker.memory.measure import measure, memory_errors
-from octavo.worker.outline import Outline
+from octavo.worker.outline import Outline, outline_of
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import RowState
 from octavo.worker.runner import Runner
@@ -73,6 +74,7 @@ class Loader:
     weight_dtype: torch.dtype
     kv_dtype: torch.dtype
     stage: Stage = WHOLE
+    adapters: RankAdapters | None = None  # None: without --enable-lora
 
     def __init__(
         self,
@@ -104,6 +106,14 @@ class Loader:
         with torch.inference_mode(), memory_errors(self.limits.dtype, available):
             self.build(checkpoint, context)
             self._notes += self.weights.fill(checkpoint, available)
+        if context.methods.settings.adapts:
+            assert self._native is not None
+            family = load_family(checkpoint.config["model_type"])
+            # Where products round their activations to 8 bits, float32 would only be more to read.
+            is_rounded = any(kind.is_quantised for kind in kinds_of(self.model))
+            dtype = torch.bfloat16 if is_rounded or self.weight_dtype == torch.bfloat16 else torch.float32
+            outline = outline_of(checkpoint, self.spec, context)
+            self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, self._native, dtype)
         self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())
         self.ranks.world.barrier()  # ranks on one machine share its memory: measure when all have loaded
         report = self.report(context.dtype, self._measure(context.ops) if self.device.is_cuda else None)
@@ -174,6 +184,7 @@ class Loader:
             packed_types=self._packed_types(checkpoint, ops),
             decodes=self.limits.decodes_packed,
             has_triton=_has_triton(self.device),
+            adapts=self._adapts(),
         )
         splits_experts = config.parallel.enable_expert_parallel and self.group.size > 1
         context = BuildContext(
@@ -187,6 +198,21 @@ class Loader:
         self.stores = KVBuffers(self.spec, layout, self.attention, self.kv_dtype, page_size, num_ranks, zeros)
         self._notes += [why, *filter(None, [self.stores.in_words()])]
         return context
+
+    def _adapts(self) -> bool:
+        """Whether adapters may change products. Raises ConfigError where they cannot."""
+        if not self.config.lora.enable_lora:
+            return False
+        if self._native is None:
+            where = "a GPU" if self.device.is_cuda else "torch's kernels"
+            raise ConfigError(
+                f"--enable-lora needs a CPU with native kernels, and {where} would compute here: leave it out"
+            )
+        if self.spec.is_encoder:
+            raise ConfigError(
+                f"--enable-lora is for models that generate; {self.spec.family} is an encoder: leave it out"
+            )
+        return True
 
     def _take_stage(self, checkpoint: Checkpoint, context: BuildContext) -> Stage:
         """Divide the layers over the stages, as every rank does, and take this rank's."""
@@ -324,7 +350,9 @@ class Loader:
             and self.stage.count <= _MAX_STAGES
         ):
             graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs)
-        return Runner(self.device, self.model, rows, staging, limits.max_num_seqs, self._native, graphs)
+        runner = Runner(self.device, self.model, rows, staging, limits.max_num_seqs, self._native, graphs)
+        runner.adapters = self.adapters
+        return runner
 
     def _record(self, runner: Runner) -> list[str]:
         # Ranks communicate in the middle of a step, which a tape cannot record.
@@ -348,6 +376,14 @@ class Loader:
         fleet = self.config.fleet  # replicas of a machine share its memory
         num_replicas = max(fleet.first_replicas, fleet.max_replicas)
         host_available = pick("cpu").memory_available() // (self._num_local_ranks * num_replicas)
+        adapter_bytes = 0
+        if self.adapters is not None:
+            adapter_bytes = or_else(self.config.lora.lora_memory_bytes, host_available // 10)
+            if adapter_bytes > host_available // 2:
+                raise ConfigError(
+                    f"--lora-memory {adapter_bytes} is more than half of the {host_available} bytes that are left for adapters and KV pages"
+                )
+            host_available -= adapter_bytes
         return LoadReport(
             device=self.device.describe(limits.cpu_threads),
             dtype=limits.dtype,
@@ -372,6 +408,7 @@ class Loader:
             kv_dtype=name_of(self.kv_dtype),
             windows=self.layout.windows,
             stage=self.stage.index,
+            adapter_bytes=adapter_bytes,
         )
 
 

@@ -24,6 +24,20 @@ _ROWS, _CONTEXT = 8, 512
 _MOST_COUNTED = 1000  # layers; more are divided evenly
 
 
+def outline_of(checkpoint: Checkpoint, spec: ModelSpec, context: BuildContext) -> DecoderModel:
+    """The model of this context, with shapes and no weights."""
+    rank = context.methods.settings
+    # Kernels hold weights in their own layouts, which need the data; slots and their shapes are the same with torch.
+    outline = dataclasses.replace(
+        rank, device=_META, ops=torch_ops(_META, rank.dtype), quantization="", has_triton=False
+    )
+    family = load_family(checkpoint.config["model_type"])
+    model: DecoderModel = family.Model(
+        checkpoint.config, spec, dataclasses.replace(context, methods=Methods(outline, rank))
+    )
+    return model
+
+
 @dataclass(frozen=True, slots=True)
 class Outline:
     spec: ModelSpec
@@ -32,15 +46,8 @@ class Outline:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, spec: ModelSpec, context: BuildContext) -> "Outline":
-        rank = context.methods.settings
-        # Kernels hold weights in their own layouts, which need the data; slots and their shapes are the same with torch.
-        outline = dataclasses.replace(
-            rank, device=_META, ops=torch_ops(_META, rank.dtype), quantization="", has_triton=False
-        )
-        whole = dataclasses.replace(
-            context, group=Group.single(), methods=Methods(outline, rank), stage=WHOLE, splits_experts=False
-        )
-        model: DecoderModel = load_family(checkpoint.config["model_type"]).Model(checkpoint.config, spec, whole)
+        whole = dataclasses.replace(context, group=Group.single(), stage=WHOLE, splits_experts=False)
+        model = outline_of(checkpoint, spec, whole)
         slots = _sizes(model.weight_slots())
         layers = [set(layer.weight_slots("").keys()) for layer in model.layers]  # type: ignore[operator]
         prefix = "" if not layers else _prefix(slots, next(iter(layers[0])))

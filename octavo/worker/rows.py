@@ -57,6 +57,7 @@ class RowState:
         self.unwindowed_tables = [table for table, window in zip(self.page_tables, windows, strict=True) if not window]
         self.sampling = SamplingState(max_rows, vocab_size, grammars)
         self.pooling: dict[int, PoolingParams] = {}  # rows whose request wants a vector instead of tokens
+        self.adapters: dict[int, str] = {}  # row → id of its adapter, for rows that have one
         self._staging = staging
         self._is_cuda, self._samples = device.is_cuda, samples
 
@@ -64,6 +65,7 @@ class RowState:
         """Clear pooling and sampling state of rows that end. Their other entries are never read again."""
         for row in rows:
             self.pooling.pop(row, None)
+            self.adapters.pop(row, None)
             if self._samples:
                 self.sampling.leave(row)
 
@@ -119,6 +121,10 @@ class RowState:
                 )
             if entering.pooling is not None:
                 self.pooling[row] = entering.pooling
+            if entering.params.adapter:
+                self.adapters[row] = entering.params.adapter
+            else:
+                self.adapters.pop(row, None)
         if plan.page_rows:
             if self.num_groups == 1:
                 self.page_table[plan.page_rows, plan.page_entries] = plan.page_ids

@@ -8,7 +8,8 @@ from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
 from octavo.messages import StepPlan, most_samples
 from octavo.parallel import NO_LINKS, Links
-from octavo.worker.assemble import Columns, assemble, shared_in
+from octavo.worker.adapters import RankAdapters
+from octavo.worker.assemble import Assembled, Columns, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.drafts import Drafted
 from octavo.worker.graphs import Graphs, is_only_greedy
@@ -40,6 +41,7 @@ class Runner:
         self.device, self.model, self.rows, self.staging = device, model, rows, staging
         self.graphs = graphs
         self.steps: CpuSteps | None = None
+        self.adapters: RankAdapters | None = None  # None: no request has one (--enable-lora)
         self.links: Links = NO_LINKS
         self._native = native
         # As many steps as there are stages, and one more, may be uncollected.
@@ -77,6 +79,16 @@ class Runner:
         """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want. A stage that is not the last sends
         its hidden states on."""
         assembled = assemble(columns, self.rows, self.staging)
+        if assembled.batch.adapter_of is None or self.adapters is None:
+            return self._compute(columns, assembled)
+        assert self._native is not None, "adapters are for native kernels"
+        self._native.set_adapters(self.adapters.of(assembled.batch))
+        try:
+            return self._compute(columns, assembled)
+        finally:
+            self._native.set_adapters(None)
+
+    def _compute(self, columns: Columns, assembled: Assembled) -> tuple[torch.Tensor | None, Extras | None]:
         if not self.model.stage.is_last:
             self._pass_on(assembled.batch)
             return None, None

@@ -14,6 +14,7 @@ from octavo import LLM
 from octavo.cli.doctor import determinism
 from octavo.cli.doctor.ways import Setting, Way, together
 from octavo.cli.main import main
+from tests.adapters import ALL, weights_of, write_peft
 from tests.doubles import CHAT_TEMPLATE, EOS, VOCAB_SIZE, _byte_characters, write_byte_tokenizer
 from tests.engine.test_engine_embed import MEAN_POOLING, bert, write
 from tests.weights.gguf_writer import Packed, write_gguf
@@ -57,6 +58,20 @@ def test_a_healthy_folder_passes_and_its_memory_is_what_a_start_takes(
     assert memory["weights_bytes"] == pytest.approx(started.weights_bytes, rel=0.25)  # kernels pad small weights
     many = [entry for entry in memory["kv_bytes"] if entry["sequences"] == 8]
     assert [(entry["tokens"], entry["bytes"]) for entry in many] == [(128, 8 * 8 * started.page_bytes)]
+
+
+def test_adapters_are_checked_against_the_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = weights_of(folder)
+    good = write_peft(tmp_path / "good", weights, rank=4, targets=ALL)
+    code, report, _ = diagnose(capsys, str(folder), "--adapter", str(good))
+    status, message = finding(report, "adapter")
+    assert (code, status) == (0, "ok") and "changes 14 matrices" in message and "rank 4" in message
+    wide = write_peft(tmp_path / "wide", {"model.layers.0.self_attn.q_proj.weight": torch.zeros(40, 32)})
+    code, report, err = diagnose(capsys, str(folder), "--adapter", str(wide))
+    status, message = finding(report, "adapter")
+    assert (code, status) == (2, "failed") and "40 × 32, and this model's has 32 × 32" in message and message in err
 
 
 def test_a_person_sees_marks_and_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

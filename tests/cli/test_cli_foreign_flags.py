@@ -167,7 +167,7 @@ def test_values_that_would_change_something_are_refused(capsys: pytest.CaptureFi
 
 
 def test_the_off_form_of_what_is_not_offered_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse("--no-enable-lora", "--no-async-scheduling") == Config()
+    assert parse("--no-enable-sleep-mode", "--no-async-scheduling") == Config()
     assert capsys.readouterr().err.count("has no effect") == 2
 
 

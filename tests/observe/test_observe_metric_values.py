@@ -172,7 +172,7 @@ ELSEWHERE = {
 
 NOT_OFFERED = {
     "vllm:engine_sleep_state": "an engine here does not sleep",
-    "vllm:lora_requests_info": "no adapters; vLLM has it only where they are enabled",
+    "vllm:lora_requests_info": "only where adapters are enabled, as in vLLM (test_engine_adapters.py)",
     "vllm:num_requests_kv_fetch_by_stage": "pages come from nowhere else",
     "vllm:external_prefix_cache_queries_total": "pages come from nowhere else",
     "vllm:external_prefix_cache_hits_total": "pages come from nowhere else",

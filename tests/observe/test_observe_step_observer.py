@@ -55,6 +55,7 @@ def load_and_limit(recorded: Recorded) -> None:
         cache.end_load(ticket, 1, [])
         observers.load_ended(ticket, 1, [])
         observers.waited_for_load("none", 0.0, 0)
+        observers.waited_for_adapter("none", 0.0)
         cache.pool.limit_touched(cache.pool.num_pages)
         observers.idle_limited(cache.pool.num_pages)
 

@@ -130,8 +130,8 @@ def test_mistakes_are_named(llm, folder):
         LLM(folder, max_modle_len=3)
     with pytest.raises(ConfigError, match="max_model_len: '8kk' is not a count"):
         LLM(folder, max_model_len="8kk")
-    with pytest.raises(ConfigError, match=r"enable_lora=True is not offered: adapters \(LoRA\) are not supported"):
-        LLM(folder, enable_lora=True)
+    with pytest.raises(ConfigError, match="enable_sleep_mode=True is not offered: a server keeps its model loaded"):
+        LLM(folder, enable_sleep_mode=True)
     with pytest.raises(ConfigError, match="port is an option of the server"):
         LLM(folder, port=3)
     with pytest.raises(ConfigError, match="beyond the model's context"):

@@ -136,7 +136,7 @@ def test_every_form_of_a_prompt_gives_the_same(llm: LLM) -> None:
         ([1, "x"], {}, "mixes token ids"),
         (None, {"prompt_token_ids": [["a"]]}, "prompt_token_ids must be a list of ids"),
         ("a", {"sampling_params": {"temperature": 0}}, "sampling_params must be SamplingParams"),
-        ("a", {"lora_request": "x"}, "lora_request is not supported"),
+        ("a", {"lora_request": "x"}, "lora_request needs LLM"),
         ([3.5], {}, "a prompt must be a text or token ids, got float"),
     ],
 )

@@ -32,6 +32,8 @@ LLAMA_CPP = ("/completion", "/apply-template")
 UNTRIED = {
     "/completions",
     "/v1/fleet",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
     "/infill",
     "/v1/embeddings",
     "/v1/batches",

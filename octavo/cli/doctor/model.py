@@ -1,9 +1,10 @@
 """`octavo doctor MODEL`: checks whether a model would serve, with the code that serving runs. It prints one line per check."""
 
+import functools
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,15 +46,16 @@ class _DryRun(Protocol):
     def arithmetic(self) -> str: ...
     def tensors(self) -> str: ...
     def numbers(self) -> str: ...
+    def adapter(self, path: str, max_rank: int) -> str: ...
     def needs(self) -> LoadReport: ...
     def settled(self, needs: LoadReport) -> EngineReport: ...
 
 
-def run(config: Config, *, deep: bool, as_json: bool) -> int:
+def run(config: Config, *, deep: bool, as_json: bool, adapters: Sequence[str] = ()) -> int:
     """Print the report. Raises ConfigError with the first reason why the model would not serve."""
     diagnosis = Diagnosis(config.model.model or "the embedded model")
     show = None if as_json else printer(config.model.model)
-    for finding in examine(config, diagnosis, deep=deep):
+    for finding in examine(config, diagnosis, deep=deep, adapters=adapters):
         diagnosis.findings.append(finding)
         if show is not None:
             show(finding)
@@ -66,7 +68,7 @@ def run(config: Config, *, deep: bool, as_json: bool) -> int:
     return 0
 
 
-def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
+def examine(config: Config, diagnosis: Diagnosis, *, deep: bool, adapters: Sequence[str] = ()) -> Iterator[Finding]:
     """Yield each finding as soon as it is known."""
     is_dummy = config.model.load_format == "dummy"
     try:
@@ -83,7 +85,11 @@ def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fin
     yield Finding("files", "ok", f"a {'GGUF file' if source.kind == 'gguf' else 'folder'}, {source.path}")
     dry_run = _load_dry_run(config, source)
     spec: ModelSpec | None = None
-    for finding in _model(dry_run, diagnosis, deep=deep and not is_dummy):
+    checks = [
+        ("adapter", functools.partial(dry_run.adapter, path, config.lora.max_lora_rank))
+        for path in (*adapters, *config.lora.modules.values())
+    ]
+    for finding in _model(dry_run, diagnosis, checks, deep=deep and not is_dummy):
         if finding.check == "configuration" and finding.status == "ok":
             spec = dry_run.spec
         yield finding
@@ -99,7 +105,9 @@ def _load_dry_run(config: Config, source: ModelSource) -> _DryRun:
 # ── the model ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model(dry_run: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
+def _model(
+    dry_run: _DryRun, diagnosis: Diagnosis, adapters: Sequence[tuple[str, Callable[[], str]]] = (), *, deep: bool
+) -> Iterator[Finding]:
     steps: list[tuple[str, Callable[[], str]]] = [
         ("configuration", dry_run.configuration),
         ("arithmetic", dry_run.arithmetic),
@@ -108,6 +116,7 @@ def _model(dry_run: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fi
     ]
     if deep:
         steps.insert(3, ("numbers", dry_run.numbers))
+    steps += adapters
     for at, (name, step) in enumerate(steps):
         try:
             message = step()

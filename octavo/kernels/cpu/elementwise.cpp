@@ -34,6 +34,10 @@ void gate_row(const float* gate, const float* up, float alpha, float limit, floa
   elementwise_variant().gate(gate, up, alpha, limit, offset, size, y);
 }
 
+void rms_norm_row(const float* x, const float* weight, float epsilon, int64_t size, float* y) {
+  elementwise_variant().rms_norm(x, weight, epsilon, size, y);
+}
+
 namespace {
 
 // Numbers that one thread processes in about the time it takes to wake another.

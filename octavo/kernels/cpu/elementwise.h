@@ -45,6 +45,8 @@ struct ElementwiseVariant {
 // y [size] = g / (1 + e^(−alpha · g)) · (u + offset), with g at most limit and u between −limit and limit (0: no limit).
 void gate_row(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y);
 
+void rms_norm_row(const float* x, const float* weight, float epsilon, int64_t size, float* y);
+
 extern const ElementwiseVariant elementwise_portable, elementwise_avx2, elementwise_avx512, elementwise_neon;
 
 }  // namespace octavo

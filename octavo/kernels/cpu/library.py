@@ -234,8 +234,14 @@ class PreparedActivations:
     depth: int
 
 
-def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
-    """Pack rows: [N, K] of the kind's own type for FLOAT32 and BFLOAT16; else GGUF blocks, uint8 [N, bytes of a row]."""
+def packed_bytes(kind: Kind, num_columns: int, depth: int) -> int:
+    num_bytes: int = library().octavo_packed_bytes(kind, num_columns, depth)
+    return num_bytes
+
+
+def pack(threads: Threads, rows: Tensor, kind: Kind, memory: Tensor | None = None) -> PackedWeight:
+    """Pack rows: [N, K] of the kind's own type for FLOAT32 and BFLOAT16; else GGUF blocks, uint8 [N, bytes of a row]. `memory`: where
+    to, aligned and of packed_bytes; None: into memory that is kept as long as the weights packed with it."""
     check(rows.is_contiguous() and rows.dim() == 2, "a weight must be [N, K] and contiguous")
     if kind in _PLAIN:
         check(rows.dtype == _PLAIN[kind], f"a weight of kind {kind.name} must not be {rows.dtype}")
@@ -244,7 +250,10 @@ def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
         weights, num_bytes = QUANTS[kind.stored_as]
         check(rows.dtype == torch.uint8 and rows.shape[1] % num_bytes == 0, f"rows must be blocks of {num_bytes} bytes")
         depth = rows.shape[1] // num_bytes * weights
-    return _packed(library().octavo_pack, threads, rows, kind, depth)
+    if memory is not None:
+        is_right = memory.nbytes == packed_bytes(kind, len(rows), depth) and memory.data_ptr() % _ALIGNMENT == 0
+        check(is_right, "memory for a packed weight must be aligned and of its size")
+    return _packed(library().octavo_pack, threads, rows, kind, depth, memory)
 
 
 def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
@@ -256,8 +265,10 @@ def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
     return _packed(library().octavo_pack_quantised, threads, rows, kind, rows.shape[1])
 
 
-def _packed(function, threads: Threads, rows: Tensor, kind: Kind, depth: int) -> PackedWeight:
-    memory = _arena(library().octavo_packed_bytes(kind, len(rows), depth))
+def _packed(
+    function, threads: Threads, rows: Tensor, kind: Kind, depth: int, memory: Tensor | None = None
+) -> PackedWeight:
+    memory = _arena(packed_bytes(kind, len(rows), depth)) if memory is None else memory
     function(threads.pointer, kind, rows.data_ptr(), len(rows), depth, memory.data_ptr())
     return PackedWeight(memory, kind, len(rows), depth)
 

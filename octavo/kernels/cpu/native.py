@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import ops
+from octavo.kernels.cpu.adapters import NO_SITE, AdapterRows
 from octavo.kernels.cpu.attention import AttentionCall, QkNormRopeCall
 from octavo.kernels.cpu.experts import ExpertWeights, room_bytes
 from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned, check, zeros
@@ -43,6 +44,8 @@ class Native:
         ] = {}  # of the step that is recorded: what stands for the inputs of those to come
         self._num_groups = 1
         self._scratches: dict[str, Tensor] = {}
+        self.num_sites = 0
+        self._adapters: AdapterRows | None = None
 
     @contextmanager
     def recording(self, tape: Tape, inputs: Mapping[str, Tensor], num_groups: int = 1) -> Iterator[None]:
@@ -92,6 +95,7 @@ class Native:
         bias: Tensor | None = None,  # [columns]
         residual: Tensor | None = None,  # [rows, columns]: changed, and returned
         finish: Finish = Finish.PLAIN,
+        site: int = NO_SITE,  # number of this product for adapters
     ) -> Tensor:
         """norm(x) · Wᵀ, finished: [rows, columns]; gated ones: half as many."""
         columns = sum(weight.num_columns for weight in weights)
@@ -101,11 +105,29 @@ class Native:
         count = self._count(x)
         y = residual if residual is not None else self._room(count, len(x), width)
         check(y.shape == (len(x), width) and x.stride(1) == 1 and y.stride(1) == 1, f"y must be [{len(x)}, {width}]")
-        first = 0
-        for group in _by_form(weights):
-            self._products(x, group, norm, bias, y, residual is not None, finish, first)
+        groups, first = _by_form(weights), 0
+        is_one = len(weights) == 1 or finish == Finish.PLAIN
+        check(site < 0 or is_one, "a product that adapters change is one product, or has nothing to finish")
+        for group in groups:
+            # Adapters change all columns at once, when the last of them are there.
+            at = site if group is groups[-1] else NO_SITE
+            self._products(x, group, norm, bias, y, residual is not None, finish, first, at)
             first += sum(weight.num_columns for weight in group)
         return y
+
+    def set_adapters(self, adapters: "AdapterRows | None") -> None:
+        """Adapters of the tokens of steps and operations from now on, until they are set to None again."""
+        self._adapters = adapters
+
+    def set_on(self, step: Step) -> None:
+        """Have a tape's step use the adapters that are set."""
+        if self._adapters is not None:
+            self._adapters.set_on(step)
+
+    def new_site(self) -> int:
+        """Number another product that adapters may change."""
+        self.num_sites += 1
+        return self.num_sites - 1
 
     def gate(self, x: Tensor) -> Tensor:
         """x [rows, 2 size] → silu of the first half · the second, [rows, size]."""
@@ -209,6 +231,7 @@ class Native:
         adds: bool,
         finish: Finish,
         first: int,
+        site: int,
     ) -> None:
         kind, depth = weights[0].kind, x.shape[1]
         products = (Product * len(weights))()
@@ -228,6 +251,10 @@ class Native:
         reads: list[Field] = [(call, "x")] + ([(product, "residual") for product in products] if adds else [])
         call.prepared = self._scratch("prepared", prepared_bytes(kind, len(x), depth))
         writes.append((call, "prepared"))
+        call.site, call.first_column = site, first - sum(weight.num_columns for weight in weights)
+        if site >= 0 and finish != Finish.PLAIN:
+            call.unfinished = self._scratch("unfinished", 4 * len(x) * weights[0].num_columns)
+            writes.append((call, "unfinished"))
         if norm is not None:
             _set_norm(call.norm, norm)
             if not kind.is_quantised or norm.bias is not None:
@@ -269,6 +296,8 @@ class Native:
         if self._tape is not None:
             self._tape.add(op, reads, writes, keep)
         else:
+            if self._adapters is not None and op.code == Code.LINEAR and op.linear.site >= 0:
+                self._adapters.set_on(step)
             ops.run(self.threads, ops.array([op]), step)
 
     def _count(self, x: Tensor) -> Count:

@@ -58,7 +58,8 @@ class Step(ctypes.Structure):
     _fields_ = (
         ("num_tokens", c_int64), ("num_samples", c_int64), ("num_rows", c_int64), ("input_ids", c_void_p),
         ("positions", c_void_p), ("slots", c_void_p), ("sample_at", c_void_p), ("query_start", c_void_p),
-        ("seq_lens", c_void_p), ("page_table", c_void_p), ("table_stride", c_int64),
+        ("seq_lens", c_void_p), ("page_table", c_void_p), ("table_stride", c_int64), ("adapter_of", c_void_p),
+        ("adapters", c_void_p), ("num_adapters", c_int64),
     )  # fmt: skip
 
 
@@ -80,7 +81,8 @@ class Norm(ctypes.Structure):
 class Linear(ctypes.Structure):
     _fields_ = (
         ("x", c_void_p), ("x_stride", c_int64), ("depth", c_int64), ("norm", Norm), ("normed", c_void_p),
-        ("prepared", c_void_p), ("products", POINTER(Product)), ("num_products", c_int64),
+        ("unfinished", c_void_p), ("prepared", c_void_p), ("products", POINTER(Product)), ("num_products", c_int64),
+        ("site", c_int64), ("first_column", c_int64),
     )  # fmt: skip
 
 

@@ -143,6 +143,8 @@ struct ProductKernels {
   // ahead: other memory to prefetch, per share; or null. num_claimed: one counter for all shares, 0 at first.
   void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
                         int index, int num_shares);
+  // y [size] = what a product with this finish would have stored, of the plain product's x [size], or [2 · size] if it is gated.
+  void (*finish_row)(int finish, const float* x, int64_t size, float* y);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);
   int64_t (*dot_all)(int64_t num_dots);
 };

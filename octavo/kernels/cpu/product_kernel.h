@@ -99,6 +99,27 @@ __attribute__((noinline)) void finish(const OctavoProduct* product, int64_t row,
   }
 }
 
+// The same for a row whose plain product was stored and then changed: x [size], or gate and up [2 · size].
+void finish_row(int finish, const float* x, int64_t size, float* y) {
+  for (int64_t at = 0; at < size; at += kPanel) {
+    const int64_t num_left = size - at;
+    Floats value = load_some(x + at, num_left);
+    if (is_gated(finish)) {
+      const Floats gate = finish == OCTAVO_FINISH_GATED ? silu(value) : gelu(value);
+      value = L::mul(gate, load_some(x + size + at, num_left));
+    } else {
+      value = activated(finish, value);
+    }
+    if (num_left >= kPanel) {
+      L::store(y + at, value);
+      continue;
+    }
+    float lanes[kPanel];
+    L::store(lanes, value);
+    for (int64_t lane = 0; lane < num_left; ++lane) y[at + lane] = lanes[lane];
+  }
+}
+
 // PANELS is 2, except for a stream of one row. With 2, an odd panel at the end is multiplied twice.
 template <typename Tile, int ROWS, int PANELS>
 __attribute__((noinline)) void run_tile(const OctavoProduct* product, const void* records, int64_t row,

@@ -86,7 +86,32 @@ void normalise(Threads* threads, const OctavoNorm& norm, const float* x, int64_t
   });
 }
 
-void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const OctavoProduct* after, Ahead* ahead) {
+// Adds what adapters add to a product's rows. A product that has more to do than to be stored is in `unfinished` until then.
+void adapt(Threads* threads, const OctavoLinear& op, int64_t num_rows, const std::vector<AdaptedRows>& rows) {
+  const OctavoProduct& first = op.products[0];
+  const bool is_finished = first.finish == OCTAVO_FINISH_PLAIN;
+  AdaptedProduct product = {};
+  product.x = op.norm.bias ? op.normed : op.x;
+  product.x_stride = op.norm.bias ? op.depth : op.x_stride;
+  product.depth = op.depth;
+  product.norm_weight = op.norm.bias ? nullptr : op.norm.weight;
+  product.epsilon = op.norm.epsilon;
+  product.y = is_finished ? first.y - op.first_column : op.unfinished;
+  product.y_stride = is_finished ? first.y_stride : first.num_columns;
+  product.site = op.site;
+  add_adapters(threads, product, rows);
+  if (is_finished) return;
+  const auto finish_row = product_kernels().finish_row;
+  const int64_t size = is_gated(first.finish) ? first.num_columns / 2 : first.num_columns;
+  for_tokens(threads, num_rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      finish_row(first.finish, op.unfinished + row * first.num_columns, size, first.y + row * first.y_stride);
+  });
+}
+
+// adapted: the rows that have adapters.
+void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const OctavoProduct* after, Ahead* ahead,
+            const std::vector<AdaptedRows>& adapted) {
   const int32_t kind = op.products[0].kind;
   if (op.norm.bias) {
     normalise(threads, op.norm, op.x, op.x_stride, num_rows, op.depth, op.normed, op.depth);
@@ -95,13 +120,22 @@ void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const Oc
     octavo_rms_norm_prepare(threads, kind, op.x, op.x_stride, op.norm.weight, op.norm.epsilon, num_rows, op.depth,
                             octavo_tile_rows(kind), op.prepared);
   }
+  const bool changes = op.site >= 0 && !adapted.empty() && is_adapted(adapted, op.site);
   for (int64_t i = 0; i < op.num_products; ++i) {
     OctavoProduct product = op.products[i];
     product.num_rows = num_rows;
     product.activations = op.prepared;
     const OctavoProduct* next = i + 1 < op.num_products ? op.products + i + 1 : after;
+    if (!changes || product.finish == OCTAVO_FINISH_PLAIN) {
+      run_product(threads, &product, next, ahead);
+      continue;
+    }
+    product.y = op.unfinished;
+    product.y_stride = product.num_columns;
+    product.finish = OCTAVO_FINISH_PLAIN;
     run_product(threads, &product, next, ahead);
   }
+  if (changes) adapt(threads, op, num_rows, adapted);
 }
 
 int gather(Threads* threads, const OctavoMove& op, const OctavoStep& step) {
@@ -149,14 +183,18 @@ void plan_ahead(PagesAhead& ahead, int num_threads, const OctavoOp* op, const Oc
   ahead.plan(op->attention, page_table, step.table_stride, step.seq_lens, step.num_rows, num_threads);
 }
 
-int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step, Ahead* ahead) {
+int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step, Ahead* ahead,
+        const AdaptedStep& adapted) {
   const int64_t count = op->count == OCTAVO_PER_TOKEN ? step.num_tokens : step.num_samples;
   const OctavoMove& move = op->move;
   switch (op->code) {
     case OCTAVO_EMBED: return embed(threads, op->embed, step);
     case OCTAVO_ROTATE: rotate(threads, op->rotate, step); return 0;
     case OCTAVO_LINEAR:
-      if (count > 0) linear(threads, op->linear, count, next_product(op, end), ahead);
+      if (count > 0) {
+        const auto& rows = op->count == OCTAVO_PER_TOKEN ? adapted.tokens : adapted.samples;
+        linear(threads, op->linear, count, next_product(op, end), ahead, rows);
+      }
       return 0;
     case OCTAVO_GATE:
       octavo_silu_mul(threads, op->gate.x, op->gate.x_stride, count, op->gate.size, op->gate.y, op->gate.y_stride);
@@ -183,10 +221,15 @@ using namespace octavo;
 int64_t octavo_run(Threads* threads, const OctavoOp* ops, int64_t num_ops, const OctavoStep* step, double* seconds) {
   using Clock = std::chrono::steady_clock;
   static thread_local PagesAhead ahead;  // kept from call to call, to avoid allocations
+  static thread_local AdaptedStep adapted;
+  adapted.forget();
+  if (step->adapter_of && !adapted.plan(step->adapters, step->num_adapters, step->adapter_of, step->num_tokens, step->sample_at,
+                                        step->num_samples))
+    return 1;
   for (int64_t i = 0; i < num_ops; ++i) {
     if (i == 0 || ops[i - 1].code == OCTAVO_ATTEND) plan_ahead(ahead, threads->size(), ops + i, ops + num_ops, *step);
     const auto start = seconds ? Clock::now() : Clock::time_point();
-    if (run(threads, ops + i, ops + num_ops, *step, ahead.shares()) != 0) return 1 + i;
+    if (run(threads, ops + i, ops + num_ops, *step, ahead.shares(), adapted) != 0) return 1 + i;
     if (seconds) seconds[i] += std::chrono::duration<double>(Clock::now() - start).count();
   }
   return 0;

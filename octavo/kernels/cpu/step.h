@@ -3,6 +3,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "experts.h"
 #include "product.h"
@@ -20,6 +21,9 @@ typedef struct {
   const int32_t* seq_lens;     // [B]
   const int32_t* page_table;   // [B, table_stride]
   int64_t table_stride;
+  const int32_t* adapter_of;      // [T] indices into `adapters`, −1: none; or null: no token has one
+  const OctavoAdapter* adapters;  // [num_adapters]
+  int64_t num_adapters;
 } OctavoStep;
 
 enum OctavoOpCode {
@@ -71,9 +75,12 @@ typedef struct {
   int64_t x_stride, depth;
   OctavoNorm norm;
   float* normed;   // [rows, depth]: buffer for norm(x), used for a LayerNorm
+  float* unfinished;  // [rows, all columns]: buffer for products that are changed by adapters before they are finished; or null
   void* prepared;  // buffer for the activations
   const OctavoProduct* products;  // octavo_run fills in num_rows and activations
   int64_t num_products;
+  int64_t site;  // number of this product for adapters, which change it when all of it is there; −1: none does
+  int64_t first_column;  // columns of the site's products that an earlier operation has computed, to the left of these
 } OctavoLinear;
 
 // y [rows, size] = silu(x[:, :size]) · x[:, size:].

@@ -152,6 +152,7 @@ class EngineJournal(StepObserver):
         self._loads: dict[
             str, tuple[float, int]
         ] = {}  # request that arrives next → since when it waited for how many tokens
+        self._adapters: dict[str, float] = {}  # request that arrives next → since when it waited for its adapter
         self._grammar_seconds = 0.0  # that grammars took in all steps
         self._tally = StepTotals()
         self._queue = _Queue()
@@ -167,10 +168,17 @@ class EngineJournal(StepObserver):
     def waited_for_load(self, request_id: str, since: float, num_tokens: int) -> None:
         self._loads[request_id] = (since, num_tokens)
 
+    def waited_for_adapter(self, request_id: str, since: float) -> None:
+        self._adapters[request_id] = since
+
     def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
         look = self._queue.look(now)
         loaded = self._loads.pop(request.id, None)
+        adapter_since = self._adapters.pop(request.id, now)
         tracks = [_Track(index, request, now, look, self._num_plans) for index in range(request.params.n)]
+        if adapter_since < (end := now if loaded is None else loaded[0]):
+            for track in tracks:
+                track.stages.append(Stage("adapter", adapter_since, end))
         if loaded is not None:
             for track in tracks:
                 track.stages.append(Stage("load", loaded[0], now, cached_tokens=loaded[1]))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.messages import GenerateRequest, ReadJourneys, SamplingParams
+from octavo.messages import AdapterRef, GenerateRequest, ReadJourneys, SamplingParams
 from octavo.observe.journeys.stages import EngineJourney, Stage, StageName, Track
 
 State = Literal["waiting", "running", "finished", "failed", "aborted"]
@@ -77,6 +77,7 @@ class OpenJourney:
     def __init__(self, id: str, method: str, path: str, api_process: int, received: float) -> None:
         self.id, self.method, self.path, self.api_process = id, method, path, api_process
         self.owner = b""  # of its API key (server/state/owners.py)
+        self.adapter: AdapterRef | None = None  # that its requests are computed with; None: the model alone
         self.user = self.header_value = ""  # by which it may share the engine, within its key (--fairness)
         self.handler = path  # then the route's pattern, once that is known
         self.received, self.received_at = received, time.time() - (time.monotonic() - received)

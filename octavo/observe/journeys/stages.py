@@ -12,6 +12,7 @@ time that the step may take beside running streams (--max-inter-token-ms), earli
 end of the running step."""
 StageName = Literal[
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
+    "adapter",  # in the engine, before the queue: its adapter was read into memory, or waited for memory
     "load",  # in the engine, before the queue: KV pages came from a tier
     "queue", "prefill", "decode", "preempted", "recompute", "several", "engine",  # in the engine; engine: its own stages are not known
     "restart",  # the engine had ended, and another was started

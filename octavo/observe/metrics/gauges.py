@@ -30,6 +30,24 @@ class TierState:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterState:
+    """Adapters (--enable-lora). Counts are since the start."""
+
+    running: tuple[str, ...]  # names of those that open requests have
+    waiting: tuple[str, ...]  # names of those that requests wait for
+    max_used: int  # --max-loras
+    num_loaded: int
+    num_bytes: int
+    budget: int
+    loads: int
+    load_seconds: float
+    waits: int  # requests that waited for one, however shortly
+    wait_seconds: float
+    dropped: int  # to make room
+    failures: int  # loads that failed
+
+
+@dataclass(frozen=True, slots=True)
 class EngineState:
     """The engine at the moment of a scrape. Pages are device pages; a cached one is free to take and still useful."""
 
@@ -52,6 +70,7 @@ class EngineState:
     rejections: Mapping[str, int] = field(default_factory=dict)  # since the start, by reason
     blocked_seconds: Mapping[str, float] = field(default_factory=dict)  # of the queue's head since the start, by reason
     tier: TierState = TierState()  # all 0: there is none
+    adapters: AdapterState | None = None  # None: none are served
 
 
 def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> None:
@@ -130,6 +149,34 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         counts = [({"reason": reason}, count) for (each, reason), count in state.refusals.items() if each == kind]
         scrape.counter(f"octavo:{kind}_requests", help, counts)
     _write_tier(scrape, report, state.tier)
+    if state.adapters is not None:
+        _write_adapters(scrape, state.adapters)
+
+
+def _write_adapters(scrape: Scrape, adapters: AdapterState) -> None:
+    names = {
+        "max_lora": str(adapters.max_used),
+        "running_lora_adapters": ",".join(adapters.running),
+        "waiting_lora_adapters": ",".join(adapters.waiting),
+    }
+    scrape.gauge(
+        "vllm:lora_requests_info", "Adapters of running and waiting requests, as labels; always 1.", [(names, 1)]
+    )
+    scrape.gauge("octavo:adapters_loaded", "Adapters in memory.", [({}, adapters.num_loaded)])
+    scrape.gauge(
+        "octavo:adapter_bytes",
+        "Memory that adapters take, and may take (--lora-memory).",
+        [({"kind": "used"}, adapters.num_bytes), ({"kind": "limit"}, adapters.budget)],
+    )
+    scrape.counter("octavo:adapter_loads", "Adapters that were read into memory.", [({}, adapters.loads)])
+    scrape.counter("octavo:adapter_load_seconds", "Time for that, beside the steps.", [({}, adapters.load_seconds)])
+    scrape.counter("octavo:adapters_dropped", "Adapters that made room for others.", [({}, adapters.dropped)])
+    scrape.counter("octavo:adapter_failures", "Adapters that could not be read.", [({}, adapters.failures)])
+    scrape.counter(
+        "octavo:adapter_wait_seconds",
+        "Time for which requests waited for their adapter.",
+        [({}, adapters.wait_seconds)],
+    )
 
 
 def _write_tier(scrape: Scrape, report: EngineReport, tier: TierState) -> None:

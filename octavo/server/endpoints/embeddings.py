@@ -75,4 +75,4 @@ async def collect(service: Service, requests: list[GenerateRequest], fields: Emb
 
     data = await offload(size, lambda: [shown(index, vector) for index, vector in enumerate(found)])
     num_tokens = sum(len(request.prompt_ids) for request in requests)
-    return Embeddings(data, service.model_name, Usage(num_tokens, num_tokens))
+    return Embeddings(data, service.answering_name, Usage(num_tokens, num_tokens))

@@ -54,7 +54,7 @@ def router(service: Service) -> APIRouter:
             fields,
             message_id,
             task,
-            MessageWriter(message_id, service.model_name, task),
+            MessageWriter(message_id, service.answering_name, task),
             ignored=NAMES.ignored(fields, asked),
             error_event=error_event,
             keep_alive=typed_event(Ping()),

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the one model that is served, under each of its names."""
+"""GET /v1/models and /v1/models/{id}: the one model that is served, under each of its names, and its adapters."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     created: int
     max_model_len: int
     root: str  # what --model named, or the embedded model
-    parent: None = None
+    parent: str | None = None  # of an adapter: the model's name
     object: Literal["model"] = "model"
     owned_by: Literal["octavo"] = "octavo"
     capabilities: tuple[Literal["chat", "completion", "embedding"], ...] = ()
@@ -34,7 +34,8 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        return _json(ModelList([_card(service, name) for name in service.model_names]))
+        names = [*service.model_names, *service.adapters.names()]
+        return _json(ModelList([_card(service, name) for name in names]))
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> Response:
@@ -48,6 +49,8 @@ def _card(service: Service, name: str) -> ModelCard:
     root = service.config.model.model or service.model_name
     report, text = service.report, service.text
     card = ModelCard(name, service.created, report.max_model_len, root)
+    if name not in service.model_names:  # an adapter
+        card = msgspec.structs.replace(card, root=service.adapters.path_of(name), parent=service.model_name)
     if not report.can_generate:
         return msgspec.structs.replace(card, capabilities=("embedding",))
     capabilities = ("chat", "completion", "embedding") if text.has_chat_template else ("completion", "embedding")

@@ -188,7 +188,7 @@ def _wishes(fields: GenerationFields, arrived: float) -> dict[str, Any]:
     return {**({"wants_progress": True} if fields.wants_progress else {}), **fields.times(arrived)}
 
 
-_BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "prediction_ids", "structured_outputs", "grammar"}
+_BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "prediction_ids", "structured_outputs", "grammar", "adapter"}
 _BY_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT]
 
 

@@ -175,7 +175,9 @@ class Journeys(EngineObserver):
             self._engine.submit(request)
             return
         now = time.monotonic()
-        received = msgspec.structs.replace(request, http_id=journey.id, owner=journey.owner, arrived=journey.received)
+        received = msgspec.structs.replace(
+            request, http_id=journey.id, owner=journey.owner, arrived=journey.received, adapter=journey.adapter
+        )
         self._engine.submit(received)
         journey.submit(request, now)
         if (placement := self._engine.placement(request.id)) is not None:

@@ -20,6 +20,7 @@ from octavo.messages import Control, EngineReport, GenerateRequest
 from octavo.observe.journeys.journey import Journey, OpenJourney, current
 from octavo.observe.logs import request_fields, request_line
 from octavo.observe.metrics.http_metrics import UNCOUNTED
+from octavo.server.state.adapters import AdapterRegistry
 from octavo.server.state.compiler import Compiler
 from octavo.server.state.disconnect import DRAIN_RETRY_AFTER
 from octavo.server.state.journeys import Journeys
@@ -51,6 +52,7 @@ class Service:
         self.model_name = model_name
         self.model_path = model_path
         self.model_names = config.model.served_names or [model_name]  # under which it is served
+        self.adapters = AdapterRegistry(config.lora, self.model_names)
         self.created = int(time.time())
         self.owners = owners_of(config)
         self.compiler = Compiler(text, config.budget)
@@ -123,10 +125,24 @@ class Service:
         _ = self.report
 
     def check_model(self, name: str | None) -> None:
-        """None and the empty string mean the one model that is served."""
-        if name and name not in self.model_names:
-            names = " or ".join(map(repr, self.model_names))
-            raise ModelNotFound(f"model {quote(name)} is not served here; use {names}", param="model")
+        """None and the empty string mean the one model that is served. An adapter's name means the model with this adapter: what the HTTP
+        request submits from now on is computed with it."""
+        if not name or name in self.model_names:
+            return
+        if (adapter := self.adapters.find(name)) is not None:
+            journey = current.get()
+            assert journey is not None, "a model is asked for by an HTTP request"
+            journey.adapter = adapter
+            return
+        names = " or ".join(map(repr, self.model_names))
+        others = f", or one of {len(self.adapters.names())} adapters (/v1/models)" if self.adapters.is_enabled else ""
+        raise ModelNotFound(f"model {quote(name)} is not served here; use {names}{others}", param="model")
+
+    @property
+    def answering_name(self) -> str:
+        """The name of what answers the HTTP request: the model, or the adapter that the request asks for."""
+        journey = current.get()
+        return self.model_name if journey is None or journey.adapter is None else journey.adapter.name
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Give requests to the engine, in order: all of them, or none where one is refused. Their deltas are to be read; those

@@ -204,6 +204,20 @@ def _entries(path: Path) -> dict[str, Entry]:
     }
 
 
+def read_entries(path: Path) -> dict[str, Entry]:
+    """The tensors of one file that are stored in types that can be read. Raises ConfigError."""
+    entries = _entries(path)
+    for name, entry in entries.items():
+        _require_known(name, entry, _TYPES)
+    return entries
+
+
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    with _opened(path, "pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse duplicate names: readers could disagree on which entry counts."""
     found = dict(pairs)

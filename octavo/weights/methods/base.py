@@ -37,6 +37,8 @@ class Settings:
     weights arrive packed is known only when they are filled: a method that cannot hold what arrives decodes it."""
     decodes: bool = False
     """The native CPU kernels multiply packed weights in float32, as if they had been decoded."""
+    adapts: bool = False
+    """Adapters may change the products (--enable-lora)."""
     has_triton: bool = False
     """Triton kernels run on this device, even where the ops are torch's: those of experts take float32 too."""
 

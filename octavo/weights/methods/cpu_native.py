@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.kernels.cpu.adapters import NO_SITE
 from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.kernels.cpu.library import GGUF_KINDS, GROUP, PANEL, Kind, PackedWeight, pack, pack_quantised
 from octavo.kernels.cpu.ops import Finish
@@ -89,6 +90,7 @@ class NativeWeight(NativeHeld, HeldWeight, HeldTable):
         self._part_sizes = part_sizes
         self._parts: list[Weight | None] = [None] * len(part_sizes)
         self._weights: list[PackedWeight] = []
+        self.site = NO_SITE  # its number for adapters
 
     def fill(self, part: int, rows: Weight) -> None:
         assert self._parts[part] is None
@@ -154,20 +156,20 @@ class NativeWeight(NativeHeld, HeldWeight, HeldTable):
     ) -> Tensor:
         finish = _FINISHES.get(activation)
         if finish is None:
-            return activate(self._native.linear(x, self._weights, norm=norm, bias=bias), activation)
-        return self._native.linear(x, self._weights, norm=norm, bias=bias, finish=finish)
+            return activate(self._native.linear(x, self._weights, norm=norm, bias=bias, site=self.site), activation)
+        return self._native.linear(x, self._weights, norm=norm, bias=bias, finish=finish, site=self.site)
 
     def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        return self._native.linear(x, self._weights, bias=bias, residual=residual)
+        return self._native.linear(x, self._weights, bias=bias, residual=residual, site=self.site)
 
     def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
         if activation not in _GATED or bias is not None:
             return None
         if len(self._weights) == 1 and self._weights[0].num_columns % (2 * PANEL) == 0:
-            return self._native.linear(x, self._weights, norm=norm, finish=_GATED[activation])
+            return self._native.linear(x, self._weights, norm=norm, finish=_GATED[activation], site=self.site)
         if activation != "silu":
             return None
-        return self._native.gate(self._native.linear(x, self._weights, norm=norm))
+        return self._native.gate(self._native.linear(x, self._weights, norm=norm, site=self.site))
 
     def look_up(self, ids: Tensor, factor: float = 1.0) -> Tensor:
         (table,) = self._weights
@@ -213,7 +215,10 @@ def hold(request: WeightRequest, settings: Settings) -> NativeWeight:
         case Use.PRODUCT:
             # Gate and up of two kinds would not be gated by float32's own kernel.
             is_one = request.is_gated and settings.decodes
-            return NativeWeight(ops, request.part_sizes, dtype, quantization, is_one, settings.decodes)
+            weight = NativeWeight(ops, request.part_sizes, dtype, quantization, is_one, settings.decodes)
+            if settings.adapts:
+                weight.site = ops.native.new_site()
+            return weight
 
 
 def native_ops(settings: Settings) -> NativeOps:

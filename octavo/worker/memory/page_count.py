@@ -95,6 +95,7 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         fingerprint=_fingerprint(reports),
         can_generate=first.can_generate,
         num_stages=1 + max(report.stage for report in reports),
+        adapter_bytes=first.adapter_bytes,
     )
 
 

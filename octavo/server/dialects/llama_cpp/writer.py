@@ -49,7 +49,7 @@ class LlamaWriter:
         )
         self._given, self._asked, self._arrived = given, asked, arrived
         self._text, self._max_len = service.text, service.report.max_model_len
-        self._model = given.model or service.model_name
+        self._model = given.model or service.answering_name
         wants_tokens = bool(given.n_probs or given.return_tokens or given.stream)
         per_event = asked.fields.tokens_per_event(service.config)
         self.generation = Generation(service, self._requests, per_event, wants_tokens)

@@ -70,7 +70,7 @@ class CompletionWriter:
         self._check = form.check
         self._said: dict[int, str] = {}  # choice → its text so far, where it is to be checked
         self._offsets: dict[int, TextOffsets] = {}  # of the choices that have begun
-        self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
+        self._head = (response_id, int(time.time()), service.answering_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         generation, fields = self.generation, self._fields

@@ -55,7 +55,7 @@ class ResponseWriter:
             instructions=fields.instructions,
             max_output_tokens=fields.max_output_tokens,
             max_tool_calls=fields.max_tool_calls,
-            model=service.model_name,
+            model=service.answering_name,
             parallel_tool_calls=fields.parallel_tool_calls is not False,
             previous_response_id=fields.previous_response_id,
             prompt_cache_key=fields.prompt_cache_key,

@@ -277,7 +277,7 @@ function drawEnded() {
     (end) => end.number,
     (end) => {
       const sum = (...names) => names.reduce((total, name) => total + (end.stages[name] || 0), 0);
-      const parts = [["wait", sum("load", "queue", "preempted", "restart")], ["prompt", sum("prefill", "recompute")], ["decode", sum("decode", "several", "engine")]];
+      const parts = [["wait", sum("adapter", "load", "queue", "preempted", "restart")], ["prompt", sum("prefill", "recompute")], ["decode", sum("decode", "several", "engine")]];
       const bar = element("div", { class: "mini", title: parts.map(([, spent]) => seconds(spent)).join(" · ") });
       bar.append(...parts.map(([kind, spent]) => element("i", { "data-kind": kind, style: `width:${((100 * spent) / Math.max(1e-9, end.seconds)).toFixed(1)}%` })));
       const status = element("td", { class: `right number${end.status >= 400 ? " bad" : ""}`, text: end.status === 499 ? "aborted" : end.status });

@@ -1,0 +1,1 @@
+"""Adapters: PEFT itself as the reference, and what they cost."""

@@ -1,0 +1,32 @@
+"""Adapters: train a few (train), compare answers with PEFT (compare), and measure what they cost on a CPU (speed).
+
+    python -m benchmarks.adapters train --model FOLDER --out FOLDER
+    python -m benchmarks.adapters compare --model FOLDER --adapters FOLDER
+    python -m benchmarks.adapters speed [--model MODEL] [--rounds 3]
+
+train and compare need `peft` and `transformers`; FOLDER is a model in Hugging Face layout. train makes three adapters (q and v; all seven
+matrices; all seven with rsLoRA) in a few minutes on a CPU. compare takes the greedy tokens of Octavo in float32 and asks PEFT, with the adapter not
+merged, for the logprobs of the same tokens: alone, mixed in one batch, preempted, and continued by another engine. They must be within
+1e-4, and Octavo's equal in all four, to the bit.
+
+speed: tokens per second of decoding with random rank-16 adapters, beside the base in the same engine and beside an engine without
+--enable-lora, in turn; the medians of the ratios of a round. It prints what the adapters' bytes and products must cost: the limit."""
+
+import argparse
+import sys
+
+from benchmarks.adapters import compare, speed, train
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.adapters", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train.add_options(commands.add_parser("train"))
+    compare.add_options(commands.add_parser("compare"))
+    speed.add_options(commands.add_parser("speed"))
+    options = parser.parse_args()
+    return int(options.run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Low-rank adapters as files: PEFT folders and GGUF files (decision 052)."""

@@ -1,0 +1,175 @@
+"""A PEFT folder: adapter_config.json and adapter_model.safetensors. What would change answers and is not supported is refused by its
+name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ConfigError
+from octavo.weights.adapters.adapter_file import AdapterFile, Pair
+from octavo.weights.formats.safetensors_files import Entry, read_entries, read_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_MAX_CONFIG_BYTES = 1 << 20
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_PLAIN_NAME = re.compile(r"\^?[\w.\\]+\$?")
+# Settings that change what is computed, by name: what they may be, and what they are.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_dora": ((False, None), "DoRA"),
+    "use_qalora": ((False, None), "QALoRA"),
+    "lora_bias": ((False, None), "biases of adapters"),
+    "bias": (("none", None), "trained biases"),
+    "modules_to_save": ((None, []), "modules that are saved whole"),
+    "trainable_token_indices": ((None, [], {}), "trained token embeddings"),
+    "target_parameters": ((None, []), "adapters of bare parameters, such as fused experts"),
+    "layer_replication": ((None, []), "replicated layers"),
+    "alora_invocation_tokens": ((None, []), "activated LoRA"),
+    "arrow_config": ((None,), "Arrow routing"),
+    "megatron_config": ((None,), "Megatron's layers"),
+}
+# Ways to begin training after which the base's own weights are the right ones to add to.
+_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+class PeftAdapter(AdapterFile):
+    def __init__(self, path: Path) -> None:
+        self._config = config = _read_config(path)
+        _check_config(path, config)
+        self._file = path / WEIGHTS
+        if not self._file.is_file():
+            raise ConfigError(_no_weights(path))
+        entries = read_entries(self._file)
+        self._tensors: dict[str, dict[str, str]] = {}  # module → side → tensor
+        for name in entries:
+            found = _MATRIX.fullmatch(name)
+            if found is None:
+                raise ConfigError(f"{self._file}: {_why_not(name)}")
+            module = found["module"].removeprefix(_PREFIX)
+            sides = self._tensors.setdefault(module, {})
+            if found["side"] in sides:
+                raise ConfigError(f"{self._file} has lora_{found['side']} of {module} twice")
+            sides[found["side"]] = name
+        super().__init__(path, {module: self._pair(module, entries) for module in sorted(self._tensors)})
+
+    @property
+    def base(self) -> str:
+        return str(self._config.get("base_model_name_or_path") or "")
+
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
+        sides = self._tensors[name]
+        return read_tensor(self._file, sides["A"]), read_tensor(self._file, sides["B"])
+
+    def _pair(self, module: str, entries: dict[str, Entry]) -> Pair:
+        sides = self._tensors[module]
+        if len(sides) != 2:
+            raise ConfigError(f"{self._file} has only lora_{next(iter(sides))} of {module}: it is incomplete")
+        down, up = entries[sides["A"]], entries[sides["B"]]
+        for side, entry in (("A", down), ("B", up)):
+            if len(entry.shape) != 2 or not all(entry.shape) or not entry.arithmetic:
+                raise ConfigError(
+                    f"{self._file}: lora_{side} of {module} is {entry.type} {list(entry.shape)}; a matrix of floats is expected"
+                )
+        rank = down.shape[0]
+        if up.shape[1] != rank:
+            raise ConfigError(
+                f"{self._file}: {module} has {rank} rows in lora_A and {up.shape[1]} columns in lora_B: both are its rank"
+            )
+        expected = int(_of_pattern(self._config, "rank_pattern", module, self._config["r"]))
+        if rank != expected:
+            raise ConfigError(
+                f"{self._file}: {module} has rank {rank}, and {CONFIG} says {expected}: they do not belong together"
+            )
+        alpha = float(_of_pattern(self._config, "alpha_pattern", module, self._config["lora_alpha"]))
+        scale = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+        return Pair(rank, down.shape[1], up.shape[0], scale)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no {CONFIG}: pass a PEFT folder, or a GGUF file")
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes: it is not an adapter's configuration")
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {str(error)[:100]}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must be a JSON object")
+    return config
+
+
+def _check_config(folder: Path, config: dict[str, Any]) -> None:
+    path = folder / CONFIG
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"{path}: peft_type is {_shown(config.get('peft_type'))}; only LORA is supported")
+    for key, (allowed, what) in _REFUSED.items():
+        if config.get(key) not in allowed:
+            raise ConfigError(f"{path}: {key} is {_shown(config[key])}: {what} ({key}) are not supported")
+    if config.get("init_lora_weights") not in _INIT:
+        raise ConfigError(
+            f"{path}: init_lora_weights is {_shown(config['init_lora_weights'])}, which changes the base's weights: save the adapter "
+            "converted to plain LoRA (path_initial_model_for_weight_conversion)"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ConfigError(f"{path}: r is {_shown(rank)}; it must be a whole number of at least 1")
+    if not _is_number(alpha):
+        raise ConfigError(f"{path}: lora_alpha is {_shown(alpha)}; it must be a number")
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(key) or {}
+        if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
+            raise ConfigError(f"{path}: {key} must be an object of numbers")
+        for name in pattern:
+            if not _PLAIN_NAME.fullmatch(name):
+                raise ConfigError(f"{path}: {key} has {_shown(name)}: only names of modules are supported there")
+
+
+def _of_pattern(config: dict[str, Any], key: str, module: str, otherwise: Any) -> Any:
+    """The value of the first name that the module's ends with."""
+    for name, value in (config.get(key) or {}).items():
+        plain = name.replace("\\", "").removesuffix("$")
+        is_whole = plain.startswith("^")
+        plain = plain.removeprefix("^")
+        if module == plain or (not is_whole and module.endswith("." + plain)):
+            return value
+    return otherwise
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _why_not(name: str) -> str:
+    shown = _shown(name)
+    if "lora_magnitude_vector" in name:
+        return f"{shown} belongs to DoRA (use_dora), which is not supported"
+    if "lora_embedding_" in name:
+        return f"{shown} changes an embedding; adapters of attention and MLP are supported"
+    if "modules_to_save" in name or not ("lora_A" in name or "lora_B" in name):
+        return f"{shown} is a module that is saved whole (modules_to_save), which is not supported"
+    return f"{shown} is not a matrix of a LoRA adapter"
+
+
+def _no_weights(folder: Path) -> str:
+    if (folder / _PICKLE).is_file():
+        return (
+            f"{folder} holds pickled weights ({_PICKLE}), which can run code when they are read: save {WEIGHTS} instead"
+        )
+    return f"{folder} holds no {WEIGHTS}"
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,230 @@
+"""A rank's adapters: where a model's layers take them, those that are in memory, and which row has which."""
+
+import threading
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from octavo.batch import Batch
+from octavo.errors import ConfigError
+from octavo.kernels.cpu.adapters import AdapterPart, AdapterRows, NativeAdapter
+from octavo.kernels.cpu.library import Threads
+from octavo.kernels.cpu.native import Native
+from octavo.layers.linear import Linear, RowLinear
+from octavo.layers.model import DecoderModel
+from octavo.messages import AdapterLoaded, AdapterRef
+from octavo.quants import Weight
+from octavo.weights.adapters.adapter_file import AdapterFile, check_rank, open_adapter, stamp_of
+from octavo.weights.adapters.gguf_file import GGUFAdapter
+from octavo.weights.methods.base import HeldWeight
+from octavo.weights.methods.cpu_native import NativeWeight
+
+
+class Placement(NamedTuple):
+    """Where a part of a module's product is computed on this rank."""
+
+    site: int
+    first_column: int  # of the product
+    rows: Tensor  # [n] int64: rows of B, in the order of the product's columns
+    columns: Tensor | None  # int64: columns of A that this rank multiplies; None: all
+
+
+class Target(NamedTuple):
+    """A module that adapters may change. Without placements, other ranks compute it."""
+
+    shape: tuple[int, ...]  # of its weight, [out, in]
+    placements: list[Placement]
+
+
+class _Probe:
+    """Stands in for a held weight, and notes what is stored in it."""
+
+    def __init__(self, linear: Linear, filled: list[tuple[Linear, int, Tensor]]) -> None:
+        self._linear, self._filled = linear, filled
+
+    def fill(self, part: int, rows: Weight) -> None:
+        self._filled.append((self._linear, part, cast(Tensor, rows)))
+
+
+def linears_of(model: DecoderModel) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def site_of(linear: Linear) -> int | None:
+    """The number of its product for adapters; None: none can change it."""
+    weight = linear.weight
+    return weight.site if isinstance(weight, NativeWeight) and weight.site >= 0 else None
+
+
+def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str, Target]:
+    """The modules of a model that adapters may change, by the name of their weight. Found by storing numbers of rows and columns in
+    place of weights: an adapter's rows then go the way that the weight's own rows went. `outline`: the model without memory, in which
+    nothing can be overwritten. `numbers`: the site of each of its linears; None: it has none."""
+    filled: list[tuple[Linear, int, Tensor]] = []
+    sites: dict[int, int] = {}
+    for linear, site in zip(linears_of(outline), numbers, strict=True):
+        if site is not None:
+            sites[id(linear)] = site
+            linear.weight = cast(HeldWeight, _Probe(linear, filled))
+    targets: dict[str, Target] = {}
+    for name, slot in outline.weight_slots().items():
+        if len(slot.shape) != 2 or not name.endswith(".weight"):
+            continue
+        found = _probed(slot.store, torch.arange(slot.shape[0])[:, None], 1, filled)
+        if found is None:
+            continue
+        placements = []
+        for linear, part, rows in found:
+            columns: Tensor | None = None
+            if isinstance(linear, RowLinear):  # its inputs are divided over ranks, not its outputs
+                rows = torch.arange(slot.shape[0])[:, None]
+                of_columns = _probed(slot.store, torch.arange(slot.shape[1])[None, :], 0, filled)
+                assert of_columns is not None
+                columns = of_columns[0][2][0].clone()
+            first = linear.request.rows(part).start
+            placements.append(Placement(sites[id(linear)], first, rows[:, 0].clone(), columns))
+        targets[name.removesuffix(".weight")] = Target(slot.shape, placements)
+    return targets
+
+
+_NO_PRODUCT = (RuntimeError, IndexError, AttributeError, AssertionError, TypeError)  # of a table, of experts, …
+
+
+def _probed(
+    store: Callable[[Any], None], numbers: Tensor, dim: int, filled: list[tuple[Linear, int, Tensor]]
+) -> list[tuple[Linear, int, Tensor]] | None:
+    """What storing these numbers fills; None: no product, or one whose weight is stored in another way than row by row. `dim`: that in
+    which there is one number."""
+    filled.clear()
+    try:
+        store(numbers)
+    except _NO_PRODUCT:
+        return None
+    is_right = all(rows.dim() == 2 and rows.shape[dim] == 1 for _, _, rows in filled)
+    return list(filled) if filled and is_right else None
+
+
+def translated(file: AdapterFile, name: str, model: DecoderModel, family: ModuleType) -> str:
+    """A module's name in the model's slots; a name that is none of them where it has none."""
+    if isinstance(file, GGUFAdapter):
+        gguf_name = getattr(family, "gguf_name", None)
+        found = None if gguf_name is None else gguf_name(f"{name}.weight")
+        return (found or "").removesuffix(".weight")
+    return model.hf_name(f"{name}.weight").removesuffix(".weight")
+
+
+def check_fit(
+    file: AdapterFile, targets: dict[str, Target], translate: Callable[[AdapterFile, str], str], kind: str
+) -> None:
+    """Raises ConfigError if an adapter does not fit a model. `kind`: the model's family."""
+    for name, pair in file.pairs.items():
+        target = targets.get(translate(file, name))
+        if target is None:
+            raise ConfigError(
+                f"{file.path} changes {name[:100]}, which is no matrix of attention or MLP of this {kind} model that adapters can "
+                f"change{_trained_on(file)}"
+            )
+        if (pair.out_features, pair.in_features) != target.shape:
+            raise ConfigError(
+                f"{file.path}: {name} changes a matrix of {pair.out_features} × {pair.in_features}, and this model's has "
+                f"{target.shape[0]} × {target.shape[1]}: it was trained on another base{_trained_on(file)}"
+            )
+
+
+class RankAdapters:
+    def __init__(
+        self,
+        model: DecoderModel,
+        outline: DecoderModel,
+        family: ModuleType,
+        config: dict[str, Any],
+        native: Native,
+        dtype: torch.dtype,
+    ) -> None:
+        """`outline`: the model without memory. `config`: the model's. `dtype`: in which adapters are held, float32 or bfloat16."""
+        self._model, self._family, self._config, self._native, self._dtype = model, family, config, native, dtype
+        self.targets = targets_of(outline, [site_of(linear) for linear in linears_of(model)])
+        self._loaded: dict[str, NativeAdapter] = {}  # by id
+        self._threads = Threads(1)  # to pack with: a step has the others
+        self._lock = threading.Lock()  # of the one that packs
+
+    # ── loading, beside steps ──
+
+    def check(self, file: AdapterFile) -> None:
+        """Raises ConfigError if the adapter does not fit this model."""
+        check_fit(file, self.targets, self._translated, str(self._config.get("model_type", "this")))
+
+    def held_bytes(self, file: AdapterFile) -> int:
+        """Bytes of memory that it takes."""
+        return file.num_weights * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return self._dtype.itemsize
+
+    def load(self, ref: AdapterRef) -> AdapterLoaded:
+        """Read an adapter into memory. Any thread, one at a time; steps go on meanwhile. Raises ConfigError."""
+        path = Path(ref.path)
+        if ref.stamp and stamp_of(path) != ref.stamp:
+            raise ConfigError(
+                f"the files of adapter {ref.name} ({path}) have changed since it was registered: load it again"
+            )
+        file = open_adapter(path)
+        check_rank(file, ref.max_rank)
+        self.check(file)
+        digest = blake2b(digest_size=16, person=b"octavo adapter")
+        sites: dict[int, list[AdapterPart]] = {}
+        for name, pair in file.pairs.items():
+            down, up = file.matrices(name)
+            module = self._translated(file, name)
+            if isinstance(file, GGUFAdapter):
+                up = self._family.gguf_fix(f"{module}.weight", up, self._config)
+            digest.update(repr((module, pair.scale, pair.rank)).encode())
+            for matrix in (down, up):
+                digest.update(_bytes(matrix))
+            if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+                raise ConfigError(f"{path}: {name} has numbers that are not finite: the file is damaged")
+            for placement in self.targets[module].placements:
+                columns = placement.columns
+                part = AdapterPart(
+                    down if columns is None else down[:, columns],
+                    up[placement.rows],
+                    placement.first_column,
+                    pair.scale,
+                )
+                sites.setdefault(placement.site, []).append(part)
+        name = digest.hexdigest()
+        with self._lock:
+            if name not in self._loaded:
+                adapter = NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype)
+                self._loaded[name] = adapter
+            return AdapterLoaded(name, self._loaded[name].nbytes)
+
+    def forget(self, names: list[str]) -> None:
+        """Free adapters that no row has."""
+        for name in names:
+            self._loaded.pop(name, None)
+
+    def _translated(self, file: AdapterFile, name: str) -> str:
+        return translated(file, name, self._model, self._family)
+
+    # ── steps ──
+
+    def of(self, batch: Batch) -> AdapterRows | None:
+        """The adapters of a step's tokens; None: no token has one."""
+        if batch.adapter_of is None:
+            return None
+        return AdapterRows([self._loaded[name] for name in batch.adapters], batch.adapter_of)
+
+
+def _trained_on(file: AdapterFile) -> str:
+    return f" (its base is {file.base[:100]})" if file.base else ""
+
+
+def _bytes(matrix: Tensor) -> bytes:
+    return matrix.contiguous().view(torch.uint8).numpy().tobytes()

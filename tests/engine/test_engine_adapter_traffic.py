@@ -1,0 +1,275 @@
+"""Which adapters are in memory: a budget of bytes, requests that wait in order, and ends of requests that plans in flight still name."""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from octavo.cache import KVCache
+from octavo.engine.adapter_traffic import MAX_HELD, MAX_OVERTAKEN, AdapterTraffic, LetThrough
+from octavo.errors import ConfigError, Overloaded
+from octavo.messages import Abort, AdapterLoaded, AdapterRef, GenerateRequest, SamplingParams, StepResult
+from octavo.observe.step_observer import StepTimes
+from octavo.schedule import Scheduler
+
+PARAMS = SamplingParams(max_tokens=3, seed=0)
+
+
+class Loader:
+    """Loads when it is told to: by `finish`."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Callable[[AdapterLoaded | str], None]] = {}
+        self.loaded: set[str] = set()
+        self.sizes: dict[str, int] = {}
+
+    def adapter_itemsize(self) -> int:
+        return 1
+
+    def check_adapter(self, ref: AdapterRef) -> int:
+        if ref.name == "bad":
+            raise ConfigError("it does not fit")
+        return self.sizes.get(ref.name, 10)
+
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
+        assert ref.name not in self.asked, "asked twice"
+        self.asked[ref.name] = done
+
+    def forget_adapters(self, ids: list[str]) -> None:
+        assert self.loaded >= {*ids}
+        self.loaded -= {*ids}
+
+    def finish(self, name: str, error: str = "") -> None:
+        done = self.asked.pop(name)
+        if error:
+            return done(error)
+        self.loaded.add(f"id-{name}")
+        done(AdapterLoaded(f"id-{name}", self.sizes.get(name, 10)))
+
+
+class Engine:
+    """A scheduler whose every step is committed at once, unless it is held in flight."""
+
+    def __init__(self, budget: int = 30, max_used: int = 0, max_loaded: int = 0) -> None:
+        self.scheduler = Scheduler(KVCache(400, 4), 64, 4096)
+        self.loader, self.now = Loader(), 0.0
+        self.traffic = AdapterTraffic(
+            self.scheduler, self.loader, budget, lambda: self.now, max_used, max_loaded, itemsize=1
+        )
+        self.count = 0
+
+    def ask(self, adapter: str) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        ref = AdapterRef(adapter, f"/{adapter}", num_weights=self.loader.sizes.get(adapter, 10)) if adapter else None
+        self._add(self.traffic.add(GenerateRequest(name, [1, 2, 3], PARAMS, [], adapter=ref)))
+        return name
+
+    def _add(self, released: list[LetThrough]) -> None:
+        for request, _ in released:
+            if request.adapter is not None:
+                assert request.params.adapter == f"id-{request.adapter.name}"
+                assert request.params.adapter in self.loader.loaded
+            self.scheduler.add(request)
+
+    def take(self) -> list[tuple[str, str]]:
+        released, refused = self.traffic.take()
+        self._add(released)
+        return [(request.id, why) for request, why in refused]
+
+    def load(self, name: str, error: str = "") -> list[tuple[str, str]]:
+        self.loader.finish(name, error)
+        return self.take()
+
+    def plan(self) -> Callable[[], None]:
+        """Make a plan. → its commit."""
+        planned = self.scheduler.plan()
+        self.traffic.planned(planned, self.now)
+        for entering in planned.plan.enters:
+            assert not entering.params.adapter or entering.params.adapter in self.loader.loaded
+
+        def commit() -> None:
+            if planned.is_empty:
+                return
+            result = StepResult(planned.plan.step, [7] * sum(planned.plan.samples))
+            committed = self.scheduler.commit(planned.plan, result)
+            self.traffic.committed(committed, StepTimes(self.now, 0.0))
+
+        return commit
+
+    def step(self) -> None:
+        self.plan()()
+
+    def runs(self, name: str) -> bool:
+        return self.scheduler.has(name)
+
+
+def test_a_request_waits_for_its_adapter_alone() -> None:
+    engine = Engine()
+    first, other, base = engine.ask("a"), engine.ask("b"), engine.ask("")
+    assert engine.runs(base) and not engine.runs(first)
+    assert [*engine.loader.asked] == ["a", "b"]
+    engine.load("b")
+    assert engine.runs(other) and not engine.runs(first) and engine.traffic.state().waiting == ("a",)
+    again = engine.ask("b")  # which is in memory
+    assert engine.runs(again)
+    engine.load("a")
+    assert engine.runs(first) and engine.traffic.state().running == ("a", "b")
+
+
+def test_memory_is_freed_when_no_plan_in_flight_names_it() -> None:
+    engine = Engine(budget=10)
+    first = engine.ask("a")
+    engine.load("a")
+    in_flight = engine.plan()
+    removed = engine.scheduler.abort(first)
+    assert removed is not None
+    engine.traffic.removed(Abort(first), removed, 0.0)
+    second = engine.ask("b")
+    engine.take()
+    assert not engine.loader.asked, "a step in flight still reads it"
+    in_flight()
+    engine.take()
+    assert [*engine.loader.asked] == ["b"] and not engine.loader.loaded
+    engine.load("b")
+    assert engine.runs(second)
+
+
+def test_the_cheapest_and_least_used_is_dropped() -> None:
+    engine = Engine(budget=30)
+    for name, seconds, uses in (("a", 1.0, 3), ("b", 1.0, 1), ("c", 9.0, 1)):
+        engine.ask(name)
+        engine.now += seconds
+        engine.load(name)
+        for _ in range(uses - 1):
+            engine.ask(name)
+    for _ in range(4):
+        engine.step()
+    engine.ask("d")
+    assert engine.loader.loaded == {"id-a", "id-c"} and [*engine.loader.asked] == ["d"]
+
+
+def test_what_is_in_use_is_never_dropped_and_waiting_is_bounded() -> None:
+    """Requests with the adapter that is in memory pass one that waits, MAX_OVERTAKEN times at most."""
+    engine = Engine(budget=10)
+    engine.ask("a")
+    engine.load("a")
+    waiting = engine.ask("b")
+    passed = 0
+    for _ in range(MAX_OVERTAKEN + 20):
+        passed += engine.runs(engine.ask("a"))
+    assert passed == MAX_OVERTAKEN and not engine.runs(waiting)
+    for _ in range(8):
+        engine.step()
+        engine.take()
+    assert [*engine.loader.asked] == ["b"]
+    engine.load("b")
+    assert engine.runs(waiting)
+
+
+def test_limits_of_numbers() -> None:
+    engine = Engine(budget=1000, max_used=1)
+    first, second = engine.ask("a"), engine.ask("b")
+    engine.load("a")
+    engine.load("b")
+    assert engine.runs(first) and not engine.runs(second)
+    for _ in range(4):
+        engine.step()
+    engine.take()
+    assert engine.runs(second)
+    engine = Engine(budget=1000, max_loaded=2)
+    for name in "abc":
+        engine.ask(name)
+        if name in engine.loader.asked:
+            engine.load(name)
+    assert len(engine.loader.loaded) == 2 and not engine.loader.asked
+
+
+def test_failures_end_the_requests_that_wait_for_it() -> None:
+    engine = Engine()
+    first, second, other = engine.ask("a"), engine.ask("a"), engine.ask("b")
+    assert engine.load("a", "no such file") == [(first, "no such file"), (second, "no such file")]
+    engine.load("b")
+    assert engine.runs(other) and engine.traffic.num_held == 0
+    engine.ask("a")  # it is tried again
+    assert "a" in engine.loader.asked
+    engine.loader.sizes["huge"] = 31
+    huge = engine.ask("huge")
+    for _ in range(6):
+        engine.step()
+        engine.take()
+    if "a" in engine.loader.asked:
+        engine.load("a", "gone")
+    engine.take()
+    ((name, why),) = engine.load("huge")
+    assert name == huge and "31 bytes; all may take 30 (--lora-memory)" in why
+
+
+def test_aborts_of_requests_that_wait() -> None:
+    engine = Engine(budget=10)
+    engine.ask("a")
+    engine.load("a")
+    waiting = engine.ask("b")
+    assert engine.traffic.drop(Abort(waiting)) and not engine.traffic.holds(waiting)
+    assert not engine.traffic.drop(Abort(waiting))
+    loading = Engine()
+    name = loading.ask("a")
+    assert loading.traffic.drop(Abort(name))
+    loading.load("a")  # which no request wants any more
+    assert loading.runs(loading.ask("a"))
+
+
+def test_loading_ahead_of_requests() -> None:
+    engine, told = Engine(budget=10), []
+    ref = AdapterRef("a", "/a", num_weights=10)
+    engine.traffic.load(ref, told.append)
+    assert told == []
+    engine.load("a")
+    assert told == [""]
+    engine.traffic.load(ref, told.append)
+    assert told == ["", ""]
+    assert engine.runs(engine.ask("a"))
+    engine.traffic.load(AdapterRef("b", "/b", num_weights=10), told.append)  # there is no room: it is only checked
+    engine.traffic.load(AdapterRef("bad", "/bad", num_weights=10), told.append)
+    assert told[2:] == ["", "it does not fit"]
+
+
+def test_the_number_of_waiting_requests_is_bounded() -> None:
+    engine = Engine()
+    for _ in range(MAX_HELD):
+        engine.ask("a")
+    with pytest.raises(Overloaded, match="wait for adapters"):
+        engine.ask("a")
+
+
+def test_random_traffic_ends() -> None:
+    """Any order of requests, loads and steps: memory stays within the budget, and every request runs in the end."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        engine = Engine(budget=rng.choice([10, 25, 40]), max_used=rng.choice([0, 1, 3]), max_loaded=rng.choice([0, 3]))
+        names = [engine.ask(rng.choice(["", "a", "b", "c", "d", "e"])) for _ in range(5)]
+        for _ in range(120):
+            action = rng.randrange(4)
+            if action == 0 and len(names) < 60:
+                names.append(engine.ask(rng.choice(["", "a", "b", "c", "d", "e"])))
+            elif action == 1 and engine.loader.asked:
+                engine.load(rng.choice([*engine.loader.asked]))
+            else:
+                engine.step()
+                engine.take()
+            assert 10 * len(engine.loader.loaded) <= engine.traffic._budget
+        for _ in range(400):
+            for name in [*engine.loader.asked]:
+                engine.load(name)
+            engine.step()
+            engine.take()
+        assert engine.scheduler.is_idle and engine.traffic.num_held == 0, f"seed {seed}"
+        assert not engine.traffic._of_request and engine.traffic.state().running == ()
+
+
+def test_parameters_of_a_request_without_an_adapter() -> None:
+    engine = Engine()
+    given = GenerateRequest("x", [1], msgspec.structs.replace(PARAMS, adapter="id-a"), [])
+    ((request, _),) = engine.traffic.add(given)
+    assert request.params.adapter == ""
