@@ -129,7 +129,7 @@ def _nearest(name: str, names: list[str]) -> str:
 
     # Compared without dashes: those of short names would make them alike (--temp, --tp).
     by_word = {known.lstrip("-"): known for known in names if known.startswith("--") or not name.startswith("--")}
-    close = difflib.get_close_matches(name.lstrip("-"), by_word, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(name.lstrip("-"), by_word, n=1, cutoff=0.75)
     return f"; did you mean {by_word[close[0]]}?" if close else ""
 
 
