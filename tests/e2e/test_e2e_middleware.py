@@ -180,7 +180,7 @@ def test_every_line_of_a_json_log_is_json() -> None:
         (["--log-format", "json", "--port", "many"], {}, ["--port: 'many' is not a whole number"]),
         (["--enable-chunked-prefill", "/nowhere"], {"OCTAVO_LOG_FORMAT": "json", "OCTAVO_PROT": "1"},
          ["--enable-chunked-prefill has no effect", "OCTAVO_PROT is not known", "/nowhere"]),
-        (["--config", "FILE", "--enable-lora"], {}, ["--enable-lora is not offered"]),
+        (["--config", "FILE", "--enable-sleep-mode"], {}, ["--enable-sleep-mode is not offered"]),
     ],
 )  # fmt: skip
 def test_a_mistake_at_the_start_is_json_too(
