@@ -122,7 +122,7 @@ class RayCluster:
                 f"--address={self.address}"
             )
         elif not self.is_authenticated:
-            how = "; it does not ask for a token, so whoever reaches its ports can run programs there (RAY_AUTH_MODE=token)"
+            how = "; it does not ask for a token, so any machine that can connect to its ports can run programs there; set RAY_AUTH_MODE=token"
         return f"Ray cluster at {self.address}: {counts}{how}"
 
     @property

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.adapters import ALL, weights_of, write_peft
-from tests.doubles import write_byte_tokenizer
+from tests.adapters import ALL, write_model, write_peft
 from tests.e2e.servers import Server
 from tests.native import native
 
@@ -21,23 +18,8 @@ native()  # skips this file where there are no kernels
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
     place = tmp_path_factory.mktemp("served")
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(place / "model")
-    write_byte_tokenizer(place / "model")
-    weights = weights_of(place / "model")
+    weights = write_model(place / "model", 2048)
     for seed, name in enumerate(("pirate", "poet")):
         write_peft(place / "adapters" / name, weights, rank=8, seed=seed, targets=ALL, size=0.8)
     return place

@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.config import Config, replace
 from octavo.engine.build import start_engine
@@ -17,8 +16,8 @@ from octavo.errors import ConfigError
 from octavo.server.app import build_app
 from octavo.server.state.adapters import AdapterRegistry
 from octavo.weights.sources.source import local
-from tests.adapters import ALL, weights_of, write_peft
-from tests.doubles import byte_text, write_byte_tokenizer
+from tests.adapters import ALL, weights_of, write_model, write_peft
+from tests.doubles import byte_text
 from tests.native import native
 
 native()  # skips this file where there are no kernels
@@ -28,23 +27,8 @@ KEY, ADMIN = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
     place = tmp_path_factory.mktemp("served")
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(place / "model")
-    write_byte_tokenizer(place / "model")
-    weights = weights_of(place / "model")
+    weights = write_model(place / "model", 256)
     write_peft(place / "adapters" / "pirate", weights, rank=8, seed=1, targets=ALL, size=0.8)
     write_peft(place / "adapters" / "poet", weights, rank=4, seed=2, targets=ALL, size=0.8)
     write_peft(place / "elsewhere" / "secret", weights, rank=4, seed=3)
