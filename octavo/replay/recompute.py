@@ -186,15 +186,32 @@ class Recomputation:
             if samples and request.pooling is None
             for place in range(runs.get(at, 1))
         ]
-        late, tokens = result.late, list(result.tokens)
+        tokens = list(result.tokens)
+        for at, token in zip(result.late, self._sample(plan.step, [rows[at] for at in result.late]), strict=True):
+            tokens[at] = token
+        return msgspec.structs.replace(result, tokens=tokens, late=[])
+
+    def _sample(self, step: int, places: list[tuple[int, int]]) -> list[int]:
+        """Compute the token of each row at its position, and sample after it, as often as it takes for its mask to be there."""
+        tokens, late = [0] * len(places), list(range(len(places)))
         while late:
-            again = [rows[at] for at in late]
+            again = [places[at] for at in late]
             columns = ([row for row, _ in again], [last for _, last in again], [1] * len(again), [True] * len(again))
-            found = self._carry_out(StepPlan(plan.step, [], [], [], *columns, [], [], []))
+            found = self._carry_out(StepPlan(step, [], [], [], *columns, [], [], []))
             for at, token in zip(late, found.tokens, strict=True):
                 tokens[at] = token
             late = [late[at] for at in found.late]
-        return msgspec.structs.replace(result, tokens=tokens, late=[])
+        return tokens
+
+    def _rest_of_run(self, plan: StepPlan, place: int, request: Request, run: int, recorded: int) -> list[int]:
+        """The tokens by which a run is shorter than the recorded one, because a mask behind a drafted token was late here. The row must
+        have them before the next plan goes on from there."""
+        row = plan.rows[place]
+        if request.row != row:  # it has left, so that no later plan needs them
+            return []
+        (num_drafted,) = (len(draft.tokens) for draft in plan.drafts if draft.at == place)
+        last = plan.starts[place] + plan.counts[place] - 1 - num_drafted
+        return [self._sample(plan.step, [(row, last + behind)])[0] for behind in range(run, recorded)]
 
     def _note_pages(self, request: Request) -> None:
         for table in self.replay.cache.tables.get(request.sequence, ()):
@@ -209,9 +226,12 @@ class Recomputation:
         sampled: list[tuple[int, Request, int, int]] = []
         for place, (request, samples) in enumerate(zip(happening.requests, happening.plan.samples, strict=True)):
             if samples and request.pooling is None:
-                # A run may be longer than the recorded one, which a late mask has cut.
+                # A run may be longer than the recorded one, which a late mask has cut, or shorter, if one was late here.
                 their_run = list(islice(theirs, recorded_runs.get(place, 1)))
-                pairs = zip(their_run, list(islice(ours, runs.get(place, 1))), strict=False)
+                our_run = list(islice(ours, runs.get(place, 1)))
+                if len(our_run) < len(their_run):
+                    our_run += self._rest_of_run(happening.plan, place, request, len(our_run), len(their_run))
+                pairs = zip(their_run, our_run, strict=False)
                 sampled += [(at, request, recorded, computed) for (at, recorded), computed in pairs]
         for at, request, recorded, computed in sampled:
             if request.params.use_beam_search or at in outcome.late:

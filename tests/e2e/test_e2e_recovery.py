@@ -133,7 +133,7 @@ def test_streams_of_a_killed_engine_go_on(server, untroubled):
         [sys.executable, "-m", "octavo.cli.main", *command, "--model", "--json"],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

@@ -606,6 +606,37 @@ def test_the_model_gives_the_same_tokens_where_masks_were_late(tmp_path, monkeyp
         assert findings.num_same == findings.num_tokens, findings
 
 
+def test_the_model_gives_the_same_tokens_where_masks_behind_drafts_are_late(tmp_path, monkeypatch):
+    """The recorded engine has a mask behind every drafted token; the one that computes it again has none, and takes single steps."""
+    source = write_tiny_llama(tmp_path / "model", vocab_size=258)
+    write_byte_tokenizer(tmp_path / "model")
+    options = {"page_size": 4, "kv_cache_memory_bytes": 2**18, "max_num_seqs": 8, "max_num_batched_tokens": 24}
+    options["speculative_config"] = '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'
+    config = replace(Config(), record_tokens=True, max_model_len=96, **options)
+    engine = start_engine(config, source, "tiny")
+    (tmp_path / "recording").mkdir()
+    order = EngineLaunch(
+        config, str(source.path), source.kind, "tiny", "tiny", "", record_to=str(tmp_path / "recording")
+    )
+    engine.loop.record(start_recorder(order, engine))
+    grammar = '%llguidance {"no_forcing": true}\nstart: /([ab][cd]){20}/'
+    for number in range(6):
+        params = SamplingParams(seed=number, max_tokens=40, temperature=0.0, grammar=grammar if number % 3 else "")
+        engine.loop.add(GenerateRequest(f"r{number}", [number + 1, 2, 3], params, [256]))
+    while engine.loop.has_work or not engine.loop.scheduler.is_idle:
+        engine.loop.step()
+    engine.loop.close()
+    (segment,) = (tmp_path / "recording").iterdir()
+    recording = read(segment)
+    outcomes = [outcome for record in recording.records if isinstance(record, Stepped) for outcome in record.outcomes]
+    assert sum(run - 1 for outcome in outcomes for run in outcome.runs) > 20
+    monkeypatch.setattr(masks, "_NUM_AHEAD", 0)
+    computation = Recomputation(recording)
+    findings = computation.run()
+    assert computation.replay.num_same == computation.replay.num_steps
+    assert findings.num_same == findings.num_tokens == sum(len(outcome.tokens) for outcome in outcomes), findings
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_recording_of_before_there_were_turns_is_replayed(policy):
     """Its states and arrivals say nothing of responses: every request was one of its own, and all had one choice."""
