@@ -1,7 +1,7 @@
 """Measures coverage: which schemas of the collection are accepted, in the strict mode and with unenforced "check", and whether all
 answers to them are valid. An answer is made of random tokens that the grammar allows, ended within its max_tokens as the engine does it.
 
-    python -m benchmarks.schemas [--answers 2] [--max-tokens 150] [--every N] [--style NAME] [--seed OTHER] [--show REFUSALS]
+    python -m benchmarks.schemas [--answers 2] [--max-tokens 150] [--every N [--offset K]] [--style NAME] [--seed OTHER] [--show REFUSALS]
 
 Exit code 1: fewer than 95 % are accepted in the strict mode, an answer is invalid, or the collection has changed."""
 
@@ -96,13 +96,16 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=150)
     parser.add_argument("--every", type=int, default=1, help="measure every n-th schema only")
+    parser.add_argument(
+        "--offset", type=int, default=0, help="with --every: the first schema to measure, from 0 to N - 1"
+    )
     parser.add_argument("--style", default="")
     parser.add_argument("--seed", default=SEED, help="another collection in the same styles")
     parser.add_argument("--show", type=int, default=20, help="kinds of refusals to list")
     options = parser.parse_args()
     has_changed = options.seed == SEED and digest() != DIGEST
     chosen = [(name, schema) for name, schema in collection(options.seed) if name.startswith(options.style)][
-        :: options.every
+        options.offset :: options.every
     ]
     answers, counts, reasons, by_style = Answers(options.max_tokens), Counter[str](), Counter[str](), Counter[str]()
     slowest = (0.0, "")
