@@ -169,6 +169,44 @@ async def test_an_alias_that_cannot_be_honoured_is_refused(serve: Serve, fields:
     assert error["param"] == param and not engine.requests
 
 
+ELSEWHERE: dict[str, Any] = {
+    "guided_json": SCHEMA, "guided_json_object": True, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": 'start: "a"',
+    "regex": "a", "ebnf": 'root ::= "a"', "grammar": 'root ::= "a"', "json_schema": SCHEMA, "response_format": NAMED, "format": SCHEMA,
+    "structured_outputs": {"json": SCHEMA}, "structural_tag": TAGS, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    "output_format": {"type": "json_schema", "schema": SCHEMA}, "response_schema": SCHEMA, "guided_decoding": {"json": SCHEMA},
+}  # fmt: skip
+ROUTES: dict[str, dict[str, Any]] = {
+    **BODIES,
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "/api/generate": {"prompt": "hi"},
+    "/completion": {"prompt": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_field_of_another_server_is_honoured_or_refused_on_every_route(serve: Serve, path: str):
+    engine = ScriptedEngine()
+    client = serve(engine)
+    for name, value in ELSEWHERE.items():
+        num_before = len(engine.requests)
+        response = await client.post(path, json={**ROUTES[path], name: value})
+        if response.status_code == 200:
+            assert engine.requests[-1].params.grammar, f"{name}: any text is an answer"
+        else:
+            assert response.status_code == 400 and name in response.text and len(engine.requests) == num_before
+    for name in ELSEWHERE:  # null asks for nothing
+        assert (await client.post(path, json={**ROUTES[path], name: None})).status_code == 200
+
+
+@pytest.mark.parametrize("schema", [{}, True, "{}"])
+async def test_a_schema_that_allows_everything_can_be_checked(serve: Serve, schema: Any):
+    wish = {"structured_outputs": {"json": schema, "unenforced": "check"}, "max_tokens": 50}
+    body = (await serve(saying("[1]")).post(COMPLETIONS, json={**BODIES[COMPLETIONS], **wish})).json()
+    assert body["choices"][0]["schema_valid"] is True
+
+
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "title": "numbers"}
 HAS_TWO = {**UNIQUE, "not": {"not": {"contains": {"const": 2}}}}  # which cannot be enforced
 

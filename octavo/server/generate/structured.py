@@ -69,11 +69,14 @@ async def read_form(service: Service, fields: SamplingFields, response_format: o
         return AnswerForm(built.grammar)
     built = await service.compiler.wish({**wish, "unenforced": "check"}, field, where)
     note_annotations(fields, built)
-    if not wish.get("json") and not wish.get("json_object"):
-        raise InvalidRequest(
-            UNENFORCED + " 'check' is for JSON schemas: " + field + " has none, or has it within a grammar"
-        )
-    return AnswerForm(built.grammar, AnswerCheck(service, wish.get("json") or _ANY_OBJECT))
+    schema = wish.get("json")
+    if schema is None or schema is False:  # {} and true are schemas
+        if not wish.get("json_object"):
+            raise InvalidRequest(
+                UNENFORCED + " 'check' is for JSON schemas: " + field + " has none, or has it within a grammar"
+            )
+        schema = _ANY_OBJECT
+    return AnswerForm(built.grammar, AnswerCheck(service, schema))
 
 
 def note_annotations(fields: SamplingFields, built: BuiltGrammar) -> None:

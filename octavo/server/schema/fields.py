@@ -28,7 +28,7 @@ from octavo.server.schema.unknown import (
     build_tree,
     find_unhonoured,
 )
-from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT, Harmless
+from octavo.server.schema.unsupported import BY_FLAG, FORM_FIELDS, INSTEAD, WITHOUT_EFFECT, Harmless
 from octavo.server.threads import Pool
 from octavo.text.grammar.build import MAX_CHOICES
 
@@ -367,7 +367,9 @@ class RouteSchema(Generic[Body]):
 
     @functools.cached_property
     def tree(self) -> Inside:
-        return build_tree(self.schema.model_json_schema(mode="validation"), self.not_offered)
+        answers = issubclass(self.schema, PlainStreamFields)
+        not_offered = {**(FORM_FIELDS if answers else {}), **self.not_offered}
+        return build_tree(self.schema.model_json_schema(mode="validation"), not_offered)
 
 
 async def read_fields(request: Request, route: RouteSchema[Body], config: Config) -> Body:

@@ -30,6 +30,28 @@ NOT_OFFERED: dict[str, Harmless] = {
     "vllm_xargs": ({},),
 }
 
+# Names under which servers take what an answer must look like. A route that answers with text refuses those that its schema does not
+# have: an answer of any form is not what was asked for.
+FORM_FIELDS: dict[str, Harmless] = {
+    "ebnf": ("",),
+    "format": ("",),
+    "grammar": ("",),
+    "guided_choice": (),
+    "guided_decoding": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_json_object": (False,),
+    "guided_regex": (),
+    "json_schema": (),
+    "output_config": ({},),
+    "output_format": (),
+    "regex": ("",),
+    "response_format": ({"type": "text"},),
+    "response_schema": (),
+    "structural_tag": (),
+    "structured_outputs": ({},),
+}
+
 NOT_OFFERED_WITHIN: dict[str, Harmless] = {
     "messages[].annotations": ([],),
     "messages[].audio": (),

@@ -140,6 +140,30 @@ async def test_a_batch_of_responses(serve: Serve, tmp_path):
     assert done["usage"]["total_tokens"] == body["usage"]["total_tokens"] > 0
 
 
+async def test_lines_of_a_batch_say_whether_a_checked_answer_satisfies_its_schema(serve: Serve, tmp_path):
+    """A schema is enforced, refused or checked in a line as in a request of its own."""
+    client = serve(ScriptedEngine(says("[2, 2]")), files_folder=str(tmp_path))
+    schema = {"type": "array", "not": {"not": {"contains": {"const": 2}}}}  # which cannot be enforced
+    checked = {"structured_outputs": {"unenforced": "check"}, "max_tokens": 50}
+
+    def wish(**more: object) -> dict:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {**schema, **more}}}}
+
+    lines = [
+        line("yes", **wish(), **checked),
+        line("no", **wish(uniqueItems=True), **checked),
+        line("strict", **wish(), max_tokens=50),
+    ]
+    async with background(client):
+        batch = await create(client, await upload(client, *lines))
+        done = await until(client, batch["id"], "completed", "failed")
+    records = {record["custom_id"]: record["response"] for record in await content(client, done["output_file_id"])}
+    verdicts = {name: record["body"]["choices"][0]["schema_valid"] for name, record in records.items()}
+    assert verdicts == {"yes": True, "no": False}
+    (error,) = await content(client, done["error_file_id"])
+    assert error["custom_id"] == "strict" and "'not'" in error["response"]["body"]["error"]["message"]
+
+
 async def test_a_batch_of_responses_takes_nobodys_place_in_the_store(serve: Serve, tmp_path):
     """Its lines are asked with the key that created it, and kept only where they say so, as long as there is room."""
     client = serve(
