@@ -18,6 +18,7 @@ _KNOWN = {
         r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
     ),
 }
+_SETS = (r"\d", r"\D", r"\w", r"\W", r"\s", r"\S")
 _PIECE = re.compile(r"\\.|\[\^?|\]|[^\\\[\]]+|.", re.S)
 
 
@@ -39,19 +40,37 @@ def ascii_classes(pattern: str) -> str:
     scripts, which ECMAScript does not; Python and others use other Unicode versions. What one of them takes for a space, \S does
     not match. Inside a negated class they stay: what
     it excludes is then excluded in every dialect."""
-    parts = []
-    is_inside = is_negated = False
+    parts: list[str] = []
+    is_inside = is_negated = was_set = False
     for piece in _PIECE.findall(pattern):
+        is_set = is_inside and piece in _SETS
         if piece[0] == "[" and not is_inside:
             is_inside, is_negated = True, piece == "[^"
         elif piece == "]":
             is_inside = False
+        elif is_inside and piece[0] != "\\":
+            if was_set:  # which is no end of a range
+                num_hyphens = len(piece) - len(piece.lstrip("-"))
+                parts.append("\\-" * num_hyphens)
+                piece = piece[num_hyphens:]
+            piece = _plain_members(piece, is_first=parts[-1] in ("[", "[^"))
         elif piece == r"\S" and not (is_inside and is_negated):
             piece = _NO_SPACE
         elif piece[0] == "\\" and piece[1:] in _ASCII and not (is_inside and is_negated):
             piece = _ASCII[piece[1]] if is_inside else f"[{_ASCII[piece[1]]}]"
+        if is_set and parts[-1].endswith("-") and not parts[-1].endswith("\\-"):
+            parts[-1] = parts[-1][:-1] + "\\-"
         parts.append(piece)
+        was_set = is_set
     return "".join(parts)
+
+
+def _plain_members(piece: str, is_first: bool) -> str:
+    """Members of a class as ECMAScript and Python read them: without classes in classes, and without operations on classes."""
+    head = ""
+    if is_first and piece.startswith("--"):  # a range from the hyphen on
+        head, piece = r"\--", piece[2:]
+    return head + re.sub(r"\[|(?<=&)&|(?<=~)~|(?<=-)-", lambda found: "\\" + found[0], piece)
 
 
 def without_anchors(pattern: str) -> str:
