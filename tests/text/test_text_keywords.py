@@ -13,6 +13,7 @@ from octavo.text.grammar.validate import is_valid
 
 CASES = Path(__file__).parent.parent / "data" / "json_schema_cases.json"
 DRAFT_4, DRAFT_7 = "http://json-schema.org/draft-04/schema#", "http://json-schema.org/draft-07/schema#"
+DRAFT_2019 = "https://json-schema.org/draft/2019-09/schema"
 
 
 def built(schema: Any, may_leave_out: bool = False) -> BuiltGrammar:
@@ -51,6 +52,96 @@ def test_no_verdict_on_a_case_of_the_suite_is_wrong():
             [{"kind": "a", "x": 1}, {"kind": "b", "y": 1}, {"kind": "b", "x": 1, "y": 1}],
             [{"kind": "a", "y": 1}, {"kind": "b", "x": 1}],
         ),
+        (  # a discriminator in a part of allOf, as OpenAPI writes inheritance
+            {
+                "$defs": {
+                    "Pet": {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]},
+                    "Cat": {"allOf": [{"$ref": "#/$defs/Pet"}, {"properties": {"kind": {"enum": ["cat"]}, "lives": {"type": "integer"}}}]},
+                    "Dog": {"allOf": [{"$ref": "#/$defs/Pet"}, {"properties": {"kind": {"enum": ["dog"]}, "size": {"type": "integer"}}}]},
+                },
+                "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+            },
+            [{"kind": "cat"}, {"kind": "dog", "size": 3}],
+            [{}, {"kind": "cow"}, {"kind": "cat", "lives": "nine"}],
+        ),
+        (  # a property that one requires and the other does not have
+            {"oneOf": [
+                {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"], "additionalProperties": False},
+                {"type": "object", "properties": {"a": {"type": "integer"}, "c": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+            ]},
+            [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "c": 2}],
+            [{"a": 1, "b": 2, "c": 3}, {"b": 2}],
+        ),
+        ({"oneOf": [{"type": "array", "items": {"type": kind}} for kind in ("string", "integer")]}, [["a"], [1, 2]], [[], ["a", 1]]),
+        (  # a discriminator that has a default, and so is not required
+            {"oneOf": [
+                {"type": "object", "properties": {"kind": {"const": kind, "default": kind}, kind: {"type": "integer"}}, "required": [kind]}
+                for kind in ("a", "b")
+            ], "discriminator": {"propertyName": "kind"}},
+            [{"kind": "a", "a": 1}, {"kind": "b", "b": 1}],
+            [{"a": 1, "b": 1}, {"kind": "a", "b": 1}],
+        ),
+        (  # definitions that lead back to each other, and to the root
+            {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"oneOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
+            [{"next": None}, {"v": 1, "next": {"next": None}}],
+            [{}, {"next": 1}],
+        ),
+        (
+            {
+                "$defs": {
+                    "Node": {"type": "object", "properties": {"k": {"const": "n"}, "left": {"oneOf": [{"$ref": "#/$defs/Node"}, {"$ref": "#/$defs/Leaf"}]}}, "required": ["k", "left"]},
+                    "Leaf": {"type": "object", "properties": {"k": {"const": "l"}}, "required": ["k"]},
+                },
+                "$ref": "#/$defs/Node",
+            },
+            [{"k": "n", "left": {"k": "l"}}, {"k": "n", "left": {"k": "n", "left": {"k": "l"}}}],
+            [{"k": "n"}, {"k": "n", "left": {}}, {"k": "l"}],
+        ),
+        (
+            {"$schema": DRAFT_2019, "$recursiveAnchor": True, "type": "object", "properties": {"kids": {"items": {"$recursiveRef": "#"}}}},
+            [{}, {"kids": [{"kids": []}]}],
+            [{"kids": [1]}],
+        ),
+        (  # more conditions than there can be combinations of
+            {
+                "type": "object",
+                "properties": {"k": {"enum": list("abcdefghij")}, **{name: {"type": "integer"} for name in "abcdefghij"}},
+                "required": ["k"],
+                "allOf": [{"if": {"properties": {"k": {"const": name}}}, "then": {"required": [name]}} for name in "abcdefghij"],
+            },
+            [{"k": "a", "a": 1}, {"k": "j", "b": 1, "j": 1}],
+            [{"k": "a"}, {"k": "j", "a": 1}, {"k": "x"}],
+        ),
+        (  # … of a property that may be missing
+            {
+                "type": "object",
+                "properties": {"k": {"enum": ["a", "b", "c", "d"]}},
+                "allOf": [
+                    {"if": {"properties": {"k": {"enum": [name, "d"]}}, "required": ["k"]}, "then": {"required": [name]}, "else": {"required": ["z"]}}
+                    for name in "abc"
+                ],
+            },
+            [{"z": 1}, {"k": "a", "a": 1, "z": 1}, {"k": "d", "a": 1, "b": 1, "c": 1}],
+            [{}, {"k": "a", "z": 1}, {"k": "d", "a": 1}],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"k": {"enum": ["a", "b", "c"]}},
+                "allOf": [{"if": {"properties": {"k": {"const": name}}}, "then": {"required": [name]}} for name in "abc"],
+            },
+            [{"a": 1, "b": 1, "c": 1}, {"k": "a", "a": 1}],
+            [{}, {"k": "a"}, {"a": 1, "b": 1}],
+        ),
+        ({"type": "object", "properties": {name: {} for name in "abcd"}, "required": ["a"], "maxProperties": 2, "additionalProperties": False}, [{"a": 1}, {"a": 1, "c": 1}], [{}, {"a": 1, "b": 1, "c": 1}]),
+        ({"type": "object", "properties": {name: {} for name in "abcd"}, "maxProperties": 2}, [{}, {"a": 1, "c": 1}], [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "x": 1}]),
+        ({"type": "object", "properties": {name: {} for name in "abcd"}, "minProperties": 2, "maxProperties": 3}, [{"a": 1, "d": 1}, {"b": 1, "c": 1, "d": 1}], [{"a": 1}, {"a": 1, "b": 1, "c": 1, "d": 1}]),
+        ({"type": "object", "properties": {f"p{at}": {} for at in range(30)}, "minProperties": 2}, [{"p0": 1, "p3": 1}, {"p1": 1, "p2": 1, "p29": 1}], [{}, {"p2": 1}]),
+        # classes of characters as ECMAScript and Python read them
+        ({"type": "string", "pattern": "^[[:alpha:]]+$"}, ["a]", "[]]"], ["abc", "b"]),
+        ({"type": "string", "pattern": "^[a&&b~~c]$"}, ["a", "&", "~"], ["d"]),
+        ({"type": "string", "pattern": "^[+--]$"}, ["+", ",", "-"], [".", "*"]),
+        ({"type": "string", "pattern": "^[--/]$"}, ["-", ".", "/"], [","]),
         ({"dependentRequired": {"a": ["b"]}}, [{"b": 1}, {"a": 1, "b": 2}, 3], [{"a": 1}]),
         ({"dependencies": {"a": {"required": ["b"]}}}, [{"b": 1}, {"a": 1, "b": 2}, 3], [{"a": 1}]),
         ({"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1}, [["a"], ["c", "a", "b"]], [[], ["a", "a"]]),
@@ -101,6 +192,16 @@ def test_a_keyword_allows_what_it_says_and_nothing_else(schema: Any, valid: list
     assert verdict.kind == "enforced", verdict
     assert all(is_valid(schema, json.dumps(value)) for value in valid)
     assert not any(is_valid(schema, json.dumps(value)) for value in invalid)
+
+
+@pytest.mark.parametrize(("pattern", "valid", "invalid"), [(r"^[\w-.]+$", "a-b.c", "+/"), (r"^[.-\w]+$", "a-b.", "/:")])
+def test_a_set_is_no_end_of_a_range(pattern: str, valid: str, invalid: str):
+    """As ECMAScript reads them; Python refuses such a pattern."""
+    cases = [{"data": valid, "valid": True}, *({"data": one, "valid": False} for one in invalid)]
+    assert (
+        judge({"type": "string", "pattern": pattern}, [{**case, "description": ""} for case in cases]).kind
+        == "enforced"
+    )
 
 
 def test_annotations_are_accepted_and_named_by_path():

@@ -94,7 +94,7 @@ def prepare(
     """Check a schema and return it in the form that the compiler accepts, with the annotations and constraints that were left out.
     `field`: the request's field that it came in. `may_leave_out`: leave out what cannot be enforced, instead of refusing it.
     `is_followed`: where the schema's value is in an answer is known, so that its arrays can be kept to uniqueItems."""
-    lowered = lower(schema, field, may_leave_out=may_leave_out, is_followed=is_followed)
+    lowered = lower(schema, field, may_leave_out=may_leave_out, is_followed=is_followed, can_check=budget is None)
     lowered.schema = _Checker(lowered.schema, field, budget or Budget()).run()
     return lowered
 

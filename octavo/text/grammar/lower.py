@@ -3,6 +3,7 @@ references become references to $defs, annotations are left out and noted, and c
 are rewritten as unions, where that is exact. A constraint for which it is not is refused, or left out and noted where the answer is to
 be checked."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.text.grammar.contains import MAX_POSITIONS, contains_cases
-from octavo.text.grammar.disjoint import all_differ
+from octavo.text.grammar.disjoint import Said, all_differ, outline, property_names, shape_of
 from octavo.text.grammar.keywords import (
     APPLIES_TO,
     BY_NAME,
@@ -29,6 +30,7 @@ from octavo.text.grammar.names import NamesUnknown, allowed_names
 from octavo.text.grammar.negate import TYPES, CannotNegate, any_of, negated, types_of
 from octavo.text.grammar.references import ROOT, At, References, escaped, start
 from octavo.text.grammar.shapes import wrong_shape
+from octavo.text.grammar.switches import Test, switch_of
 
 Schema = dict[str, Any]
 
@@ -39,7 +41,7 @@ _MAX_OPEN = 50  # definitions that are being lowered at once, because each needs
 _MAX_CASES = 64  # unions of one schema, multiplied
 _MAX_EXCLUSIVE = 6  # alternatives of oneOf that are kept apart by negation
 _MAX_UNIQUE = 5  # values whose sequences without repetition are listed
-_TAG_DEPTH = 2  # levels of properties to search for what distinguishes the alternatives of oneOf
+_MAX_TAGS = 16  # properties that are tried, of which one may distinguish the alternatives of oneOf
 DEFS = "#/$defs/"
 # Keywords that allow more than others would without them: the first draft in which they mean anything.
 _SINCE: dict[str, Draft] = {"prefixItems": 2020, "minContains": 2019}
@@ -67,21 +69,24 @@ class Lowered:
     unenforced: list[str] = field(default_factory=list)  # constraints that were left out: 'keyword' (at place)
 
 
-def lower(schema: object, where: Field, *, may_leave_out: bool = False, is_followed: bool = False) -> Lowered:
-    """`may_leave_out`: note constraints that cannot be enforced instead of refusing them. `is_followed`: keep uniqueItems."""
-    return _Lowering(schema, where, may_leave_out, is_followed).run()
+def lower(
+    schema: object, where: Field, *, may_leave_out: bool = False, is_followed: bool = False, can_check: bool = True
+) -> Lowered:
+    """`may_leave_out`: note constraints that cannot be enforced instead of refusing them. `is_followed`: keep uniqueItems. `can_check`:
+    a request may ask for that."""
+    return _Lowering(schema, where, may_leave_out, is_followed, can_check).run()
 
 
 class _Lowering:
-    def __init__(self, root: object, where: Field, may_leave_out: bool, is_followed: bool) -> None:
+    def __init__(self, root: object, where: Field, may_leave_out: bool, is_followed: bool, can_check: bool) -> None:
         self._root, self._field = root, where
-        self._may_leave_out, self._is_followed = may_leave_out, is_followed
+        self._may_leave_out, self._is_followed, self._can_check = may_leave_out, is_followed, can_check
         self._references = References(root, MAX_DEPTH)
         self._found = Lowered(None)
         self._num_nodes = 0
         self._waiting: dict[str, tuple[Any, At]] = {}  # name of a definition → its schema, to be lowered
         self._defs: dict[str, Any] = {}  # name → lowered
-        self._open: set[str] = set()  # names that are being lowered
+        self._open: dict[str, Any] = {}  # names that are being lowered → their schemas as they were given
         self._opaque: set[int] = set()  # ids of lowered schemas that do not tell which properties they evaluate
         # Definitions that allow more than they say, because something was left out, or less: their opposite is not known.
         self._weak: set[str] = set()
@@ -121,6 +126,9 @@ class _Lowering:
             given = {"$ref": given["$ref"]}
         core: Schema = {}
         more: list[Schema | bool] = []  # further schemas that apply to the same value
+        tests = switch_of(given.get("allOf"))
+        if tests:
+            given = {**given, "allOf": [True if at in tests else part for at, part in enumerate(given["allOf"])]}
         for key, part in given.items():
             if key in PLAIN:
                 core[key] = part
@@ -132,17 +140,24 @@ class _Lowering:
                 core[key] = self._reference(part, at)
             elif key not in REWRITTEN and key not in IDENTITY:
                 self._note(at, key)
+        if tests:
+            core["allOf"] = [part for part in core["allOf"] if part is not True]
+            try:
+                core["allOf"] += self._switch(tests, core, at)
+            except Unenforced as error:
+                self._leave_out(error)
         for key in given:
             if key in REWRITTEN and key != "$ref":
                 try:
                     self._rewrite(key, given, core, more, at)
                 except Unenforced as error:
                     self._leave_out(error)
-        try:
-            self._min_properties(core, more, at)
-        except Unenforced as error:
-            del core["minProperties"]
-            self._leave_out(error)
+        for key, limit in (("minProperties", self._min_properties), ("maxProperties", self._max_properties)):
+            try:
+                limit(core, more, at)
+            except Unenforced as error:
+                del core[key]
+                self._leave_out(error)
         if not _OPAQUE.isdisjoint(value):
             self._opaque.add(id(core))
         if more:
@@ -230,14 +245,14 @@ class _Lowering:
 
     def _define(self, name: str) -> None:
         target, at = self._waiting.pop(name)
-        self._open.add(name)
+        self._open[name] = target
         num_strict, self._num_strict = self._num_strict, 0
         num_inexact = self._num_inexact
         self._defs[name] = self._schema(target, At(at.place, at.path, at.base, at.draft))
         if self._num_inexact > num_inexact:
             self._weak.add(name)
         self._num_strict = num_strict
-        self._open.discard(name)
+        del self._open[name]
 
     @property
     def _num_inexact(self) -> int:
@@ -245,7 +260,7 @@ class _Lowering:
 
     def _resolve(self, reference: str) -> Schema | bool:
         """The lowered schema of a reference that was made by _reference()."""
-        name = reference.removeprefix(DEFS).replace("~1", "/").replace("~0", "~")
+        name = _name_of(reference)
         if name in self._waiting:
             if len(self._open) >= _MAX_OPEN:
                 raise InvalidRequest(
@@ -277,7 +292,7 @@ class _Lowering:
                 case "then" | "else" if "if" not in given:
                     self._note(at, key)
                 case "oneOf":
-                    self._one_of(value, core, more, at)
+                    self._one_of(given, core, more, at)
                 case "dependentRequired" | "dependentSchemas":
                     self._dependent(key, value, more, here)
                 case "propertyNames":
@@ -332,6 +347,37 @@ class _Lowering:
         ]
         more.append(any_of([*cases]))
 
+    def _switch(self, tests: Mapping[int, Test], core: Schema, at: At) -> list[Schema | bool]:
+        """Conditions that compare one property with values: a case for each kind of value, instead of a union for each condition. The
+        compiler looks at all combinations of unions."""
+        name = next(iter(tests.values())).name
+        said: list[Said] = [(core.get("properties", {}).get(name, True), True)]
+        values = shape_of(said, self._follow).values
+        cases: dict[tuple[bool, ...], list[Any]] = {}
+        for value in values or ():
+            cases.setdefault(tuple(test.has(value) for test in tests.values()), []).append(value)
+        if values is None or len(cases) > _MAX_CASES or types_of(core) != ["object"]:
+            return [self._schema(test.given, at.step("allOf", number)) for number, test in tests.items()]
+        branches = {
+            (number, is_met): self._strictly(
+                test.branch(is_met), at.step("allOf", number, "then" if is_met else "else")
+            )
+            for number, test in tests.items()
+            for is_met in (True, False)
+        }
+
+        def case(is_met: Sequence[bool], part: Schema | bool, required: list[str]) -> list[Schema]:
+            chosen = [branches[key] for key in zip(tests, is_met, strict=True)]
+            if False in chosen:
+                return []
+            parts = [one for one in chosen if one is not True and one != {}]
+            return [{"properties": {name: part}, "required": required, **({"allOf": parts} if parts else {})}]
+
+        found = [one for is_met, listed in cases.items() for one in case(is_met, {"enum": listed}, [name])]
+        if name not in core.get("required", ()):
+            found += case([not test.needs_name for test in tests.values()], False, [])
+        return [any_of(found)]
+
     def _dependent(self, key: str, value: Mapping[str, Any], more: list[Schema | bool], at: At) -> None:
         for name, part in value.items():
             if key == "dependentSchemas":
@@ -347,27 +393,68 @@ class _Lowering:
                 is_there = {"type": "object", "required": list(dict.fromkeys([name, *part]))}
             more.append(any_of([{"properties": {name: False}}, *([is_there] if isinstance(is_there, dict) else [])]))
 
-    def _one_of(self, value: list[Any], core: Schema, more: list[Schema | bool], at: At) -> None:
-        """oneOf becomes anyOf if no value can satisfy two alternatives, or with the opposite of the others added to each."""
+    def _one_of(self, given: dict[str, Any], core: Schema, more: list[Schema | bool], at: At) -> None:
+        """oneOf becomes anyOf if no value can satisfy two alternatives, or with the opposite of the others added to each, or with a
+        property that distinguishes them required in each."""
         num_inexact = self._num_inexact
-        parts = [self._schema(part, at.step("oneOf", number)) for number, part in enumerate(value)]
+        parts = [self._schema(part, at.step("oneOf", number)) for number, part in enumerate(given["oneOf"])]
         parts = [part for part in parts if part is not False]
+        is_exact = self._num_inexact == num_inexact
+        said: list[list[Said]] = [[(part, is_exact), (core, True)] for part in parts]
         if not parts:
             more.append(False)
-        elif all_differ([self._shape(part, core) for part in parts]):
+        elif all_differ([shape_of(one, self._follow) for one in said]):
             more.append(any_of([part if isinstance(part, dict) else {} for part in parts]))
-        elif len(parts) > _MAX_EXCLUSIVE:
-            raise Unenforced(at.place, "oneOf", f"more than {_MAX_EXCLUSIVE} alternatives overlap")
-        elif self._num_inexact > num_inexact:
-            raise Unenforced(at.place, "oneOf", "a part of it cannot be enforced exactly")
         else:
-            opposites = [self._negated(part, core) for part in parts]
-            cases = []
-            for number, part in enumerate(parts):
-                others = [opposite for other, opposite in enumerate(opposites) if other != number]
-                if False not in others:
-                    cases.append({"allOf": [part, *others]})
-            more.append(any_of([*cases]))
+            try:
+                more.append(self._exclusive(parts, core, is_exact, at))
+            except (CannotNegate, Unenforced):
+                tag = None if self._num_strict else self._tag(said, given.get("discriminator"))
+                if tag is None:
+                    raise
+                self._num_narrowed += 1
+                more.append(any_of([{"allOf": [part, tag]} for part in parts]))
+
+    def _exclusive(self, parts: list[Schema | bool], core: Schema, is_exact: bool, at: At) -> Schema | bool:
+        """Alternatives, each with the opposite of the others."""
+        if len(parts) > _MAX_EXCLUSIVE:
+            raise Unenforced(at.place, "oneOf", f"more than {_MAX_EXCLUSIVE} alternatives overlap")
+        if not is_exact:
+            raise Unenforced(at.place, "oneOf", "a part of it cannot be enforced exactly")
+        opposites = [self._negated(part, core) for part in parts]
+        cases: list[Schema] = []
+        for number, part in enumerate(parts):
+            others = [opposite for other, opposite in enumerate(opposites) if other != number]
+            if False not in others:
+                cases.append({"allOf": [part, *others]})
+        return any_of(cases)
+
+    def _tag(self, said: Sequence[Sequence[Said]], discriminator: object) -> Schema | None:
+        """What distinguishes alternatives where it is there: a property, or the first item of arrays, as a schema that requires it. None:
+        nothing does. Such a property often has a default, and so is not required (Pydantic)."""
+        every = [property_names(one, self._follow) for one in said]
+        named = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
+        shared = sorted(
+            {name: None for names in every for name in names},
+            key=lambda name: (name != named, -sum(name in names for names in every)),
+        )
+        tags: list[Schema] = [{"required": [name]} for name in shared[:_MAX_TAGS]]
+        for tag in (*tags, {"minItems": 1}, *({**tag, "minItems": 1} for tag in tags)):
+            shapes = [shape_of([*one, (tag, True)], self._follow) for one in said]
+            if all_differ(shapes) and not any(shape.lacks(shape.required) for shape in shapes):
+                return tag
+        return None
+
+    def _follow(self, reference: str) -> Said:
+        """The definition of a reference that was made by _reference(), as far as it is lowered."""
+        name = _name_of(reference)
+        if reference == ROOT:
+            return outline(self._root), True
+        with contextlib.suppress(CannotNegate):
+            self._resolve(reference)
+        if name in self._open:
+            return outline(self._open[name]), True
+        return self._defs.get(name, True), name not in self._weak
 
     def _min_properties(self, core: Schema, more: list[Schema | bool], at: At) -> None:
         """More properties than are required: a choice of which of the listed ones these are."""
@@ -380,11 +467,14 @@ class _Lowering:
         ]
         if least == 1 and (self._num_strict or not 1 <= len(listed) <= _MAX_CASES):
             return  # enforced as it is, if no property is listed
+        is_cut = math.comb(len(listed), missing) > _MAX_CASES
+        if is_cut and not self._num_strict:  # a choice among the first of them
+            listed = listed[: max(num for num in range(missing, len(listed)) if math.comb(num, missing) <= _MAX_CASES)]
         if not 1 <= math.comb(len(listed), missing) <= _MAX_CASES:
             raise Unenforced(
                 at.place, "minProperties", "enforced up to 1, and for a choice among few listed properties"
             )
-        if core.get("additionalProperties", True) is not False or "patternProperties" in core:
+        if is_cut or core.get("additionalProperties", True) is not False or "patternProperties" in core:
             if self._num_strict:
                 raise Unenforced(at.place, "minProperties", "in a condition it is enforced up to 1")
             self._num_narrowed += 1
@@ -393,39 +483,37 @@ class _Lowering:
         choices: list[Schema] = [{"required": list(names)} for names in itertools.combinations(listed, missing)]
         more.append(any_of([*([{"type": others}] if others else []), *choices]))
 
-    def _shape(self, part: Schema | bool, around: Schema, depth: int = 0) -> Schema:
-        """A schema with the schemas of its required properties, with references followed, beside the schema around it."""
-        num_followed = 0
-        while isinstance(part, dict) and "$ref" in part and len(part) == 1 and num_followed < MAX_DEPTH:
-            num_followed += 1
-            reference = part["$ref"]
-            try:
-                part = self._resolve(reference) if reference != ROOT else True
-            except CannotNegate:
-                name = reference.removeprefix(DEFS).replace("~1", "/").replace("~0", "~")
-                part = self._defs.get(name, True)
-        if not isinstance(part, dict):
-            part = {}
-        own, others = (
-            {} if not isinstance(one.get("properties"), Mapping) else one["properties"] for one in (part, around)
-        )
-        names = [
-            name
-            for one in (part, around)
-            for name in (one["required"] if isinstance(one.get("required"), list) else ())
-            if isinstance(name, str)
+    def _max_properties(self, core: Schema, more: list[Schema | bool], at: At) -> None:
+        """Fewer properties than are listed: a choice of which of those that are not required may come. The compiler counts properties
+        only where all that are listed are required."""
+        most, required = core.get("maxProperties"), {*core.get("required", ())}
+        optional = [
+            name for name, part in core.get("properties", {}).items() if part is not False and name not in required
         ]
-        inner = {
-            name: self._shape(own[name] if name in own else others[name], {}, depth + 1)
-            for name in dict.fromkeys(names)
-            if depth < _TAG_DEPTH and (name in own or name in others)
-        }
-        kept: Schema = {key: one[key] for key in ("type", "enum", "const") for one in (around, part) if key in one}
-        if "const" in part:
-            kept.pop("enum", None)
-        elif "enum" in part:
-            kept.pop("const", None)
-        return {**kept, "properties": inner}
+        if most is None or not optional or "object" not in types_of(core):
+            return
+        is_closed = core.get("additionalProperties", True) is False and "patternProperties" not in core
+        room = max(0, int(most) - len(required))
+        if not is_closed or math.comb(len(optional), room) > _MAX_CASES:
+            if self._num_strict:
+                raise Unenforced(at.place, "maxProperties", "in a condition it is enforced for few listed properties")
+            self._num_narrowed += 1
+        del core["maxProperties"]
+        if len(required) > most:
+            more.append(any_of([{"type": name} for name in types_of(core) if name != "object"]))
+            return
+        if not is_closed:
+            more.append(
+                {
+                    "properties": dict.fromkeys(core["properties"], True) | dict.fromkeys(required, True),
+                    "additionalProperties": False,
+                }
+            )
+        if room >= len(optional):
+            return
+        num = max(num for num in range(room, len(optional) + 1) if math.comb(num, room) <= _MAX_CASES)
+        kept = itertools.combinations(optional[:num], room)
+        more.append(any_of([{"properties": {name: False for name in optional if name not in names}} for names in kept]))
 
     def _property_names(self, names: Schema | bool, core: Schema) -> None:
         allowed = allowed_names(names, self._resolve)
@@ -596,7 +684,7 @@ class _Lowering:
     def _dynamic_reference(self, key: str, value: str, core: Schema, more: list[Schema | bool], at: At) -> None:
         """A dynamic reference is a plain one if no other schema may take the place of its target."""
         if key == "$recursiveRef":
-            is_plain = self._references.num_recursive_anchors == 0
+            is_plain = self._references.num_recursive_anchors <= 1
         else:
             is_plain = self._references.dynamic.get(value.rpartition("#")[2], 0) <= 1
         if not is_plain:
@@ -623,10 +711,11 @@ class _Lowering:
         if self._num_strict:
             raise error
         if not self._may_leave_out:
-            raise Unsupported(
-                self._field
-                + f": {error.args[0]} cannot be enforced{error.why}: leave it out, or set structured_outputs.unenforced to 'check'"
-            )
+            what = "leave it out, or set structured_outputs.unenforced to 'check'"
+            if not self._can_check:
+                what = "leave it out"
+            where = "" if self._can_check else " within a grammar or tags"
+            raise Unsupported(self._field + f": {error.args[0]} cannot be enforced{where}{error.why}: {what}")
         self._found.unenforced.append(error.args[0] + error.why)
 
     def _check_shape(self, key: str, value: object, at: At) -> None:
@@ -635,6 +724,11 @@ class _Lowering:
 
     def _invalid(self, place: str, words: str) -> InvalidRequest:
         return InvalidRequest(self._field + f": {place} {words}")
+
+
+def _name_of(reference: str) -> str:
+    """The name of the definition that a reference of _reference() leads to."""
+    return reference.removeprefix(DEFS).replace("~1", "/").replace("~0", "~")
 
 
 def _unknown_root() -> Schema | bool:

@@ -29,7 +29,7 @@ def negated(schema: Schema | bool, types: Sequence[str], resolve: Resolve) -> li
     if isinstance(schema, bool):
         return [{"type": list(types)}] if not schema and types else []
     # Values of other types are rejected by `type` already.
-    among = [*types] if "type" not in schema else _common(types, types_of({"type": schema["type"]}))
+    among = [*types] if "type" not in schema else common_types(types, types_of({"type": schema["type"]}))
     found: list[Schema] = []
     for key, value in schema.items():
         found += (
@@ -53,7 +53,8 @@ def types_of(schema: Schema | bool) -> list[str]:
     return [given] if isinstance(given, str) else [name for name in given if isinstance(name, str)]
 
 
-def _common(types: Sequence[str], others: Sequence[str]) -> list[str]:
+def common_types(types: Sequence[str], others: Sequence[str]) -> list[str]:
+    """The types that are in both lists."""
     found = [name for name in types if name in others or (name == "integer" and "number" in others)]
     return [*found, "integer"] if "integer" in others and "number" in types and "number" not in others else found
 
