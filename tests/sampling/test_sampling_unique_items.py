@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from octavo.errors import Field
+from octavo.errors import Field, Unsupported
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import STUCK, GuardedMatcher, TokenKinds, guarded
 from octavo.sampling.grammar.matcher import Matcher
-from octavo.text.grammar.build import build_framed, schema_grammar
+from octavo.text.grammar.build import build_framed, build_wish, schema_grammar
 from tests.walks import CALL, EOS, SIZE, SPECIAL, TOKENS, VOCABULARY
 
 TOKENIZER = VOCABULARY.tokenizer(SIZE)
@@ -169,6 +169,72 @@ def test_a_beginning_that_leads_only_to_earlier_items_is_not_written() -> None:
     assert following(names, '["ab","ac","b","c","d","e"') == {b"]"}
     ages = {**ARRAY, "items": {"type": "integer", "minimum": 3, "maximum": 10_003}}
     assert b"1" in following(ages, "[10,") and following(ages, "[10003,1000") == {b"0", b"1", b"2", b",", b"]"}
+
+
+NUMBERS_IN_TAGS = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "object", "properties": {"a": {**ARRAY, "items": WORD}}}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {**ARRAY, "items": {"type": "integer"}}, "end": ""},
+        {"begin": "<f=c>", "schema": {"type": "string"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+def takes(grammar: str, text: str) -> bool:
+    at = matcher_of(grammar)
+    assert isinstance(at, GuardedMatcher)
+    return at.consume_tokens(list(text.encode())) and at.is_accepting()
+
+
+def test_items_differ_between_tags_and_nowhere_else() -> None:
+    contents = [
+        {"begin": tag["begin"], "content": {"type": "json_schema", "json_schema": tag["schema"]}, "end": tag["end"]}
+        for tag in NUMBERS_IN_TAGS["structures"]
+        if isinstance(tag, dict)
+    ]
+    form = {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": contents}}
+    for tags in (NUMBERS_IN_TAGS, form):
+        grammar = build_wish({"structural_tag": tags}, VOCABULARY).grammar
+        for text in (
+            "[1,1]",
+            '[1,1]<f=a>{"a":["p","q"]}</f>[1,1]<f=b>[1,2] [1,1]',
+            '<f=c>"[1,1]"</f><f=b>[3, 1]',
+            "<f=b>[1,2]<f=b>[1,2]",
+            "<f<f=b>[]",
+        ):
+            assert takes(grammar, text), text
+        for text in (
+            'x<f=a>{"a":["p","p"]}</f>',
+            '<f=c>"x"</f><f=b>[3, 3]',
+            "<f=b>[1,2]<f=b>[2,2]",
+            "<<f=b>[1,1]",
+        ):
+            assert not takes(grammar, text), text
+
+
+def test_items_differ_in_a_grammar_that_is_a_schema_between_texts() -> None:
+    schema = json.dumps({**ARRAY, "items": {"type": "integer"}})
+    for grammar, before, after in (
+        (f"start: %json {schema}", "", ""),
+        (f'start: "<a>" "\\n" %json {schema} "</a>"\n', "<a>\n", "</a>"),
+    ):
+        built = build_wish({"grammar": grammar}, VOCABULARY).grammar
+        assert takes(built, f"{before}[1,2]{after}") and not takes(built, f"{before}[1,1]{after}")
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"grammar": 'start: a | "x"\na: %json {"type": "array", "items": {"type": "integer"}, "uniqueItems": true}'},
+        {"structural_tag": {**NUMBERS_IN_TAGS, "structures": [*NUMBERS_IN_TAGS["structures"], {"begin": "<f=bc>", "schema": {}, "end": ""}, {"begin": "<f=b", "schema": {}, "end": ""}]}},
+        {"structural_tag": {"structures": [{"begin": "<|call|>", "schema": {**ARRAY, "items": WORD}, "end": ""}], "triggers": ["<|call|>"]}},
+    ],
+    ids=["a choice of rules", "a beginning of another", "a control token"],
+)  # fmt: skip
+def test_where_a_value_cannot_be_followed_uniqueness_is_refused_by_name(wish: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match=r"'uniqueItems'.* within a grammar or tags: leave it out"):
+        build_wish(wish, VOCABULARY)
 
 
 def test_tokens_that_span_items_are_looked_at() -> None:

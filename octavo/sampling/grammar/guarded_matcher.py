@@ -15,9 +15,9 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import WORD, Words, clear_bits, tokens_of
 from octavo.sampling.grammar.matcher import Matcher
-from octavo.sampling.grammar.schema_places import Places, marked_schema
+from octavo.sampling.grammar.schema_places import Places, marked_schemas
 from octavo.sampling.grammar.spelling import Speller
-from octavo.sampling.grammar.unique_items import Level, Mode, State, UniqueItems, begun
+from octavo.sampling.grammar.unique_items import Level, Mode, State, Tag, UniqueItems, UniqueItemsInTags, begun
 from octavo.text.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -113,17 +113,26 @@ _MARKS = frozenset(b'",]}[ \t\r\neE')  # a token with none of these is of no kin
 
 def guarded(matcher: Matcher, grammar: str, kinds: TokenKinds) -> Matcher:
     """The matcher, guarded if its grammar has arrays whose items must differ. It must be at its beginning."""
-    found = marked_schema(grammar)
-    if found is None:
+    found = marked_schemas(grammar)
+    if not found:
         return matcher
-    before, schema, after = found
-    root = Places(schema).root()
-    assert root is not None
-    num_before, num_after = (
-        sum(len(part.encode()) if isinstance(part, str) else len(kinds.spell(part)) for part in frame)
-        for frame in (before, after)
-    )
-    return GuardedMatcher(matcher, UniqueItems(root, num_before, num_after), kinds)
+
+    def size(frame: Sequence[str | int]) -> int:
+        return sum(len(part.encode()) if isinstance(part, str) else len(kinds.spell(part)) for part in frame)
+
+    if not found[0].trigger:
+        one = found[0]
+        return GuardedMatcher(matcher, UniqueItems(Places(one.schema).root(), size(one.before), size(one.after)), kinds)
+    tags = [
+        Tag(
+            one.trigger.encode(),
+            "".join(map(str, one.before)).encode(),
+            Places(one.schema).root(),
+            size(one.after),
+        )
+        for one in found
+    ]
+    return GuardedMatcher(matcher, UniqueItemsInTags(tags), kinds)
 
 
 def compiled_part(matcher: Matcher) -> "LLMatcher":

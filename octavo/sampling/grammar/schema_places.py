@@ -4,9 +4,10 @@ Only arrays whose items must differ are looked for. Where a value has alternativ
 until it is complete: items differ where at least one of them asks for it."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from octavo.text.grammar.keywords import UNIQUE
@@ -173,17 +174,57 @@ class Places:
         return (part for part in parts if isinstance(part, dict))
 
 
-def marked_schema(grammar: str) -> tuple[list[str | int], Node, list[str | int]] | None:
-    """The schema of a grammar of which items of arrays must differ, and what stands before and after it in an answer: texts, and
-    control tokens by id. None: there is none."""
+class Framed(NamedTuple):
+    """A schema of a grammar, and what stands before and after it in an answer: texts, and control
+    tokens by id."""
+
+    before: list[str | int]
+    schema: Node
+    after: list[str | int]
+    trigger: str = ""  # of a tag in a text; empty: there are none
+
+
+def marked_schemas(grammar: str) -> list[Framed]:
+    """The schemas of a grammar, if items of arrays must differ in one of them: one, or those of all its tags. Empty: they need not."""
     if f'"$comment": "{UNIQUE}"' not in grammar:
+        return []
+    triggers = dict(_TRIGGER.findall(grammar))
+    if triggers:
+        found = [
+            _schema_at(grammar, tag.end(), json.loads(triggers[tag["name"]]))
+            for tag in _TAG.finditer(grammar)
+            if tag["name"] in triggers
+        ]
+    else:
+        framed = framed_schema(grammar)
+        assert framed is not None, "such schemas are in grammars of these forms"
+        found = [framed]
+    return found if any(Places(one.schema).root() is not None for one in found) else []
+
+
+def framed_schema(grammar: str) -> Framed | None:
+    """The schema of a grammar that is one, with texts before and after it or without (text/grammar/build.py). None: it is not."""
+    rule = "\npart: " if "\nstart: part" in grammar else "\nstart: "
+    at = grammar.find(rule)
+    try:
+        return _schema_at(grammar, at + len(rule)) if at >= 0 else None
+    except (ValueError, RecursionError):  # a text of a client's own grammar
         return None
-    rule = "\npart: " if "\npart: " in grammar else "\nstart: "
-    before, at = _literals(grammar, grammar.index(rule) + len(rule))
-    assert grammar.startswith("%json ", at), "such schemas are in grammars of these two forms"
+
+
+def _schema_at(grammar: str, at: int, trigger: str = "") -> Framed:
+    """The schema of a rule, whose expression begins at `at`. Raises ValueError where it is not one."""
+    before, at = _literals(grammar, at)
+    if not grammar.startswith("%json ", at):
+        raise ValueError("it does not begin with a schema")
     schema, at = json.JSONDecoder().raw_decode(grammar, at + len("%json "))
     after, _ = _literals(grammar, at + 1)
-    return (before, schema, after) if Places(schema).root() is not None else None
+    return Framed(before, schema, after, trigger)
+
+
+# As text/grammar/structural_tag.py writes them.
+_TRIGGER = re.compile(r'^(?P<name>tag_[0-9]+)_head\[lazy\]: TAG_TEXT (?P<text>"(?:[^"\\]|\\.)*")$', re.M)
+_TAG = re.compile(r"^(?P<name>tag_[0-9]+): tag_[0-9]+_head +", re.M)
 
 
 def _literals(grammar: str, at: int) -> tuple[list[str | int], int]:

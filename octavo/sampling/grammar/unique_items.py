@@ -7,7 +7,7 @@ is never changed: a copy is a reference."""
 import bisect
 import json
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -70,6 +70,15 @@ class Items(NamedTuple):
         return False
 
 
+class TagState(NamedTuple):
+    """Where in a text with tags an answer is: outside of them, in the beginning of some, in the value or the end of one."""
+
+    numbers: tuple[int, ...] = ()  # of the tags that it may be in; empty: none
+    num_read: int = 0  # bytes behind the trigger, or behind the value
+    is_value: bool = False  # the beginning is complete
+    tail: bytes = b""  # outside of tags: the last bytes of the text
+
+
 class Level(NamedTuple):
     """An open array or object."""
 
@@ -93,6 +102,7 @@ class State(NamedTuple):
     key: bytes = b""  # of a property, as far as it is written
     num_left: int = 0  # bytes of the frame or of a literal
     is_after: bool = False  # of the frame: the part after the value
+    tag: TagState = TagState()  # in a text with tags
 
     @property
     def open_items(self) -> Iterator[Level]:
@@ -111,7 +121,7 @@ class State(NamedTuple):
 class UniqueItems:
     """The schema of an answer, and the number of bytes before and after it. A frame may be followed by another."""
 
-    def __init__(self, root: Place, num_before: int = 0, num_after: int = 0) -> None:
+    def __init__(self, root: Place | None, num_before: int = 0, num_after: int = 0) -> None:
         self._root = root
         self._num_before, self._num_after = num_before, num_after
 
@@ -121,7 +131,7 @@ class UniqueItems:
     def after(self, state: State, data: bytes) -> State | None:
         """The state after more bytes, which the grammar allows. None: they complete an item that equals an earlier one of its array,
         or write a number with an exponent, of which equal ones are not recognised."""
-        mode, level, written, scalar_at, key, num_left, is_after = state
+        mode, level, written, scalar_at, key, num_left, is_after, tag = state
         at, end = 0, len(data)
         while at < end:
             if mode in (Mode.STRING, Mode.KEY):
@@ -160,11 +170,7 @@ class UniqueItems:
                 mode = Mode.STRING if mode == Mode.ESCAPE else Mode.KEY
                 continue
             if mode == Mode.FRAME:
-                num_left -= 1
-                if num_left == 0 and is_after:
-                    num_left, is_after = self._num_before, False
-                if num_left == 0:
-                    mode = Mode.VALUE
+                mode, num_left, is_after, tag = self._in_frame(byte, num_left, is_after, tag)
                 continue
             if mode == Mode.NUMBER:
                 if byte in _IN_NUMBER:
@@ -191,7 +197,7 @@ class UniqueItems:
                         mode, scalar_at = Mode.STRING, len(written)
                     elif byte in (_OPEN_ARRAY, _OPEN_OBJECT):
                         written += data[at - 1 : at] if is_kept else b""
-                        mode, level = self._open(level, byte == _OPEN_ARRAY, len(written))
+                        mode, level = self._open(level, byte == _OPEN_ARRAY, len(written), tag)
                         continue
                     elif byte == _CLOSE_ARRAY:
                         ended = self._close(level, written, b"]")
@@ -243,10 +249,20 @@ class UniqueItems:
                     level = level._replace(child=child)
                 case _:
                     pass  # the grammar would not allow it
-        return State(mode, level, written, scalar_at, key, num_left, is_after)
+        return State(mode, level, written, scalar_at, key, num_left, is_after, tag)
 
-    def _open(self, around: Level | None, is_array: bool, start: int) -> tuple[Mode, Level]:
-        place = self._root if around is None else around.child
+    def _in_frame(self, byte: int, num_left: int, is_after: bool, tag: TagState) -> tuple[Mode, int, bool, TagState]:
+        """The mode after a byte of the frame, and what else is known of the frame."""
+        num_left -= 1
+        if num_left == 0 and is_after:
+            num_left, is_after = self._num_before, False
+        return Mode.FRAME if num_left else Mode.VALUE, num_left, is_after, tag
+
+    def _root_of(self, tag: TagState) -> Place | None:
+        return self._root
+
+    def _open(self, around: Level | None, is_array: bool, start: int, tag: TagState) -> tuple[Mode, Level]:
+        place = self._root_of(tag) if around is None else around.child
         depth, num_unique = (0, 0) if around is None else (around.depth + 1, around.num_unique)
         if not is_array:
             return Mode.BEFORE_KEY, Level(around, False, place, depth, num_unique)
@@ -279,6 +295,59 @@ class UniqueItems:
             if level.num_unique == 1:
                 written = b""
         return Mode.AFTER, level, written, 0, False
+
+
+class Tag(NamedTuple):
+    trigger: bytes
+    rest: bytes  # of its beginning, behind the trigger
+    root: Place | None  # of its value; None: no array's items in it must differ
+    num_after: int  # bytes of its end
+
+
+class UniqueItemsInTags(UniqueItems):
+    """Values between tags in a text. A tag begins where its trigger is complete for the first time; no beginning is the start of another."""
+
+    def __init__(self, tags: Sequence[Tag]) -> None:
+        super().__init__(tags[0].root)
+        self._tags = tags
+        self._by_trigger: dict[bytes, tuple[int, ...]] = {}
+        for number, tag in enumerate(tags):
+            self._by_trigger[tag.trigger] = (*self._by_trigger.get(tag.trigger, ()), number)
+        self._longest = max(map(len, self._by_trigger))
+
+    def start(self) -> State:
+        return State(Mode.FRAME)
+
+    def _root_of(self, tag: TagState) -> Place | None:
+        return self._tags[tag.numbers[0]].root
+
+    def _in_frame(self, byte: int, num_left: int, is_after: bool, tag: TagState) -> tuple[Mode, int, bool, TagState]:
+        if tag.is_value:  # it is complete
+            tag = tag._replace(num_read=tag.num_read + 1)
+            num_after = self._tags[tag.numbers[0]].num_after
+            if tag.num_read < num_after:
+                return Mode.FRAME, 0, False, tag
+            tag = TagState()
+            if num_after:
+                return Mode.FRAME, 0, False, tag
+        if tag.numbers:
+            at = tag.num_read
+            numbers = tuple(number for number in tag.numbers if self._tags[number].rest[at : at + 1] == bytes((byte,)))
+            return self._begin(numbers, at + 1)
+        tail = (tag.tail + bytes((byte,)))[-self._longest :]
+        for trigger, numbers in self._by_trigger.items():
+            if tail.endswith(trigger):
+                return self._begin(numbers, 0)
+        return Mode.FRAME, 0, False, TagState(tail=tail)
+
+    def _begin(self, numbers: tuple[int, ...], num_read: int) -> tuple[Mode, int, bool, TagState]:
+        for number in numbers:
+            if len(self._tags[number].rest) == num_read:
+                return Mode.VALUE, 0, False, TagState((number,), is_value=True)
+        return Mode.FRAME, 0, False, TagState(numbers, num_read)
+
+    def _end_value(self, level: Level | None, written: bytes) -> tuple[Mode, Level | None, bytes, int, bool] | None:
+        return (Mode.FRAME, None, b"", 0, False) if level is None else super()._end_value(level, written)
 
 
 def begun(state: State, level: Level) -> bytes:

@@ -16,13 +16,13 @@ import msgspec
 from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
 from octavo.text.grammar.grammar_errors import in_words
 from octavo.text.grammar.json_schema import prepare, without_patterns
-from octavo.text.grammar.lark import settle
+from octavo.text.grammar.lark import is_framed, settle
 from octavo.text.grammar.limits import parser_limits
 from octavo.text.grammar.lower import MAX_NOTED
 from octavo.text.grammar.multiples import Budget
 from octavo.text.grammar.regex import ascii_classes, slashed, without_anchors
 from octavo.text.grammar.schema_tree import rebuilt
-from octavo.text.grammar.structural_tag import tags_rules
+from octavo.text.grammar.structural_tag import are_followed, tags_rules
 from octavo.text.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -101,10 +101,12 @@ def build_wish(
                 raise InvalidRequest(where + " must be true")
             rules = f"start: {_schema_rule({'type': 'object'}, where, given, vocabulary, notes)}\n"
         case "structural_tag":
+            tags = _parsed(value, where)
+            is_followed = are_followed(tags, lambda text: literal(text, vocabulary) == quoted(text))
             rules = tags_rules(
-                _parsed(value, where),
+                tags,
                 where,
-                lambda schema, at: _schema_rule(schema, at, given, vocabulary, notes, budget),
+                lambda schema, at: _schema_rule(schema, at, given, vocabulary, notes, budget, is_followed=is_followed),
                 regex_terminal,
                 lambda text: literal(text, vocabulary),
             )
@@ -113,7 +115,12 @@ def build_wish(
         case "choice":
             rules = _choice(value, where)
         case _:
-            rules = _lark(value, where, lambda schema, at: _schema_rule(schema, at, {}, vocabulary, notes, budget))
+            is_followed = isinstance(value, str) and is_framed(value)
+            rules = _lark(
+                value,
+                where,
+                lambda schema, at: _schema_rule(schema, at, {}, vocabulary, notes, budget, is_followed=is_followed),
+            )
     return notes.built(_checked(rules, vocabulary, where, is_own_text=rules == value))
 
 
@@ -206,12 +213,13 @@ def _schema_rule(
     vocabulary: Vocabulary,
     notes: _Notes,
     budget: Budget | None = None,
+    is_followed: bool = True,
 ) -> str:
-    """Rule for a schema. `budget`: shared by all schemas of the grammar; None: there is no other, and an answer has nothing else than
-    frames of fixed texts around it, so that its value can be followed."""
+    """Rule for a schema. `budget`: shared by all schemas of the grammar; None: there is no other. `is_followed`: where in an answer its
+    value is can be told from the text alone."""
     if schema is True:
         schema = {}
-    lowered = prepare(schema, field, budget, may_leave_out=notes.may_leave_out, is_followed=budget is None)
+    lowered = prepare(schema, field, budget, may_leave_out=notes.may_leave_out, is_followed=is_followed)
     prepared = lowered.schema
     if not isinstance(prepared, dict):
         raise InvalidRequest(field + " is false: no output satisfies it")

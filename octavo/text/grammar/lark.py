@@ -25,6 +25,9 @@ _RULE_OPTION = re.compile(r"\b(temperature|max_tokens|stop|stop_capture)\s*=")
 _KEPT = ("%ignore", "%import")  # directives that the compiler enforces
 _OPTIONS = re.compile(r"\s*\{\s*\}")  # empty options, which the GBNF converter writes
 _SPACE = re.compile(r"\s*")
+# As sampling/grammar/schema_places.py reads them: with one space between parts.
+_FRAMED = re.compile(r'start: ("(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])*" )*%json ')
+_TEXTS = re.compile(r'( "(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])*")*\s*')
 # The start of a rule, with its options, or the name of one that it refers to.
 _NAME = re.compile(r"(?m)^[ \t]*[?!]?(?P<rule>[A-Za-z_]\w*)[^:\n]*:|(?P<name>[A-Za-z_]\w*)")
 
@@ -65,6 +68,18 @@ def settle(lark: str, field: Field, schema_rule: Callable[[object, Field], str])
             field + f" has a chain of {chain} rules that refer to each other; at most {MAX_RULES} are allowed"
         )
     return "".join(settled)
+
+
+def is_framed(lark: str) -> bool:
+    """Whether a grammar is one rule: a schema, between texts."""
+    head = _FRAMED.match(lark)
+    if head is None:
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(lark, head.end())
+    except (ValueError, RecursionError):
+        return False
+    return _TEXTS.fullmatch(lark, end) is not None
 
 
 def _references(plain: str) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """Structural tags, as in vLLM and xgrammar: free text with tagged parts of a given form. Turns them into rules of a grammar."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,28 @@ def tags_rules(
         case _:
             raise InvalidRequest(field + " must have structures and triggers, or a format")
     return f"start: {body}\n" + "".join(maker.rules)
+
+
+def are_followed(value: object, is_text: Callable[[str], bool]) -> bool:
+    """Whether it can be told from an answer's text alone where each value in it begins and of which schema it is: all tags have schemas,
+    and no tag begins like another. `is_text`: there is no control token in a text."""
+    match value:
+        case {"structures": list(tags), "triggers": list(triggers)}:
+            pass
+        case {"format": {"type": "triggered_tags", "tags": list(tags), "triggers": list(triggers)}}:
+            pass
+        case _:
+            return False
+    begins: list[str] = []
+    for tag in tags:
+        match tag:
+            case {"begin": str(begin), "schema": _} | {"begin": str(begin), "content": {"type": "json_schema"}}:
+                begins.append(begin)
+            case _:
+                return False
+    begins.sort()
+    is_clear = not any(later.startswith(begin) for begin, later in itertools.pairwise(begins))
+    return is_clear and all(isinstance(text, str) and is_text(text) for text in (*begins, *triggers))
 
 
 class _Rules:
