@@ -60,7 +60,7 @@ class Answers:
         compiled = LLMatcher(self._tokenizer, built.grammar, log_level=0, limits=parser_limits())
         matcher = guarded(compiled, built.grammar, self._kinds)
         proposals = self._ends.proposals(built.grammar, self._kinds.fewest_tokens)
-        shortest, _ = shortest_answer(self._ends, self._kinds, matcher, built.grammar, proposals)
+        shortest = shortest_answer(self._ends, self._kinds, matcher, built.grammar, proposals)
         ending, text = (
             BudgetedEnd.of(shortest, proposals, growth_of_grammar(built.grammar, self._kinds.fewest_tokens)),
             b"",

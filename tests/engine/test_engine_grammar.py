@@ -452,7 +452,19 @@ CHOICES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("schema", [PLAIN, CHOICES])
+# Parts that say different things of the same value, and one whose shortest value is searched for: its pattern is not read.
+JOINED = {
+    "$ref": "#/$defs/named",
+    "properties": {"kind": {"enum": ["a", "b"]}, "code": {"type": "string", "pattern": r"^[^\x00-\x7f]{3}$"}},
+    "required": ["kind", "code"],
+    "if": {"properties": {"kind": {"const": "a"}}},
+    "then": {"required": ["size"]},
+    "else": {"required": ["weight"]},
+    "$defs": {"named": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+}
+
+
+@pytest.mark.parametrize("schema", [PLAIN, CHOICES, JOINED], ids=["plain", "choices", "joined"])
 def test_a_limit_without_room_for_the_shortest_answer_is_refused_with_what_it_takes(llm, schema):
     with pytest.raises(InvalidRequest, match=r"the shortest one that the grammar allows takes [0-9]+ tokens") as error:
         one(llm, asks(max_tokens=2, json=schema))

@@ -105,7 +105,7 @@ def answers(
     grammar = schema_grammar(schema, tokens.vocabulary, field=Field("schema"))
     start = guarded(LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits()), grammar, kinds)
     proposals, growth = ends.proposals(grammar, kinds.fewest_tokens), growth_of_grammar(grammar, kinds.fewest_tokens)
-    shortest, _ = shortest_answer(ends, kinds, start, grammar, proposals)
+    shortest = shortest_answer(ends, kinds, start, grammar, proposals)
     is_regular = not isinstance(start, GuardedMatcher) and has_clear_values(grammar)
     found: list[tuple[int, bytes, bool]] = []
     for _ in range(num_answers if shortest else 0):

@@ -17,6 +17,7 @@ from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.proposals import Proposals
 from octavo.sampling.grammar.protocol import Begin, Compiled, Enter, Fill, Filled, FilledRow, RowToFill
+from octavo.sampling.grammar.schema_places import Framed, framed_schema
 from octavo.sampling.grammar.shortest_completion import ShortestCompletion
 from octavo.sampling.grammar.shortest_text import has_clear_values, shortest_text
 from octavo.text.grammar.limits import parser_limits
@@ -33,7 +34,6 @@ _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
-_ALTERNATIVES = ('"anyOf"', '"enum"', '"type": [')
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
 
 
@@ -87,8 +87,7 @@ class Matching:
         self._proposals: Proposals | None = None
         self._growth = 0  # tokens that a part of it may take
         self._is_regular = False
-        # Its shortest answer is certain: it is a schema without alternatives, or all of them were compared.
-        self._is_plain = False
+        self._is_json = False  # its answers are values of one schema, if need be in frames
 
     def compile(self, grammar: str) -> Compiled:
         from llguidance import LLMatcher
@@ -97,16 +96,13 @@ class Matching:
         compiled = LLMatcher(self._shared.tokenizer, grammar, log_level=0, limits=parser_limits())
         if compiled.is_error():
             return Compiled(error_of(compiled), 0)
-        self._is_plain = "start: %json" in grammar and not any(word in grammar for word in _ALTERNATIVES)
+        self._is_json = framed_schema(grammar) is not None
         self._proposals, self._growth = (
             self._ends.proposals(grammar, self._shared.kinds.fewest_tokens),
             growth_of_grammar(grammar, self._shared.kinds.fewest_tokens),
         )
         self._compiled = guarded(compiled, grammar, self._shared.kinds)
-        self._shortest, is_compared = shortest_answer(
-            self._ends, self._shared.kinds, self._compiled, grammar, self._proposals
-        )
-        self._is_plain |= is_compared
+        self._shortest = shortest_answer(self._ends, self._shared.kinds, self._compiled, grammar, self._proposals)
         self._is_regular = not isinstance(self._compiled, GuardedMatcher) and has_clear_values(grammar)
         self._limit(0)
         return Compiled("", BudgetedEnd.of(self._shortest, growth=self._growth).looks_at)
@@ -123,7 +119,7 @@ class Matching:
             command.ends_by_eos,
             self._step_seconds,
         )
-        if self._is_plain and self._shortest is not None and command.max_tokens < len(self._shortest.tokens):
+        if self._is_json and self._shortest is not None and command.max_tokens < len(self._shortest.tokens):
             row.failure = (
                 f"max_tokens has no room for an answer: the shortest one that the grammar allows takes {len(self._shortest.tokens)} "
                 f"tokens, and max_tokens is {command.max_tokens}"
@@ -328,14 +324,32 @@ class Matching:
 
 def shortest_answer(
     ends: Ends, kinds: TokenKinds, matcher: Matcher, grammar: str, proposals: Proposals
-) -> tuple[ShortestCompletion | None, bool]:
-    """The shortest answer of a grammar, as far as one was found, and whether all alternatives of its schema were compared."""
-    text = shortest_text(grammar, kinds.num_tokens)
-    if text is not None and len(text) <= _LONGEST_TEXT:
-        found, at = ShortestCompletion([], kinds.speller, text.encode()), matcher.deep_copy()
-        if found.tokens and at.consume_tokens(found.tokens) and at.is_accepting():
-            return found, True
-    return ends.shortest(matcher, proposals), False
+) -> ShortestCompletion | None:
+    """The shortest answer of a grammar, as far as one was found. The one of its schema is made first, then one of what is known of the
+    schema; if the grammar accepts neither, an end is searched for."""
+    framed = framed_schema(grammar)
+    for is_guess in (False, True) if framed is not None else ():
+        text = shortest_text(framed.schema, kinds.num_tokens, is_guess=is_guess)
+        if text is not None and len(text) <= _LONGEST_TEXT:
+            found, at = _completion(kinds, framed, text), matcher.deep_copy()
+            if found.tokens and at.consume_tokens(found.tokens) and at.is_accepting():
+                return found
+    return ends.shortest(matcher, proposals)
+
+
+def _completion(kinds: TokenKinds, framed: Framed, text: str) -> ShortestCompletion:
+    """A text of the schema, with what stands before and after it."""
+    if not framed.before and not framed.after:
+        return ShortestCompletion([], kinds.speller, text.encode())
+    tokens: list[int] = []
+    begun = ""
+    for part in (*framed.before, text, *framed.after):
+        if isinstance(part, str):
+            begun += part
+        else:
+            tokens += [*kinds.fewest_tokens(begun.encode()), part]
+            begun = ""
+    return ShortestCompletion([*tokens, *kinds.fewest_tokens(begun.encode())])
 
 
 def error_of(matcher: Matcher) -> str:

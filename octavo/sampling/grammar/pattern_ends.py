@@ -65,10 +65,21 @@ def ends_of(pattern: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def shortest_match(pattern: str) -> str | None:
-    """The shortest string that matches a pattern. None: the pattern cannot be read here."""
+def shortest_match(pattern: str, least: int = 0) -> str | None:
+    """The shortest string of at least so many characters that matches a pattern. None: the pattern cannot be read here."""
     automaton = _read(pattern)
-    return None if automaton is None else automaton.ends().get(automaton.start)
+    return None if automaton is None else automaton.shortest(least)
+
+
+def can_match(pattern: str, text: str) -> bool:
+    """Whether a text may match a pattern. True where that is not known here."""
+    automaton = _kept(pattern)
+    return automaton is None or automaton.can_match(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(pattern: str) -> "_Automaton | None":
+    return _read(pattern)
 
 
 def pattern_of_format(name: str) -> str | None:
@@ -79,7 +90,8 @@ def _read(pattern: str) -> "_Automaton | None":
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            written = re.sub(r"\\x\{([0-9a-f]+)\}", lambda code: re.escape(chr(int(code[1], 16))), pattern)
+            written = re.sub(r"\\[xu]\{([0-9a-fA-F]+)\}", lambda code: re.escape(chr(int(code[1], 16))), pattern)
+            written = re.sub(r"\(\?<(?![=!])", "(?P<", written)  # as ECMAScript names groups
             parsed = importlib.import_module("re._parser").parse(written)  # the standard library's, which is not public
         return _Automaton(parsed)
     except (re.error, RecursionError, OverflowError, _TooLarge, ValueError):
@@ -136,6 +148,35 @@ class _Automaton:
                         best[earlier] = character + best[states]
                         level.append(earlier)
         return best
+
+    def shortest(self, least: int) -> str | None:
+        """The shortest match of at least so many characters. None: it is too long, or there is none."""
+        ends = self.ends()
+        if least <= len(ends.get(self.start, "")) or self.start not in ends:
+            return ends.get(self.start)
+        level = {self.start: ""}  # sets of states after so many characters → one text that leads there
+        for _ in range(min(least, _MAX_LENGTH)):
+            level = {
+                after: text + character
+                for states, text in level.items()
+                for character, after in self._following(states).items()
+                if after in ends
+            }
+        found = [text + ends[states] for states, text in level.items() if len(text) >= least]
+        return min(found, key=len, default=None)
+
+    def can_match(self, text: str) -> bool:
+        """Whether a text may match. Takes time in proportion to its length, whatever the pattern."""
+        states = self.start
+        for character in text:
+            if character not in _TRIED:
+                return True  # sets of characters are known for these only
+            states = self._closed(
+                {target for state in states for characters, target in self._by_set[state] if character in characters}
+            )
+            if not states:
+                return False
+        return self._last in states
 
     def _following(self, states: frozenset[int]) -> dict[str, frozenset[int]]:
         """One character for each set of states that may follow."""
