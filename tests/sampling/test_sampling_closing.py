@@ -173,3 +173,43 @@ def test_an_answer_of_many_parts_closes_with_a_models_vocabulary() -> None:
 )
 def test_values_are_clear_where_no_two_alternatives_are_alike(schema: dict[str, Any], is_clear: bool) -> None:
     assert has_clear_values(schema_grammar(schema, VOCABULARY, field=Field("schema"))) is is_clear
+
+
+MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"enum": ["system", "user"]}, "content": {"type": "string"}},
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+SYSTEM = {"type": "object", "properties": {"role": {"const": "system"}}, "required": ["role"]}
+BASE = {"type": "object", "properties": {"id": {"type": "integer"}, "note": {"type": "string"}}, "required": ["id"]}
+COMBINED = {
+    "contains": {"type": "array", "items": MESSAGE, "contains": SYSTEM},
+    "references with siblings": {
+        "type": "object",
+        "properties": {f"part_{at}": {"$ref": "#/$defs/part"} for at in range(4)},
+        "required": [f"part_{at}" for at in range(4)],
+        "$defs": {
+            "base": BASE,
+            "part": {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"more": BASE}, "required": ["more"]}]},
+        },
+    },
+    "conditions": {
+        "type": "object",
+        "properties": {"kind": {"enum": ["a", "b", "c"]}, "x": BASE, "y": {"type": "string", "pattern": "^[a-z]{3}$"}},
+        "required": ["kind"],
+        "allOf": [
+            {"if": {"properties": {"kind": {"const": "a"}}}, "then": {"required": ["x"]}, "else": {"required": ["y"]}},
+            {"if": {"properties": {"kind": {"const": "b"}}}, "then": {"required": ["x"]}},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_answers_to_combined_schemas_close(name: str) -> None:
+    found = answers(COMBINED[name], random.Random(name), 8, [0, 1, 4, 15, 36, 56])
+    assert found, "the shortest answer is not known"
+    for max_tokens, said, is_closed in found:
+        assert is_closed, (max_tokens, said)
+        jsonschema.validate(json.loads(said), COMBINED[name])

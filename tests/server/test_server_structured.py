@@ -292,3 +292,9 @@ async def test_a_response_and_a_message_say_it_in_their_dialects(serve: Serve, t
         assert answer.status_code == 200 and answer.json()["schema_valid"] is is_valid, answer.text
         lines = (await client.post(path, json={**given, **mode, "stream": True})).text.splitlines()
         assert [json.loads(one).get("schema_valid") for one in lines] == [None] * (len(lines) - 1) + [is_valid]
+
+    given = {"prompt": "a", "json_schema": HAS_TWO, "n_predict": 50}
+    assert (await client.post("/completion", json={**given, **mode})).json()["schema_valid"] is is_valid
+    streamed = await client.post("/completion", json={**given, **mode, "stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert [event.get("schema_valid") for event in events] == [None] * (len(events) - 1) + [is_valid]

@@ -81,6 +81,13 @@ def test_no_verdict_on_a_case_of_the_suite_is_wrong():
             [{"kind": "a", "a": 1}, {"kind": "b", "b": 1}],
             [{"a": 1, "b": 1}, {"kind": "a", "b": 1}],
         ),
+        (  # as forms have it (react-jsonschema-form)
+            {"type": "object", "properties": {"choice": {"enum": ["a", "b"]}}, "dependencies": {"choice": {"oneOf": [
+                {"properties": {"choice": {"enum": [name]}, name: {"type": "integer"}}, "required": [name]} for name in "ab"
+            ]}}},
+            [{}, {"choice": "a", "a": 1}, {"choice": "b", "b": 2}],
+            [{"choice": "a"}, {"choice": "a", "b": 1}, {"choice": "b", "b": "x"}],
+        ),
         (  # definitions that lead back to each other, and to the root
             {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"oneOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
             [{"next": None}, {"v": 1, "next": {"next": None}}],
@@ -267,6 +274,10 @@ def test_names_in_data_are_not_keywords():
         (
             {"type": "object", "minProperties": 2},
             ["'minProperties' (at #) (enforced up to 1, and for a choice among few listed properties)"],
+        ),
+        (
+            {"type": "object", "patternProperties": {"^foo": {"minimum": 3}, "bar$": {"maximum": 9}}},
+            ["'patternProperties' '^foo'", "'patternProperties' 'bar$'"],
         ),
         ({"$defs": {"a": {"extends": {}}}, "items": {"$ref": "#/$defs/a"}}, ["'extends' (at #/$defs/a)"]),
         ({"$defs": {"a": {"extends": {}}}, "type": "null"}, []),  # nothing refers to it

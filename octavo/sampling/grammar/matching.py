@@ -328,9 +328,9 @@ def shortest_answer(
     """The shortest answer of a grammar, as far as one was found. The one of its schema is made first, then one of what is known of the
     schema; if the grammar accepts neither, an end is searched for."""
     framed = framed_schema(grammar)
-    for is_guess in (False, True) if framed is not None else ():
-        text = shortest_text(framed.schema, kinds.num_tokens, is_guess=is_guess)
-        if text is not None and len(text) <= _LONGEST_TEXT:
+    for is_guess in (False, True):
+        text = None if framed is None else shortest_text(framed.schema, kinds.num_tokens, is_guess=is_guess)
+        if framed is not None and text is not None and len(text) <= _LONGEST_TEXT:
             found, at = _completion(kinds, framed, text), matcher.deep_copy()
             if found.tokens and at.consume_tokens(found.tokens) and at.is_accepting():
                 return found

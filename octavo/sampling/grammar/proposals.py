@@ -32,8 +32,11 @@ Groups = list[list[bytes]]
 class Proposals:
     """Of one grammar. `groups` is called when the first proposal is wanted: many answers end without one. `single`: byte → its token."""
 
-    def __init__(self, groups: Callable[[], Groups], single: dict[int, int], spell: Spell) -> None:
-        self._make_groups, self._single, self.spell = groups, single, spell
+    def __init__(
+        self, groups: Callable[[], Groups], single: dict[int, int], spell: Spell, has_places: bool = False
+    ) -> None:
+        """`has_places`: what comes at one place of an array may decide whether it may end there (`contains`)."""
+        self._make_groups, self._single, self.spell, self._has_places = groups, single, spell, has_places
         self._tokens: dict[bytes, list[int]] = {}
 
     @functools.cached_property
@@ -66,6 +69,7 @@ class Proposals:
                     for pair, texts in pairs.items():
                         if len(pair) == 1 or self._takes(compiled, pair):
                             found += texts
+            first: list[int] = []
             for text in sorted(found, key=len):
                 if (
                     self._takes(compiled, text)
@@ -74,8 +78,19 @@ class Proposals:
                     # A number may have to go on, as 0 where 0.5 is due, and a string may hold the same characters.
                     and (not text[-1:].isalnum() or self._is_whole(matcher, tokens))
                 ):
-                    return tokens
+                    if not self._has_places or self._ends_array(compiled, tokens):
+                        return tokens
+                    first = first or tokens
+            if first:
+                return first
         return []
+
+    def _ends_array(self, matcher: Matcher, tokens: list[int]) -> bool:
+        """Whether an array may end after these tokens, or does not need more because of them."""
+        close, more = (self._single.get(sign, -1) for sign in b"],")
+        return matcher.validate_tokens([*tokens, close]) > len(tokens) or (
+            matcher.validate_tokens([*tokens, more]) == len(tokens)
+        )
 
     def _takes(self, matcher: Matcher, text: bytes) -> bool:
         return matcher.validate_tokens([self._single[byte] for byte in text]) == len(text)
@@ -112,7 +127,8 @@ def tokens_per_character(grammar: str, spell: Spell) -> float:
 
 
 def proposals_of(grammar: str, single: dict[int, int], spell: Spell) -> Proposals:
-    return Proposals(functools.partial(_groups_of, grammar), single, spell)
+    has_places = '"prefixItems": [' in grammar and '"anyOf": [' in grammar
+    return Proposals(functools.partial(_groups_of, grammar), single, spell, has_places)
 
 
 def _groups_of(grammar: str) -> Groups:

@@ -48,6 +48,7 @@ _OF_TYPE: dict[str, frozenset[str]] = {
     ),
 }
 _KNOWN = frozenset({keyword for keywords in _OF_TYPE.values() for keyword in keywords})
+_MAX_JOINED = 128  # combinations of schemas of one grammar whose parts are collected
 _MAX_ITEMS = 1000  # that an array requires
 _DECIMALS = 12  # of numbers that are tried
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -151,6 +152,7 @@ class _Texts:
         """Add the values and members of all parts."""
         self._define()
         waiting: list[Any] = [self._root]
+        num_joined = 0
         while waiting:
             part = waiting.pop()
             if not isinstance(part, dict):
@@ -159,6 +161,11 @@ class _Texts:
                 values[_written(value)] = None
             if text := self._guessed(part):
                 values[text] = None
+            if len(part) > 1 and part.keys() & {"allOf", "anyOf", "$ref"} and num_joined < _MAX_JOINED:
+                with contextlib.suppress(_Unknown):  # values of parts that several schemas are about
+                    cases = self._cases(part)
+                    num_joined += len(cases)
+                    waiting += cases
             listed, required = part.get("properties"), part.get("required", ())
             if isinstance(listed, dict):
                 for name, value in listed.items():
@@ -311,8 +318,11 @@ class _Texts:
 
     def _different(self, schema: Any, num_followed: int = 0) -> Iterator[str]:
         """Different values of a schema."""
-        match {} if schema is True else schema:
-            case dict(anything) if not anything:
+        if schema is False:
+            return
+        part: Schema = {} if schema is True else schema
+        match part:
+            case dict() if not part:
                 yield from map(str, range(_MAX_ITEMS))
             case {"$ref": str(reference), **rest} if not rest and num_followed < _ROUNDS:
                 yield from self._different(self._target(reference), num_followed + 1)
@@ -389,7 +399,7 @@ def _numbers(rest: Schema, is_integer: bool) -> Iterator[str]:
     num_found = 0
     units = [Fraction(1, 10**places) for places in range(1 if is_integer else _DECIMALS)]
     for unit in [bounds["multipleOf"]] if "multipleOf" in bounds else units:
-        for sign, nearest in ((1, max([0, *lows])), (-1, max([unit, *(-high for high in highs)]))):
+        for sign, nearest in ((1, max([Fraction(0), *lows])), (-1, max([unit, *(-high for high in highs)]))):
             first = math.ceil(nearest / unit)
             for number in (sign * at * unit for at in range(first, first + _MAX_ITEMS)):
                 if any(number < low for low in lows) or any(number > high for high in highs):

@@ -141,7 +141,7 @@ def router(service: Service) -> APIRouter:
 async def _respond(service: Service, request: Request, fields: LlamaOptions, asked: Asked, arrived: float) -> Response:
     form = await read_form(service, asked.fields)
     response_id = new_id("cmpl")
-    make = functools.partial(LlamaWriter, service, fields, asked, response_id, arrived, form.grammar)
+    make = functools.partial(LlamaWriter, service, fields, asked, response_id, arrived, form)
     with NAMES.in_errors():
         writer = await offload_prompt(fields.num_bytes + BYTES_PER_PROMPT * len(asked.prompts), make)
     return await submit_and_respond(

@@ -239,6 +239,10 @@ def _schema_rule(
         kept, left_out = without_patterns(prepared, lambda pattern: bool(_pattern_problem(pattern, vocabulary)))
         notes.unenforced += [f"'pattern' {pattern[:60]!r}" for pattern in left_out]
         rule = _json_rule(guidance, kept)
+        if _problem(f"{_HEAD}start: {rule}\n", vocabulary):  # patterns of names that overlap
+            kept, left_out = without_patterns(kept, lambda pattern: True, only_names=True)
+            notes.unenforced += [f"'patternProperties' {pattern[:60]!r}" for pattern in left_out]
+            rule = _json_rule(guidance, kept)
     return rule
 
 

@@ -99,8 +99,8 @@ def prepare(
     return lowered
 
 
-def without_patterns(schema: Any, is_bad: Callable[[str], bool]) -> tuple[Any, list[str]]:
-    """A prepared schema without the patterns that the compiler cannot enforce, and these."""
+def without_patterns(schema: Any, is_bad: Callable[[str], bool], *, only_names: bool = False) -> tuple[Any, list[str]]:
+    """A prepared schema without the patterns that the compiler cannot enforce, and these. `only_names`: those of properties' names."""
     verdicts: dict[str, bool] = {}
 
     def bad(pattern: str) -> bool:
@@ -110,7 +110,7 @@ def without_patterns(schema: Any, is_bad: Callable[[str], bool]) -> tuple[Any, l
 
     def change(node: Schema) -> Schema:
         found = dict(node)
-        if isinstance(found.get("pattern"), str) and bad(found["pattern"]):
+        if not only_names and isinstance(found.get("pattern"), str) and bad(found["pattern"]):
             del found["pattern"]
         if isinstance(found.get("patternProperties"), dict) and any(map(bad, found["patternProperties"])):
             # Which names are additional is not known, either.

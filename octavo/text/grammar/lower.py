@@ -381,7 +381,7 @@ class _Lowering:
     def _dependent(self, key: str, value: Mapping[str, Any], more: list[Schema | bool], at: At) -> None:
         for name, part in value.items():
             if key == "dependentSchemas":
-                then = self._strictly(part, at.step(name))
+                then = self._strictly(_where_there(part, name), at.step(name))
                 is_there: Schema | bool = (
                     {"allOf": [{"type": "object", "required": [name]}, then]} if then is not False else False
                 )
@@ -724,6 +724,13 @@ class _Lowering:
 
     def _invalid(self, place: str, words: str) -> InvalidRequest:
         return InvalidRequest(self._field + f": {place} {words}")
+
+
+def _where_there(schema: Any, name: str) -> Any:
+    """A schema for objects that have a property. Alternatives in it may differ by that one's values."""
+    if not isinstance(schema, Mapping) or "$ref" in schema or not isinstance(schema.get("required", []), list):
+        return schema
+    return {"type": "object", **schema, "required": [*schema.get("required", []), name]}
 
 
 def _name_of(reference: str) -> str:

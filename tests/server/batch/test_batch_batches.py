@@ -161,7 +161,7 @@ async def test_lines_of_a_batch_say_whether_a_checked_answer_satisfies_its_schem
     verdicts = {name: record["body"]["choices"][0]["schema_valid"] for name, record in records.items()}
     assert verdicts == {"yes": True, "no": False}
     (error,) = await content(client, done["error_file_id"])
-    assert error["custom_id"] == "strict" and "'not'" in error["response"]["body"]["error"]["message"]
+    assert error["custom_id"] == "strict" and "'contains'" in error["response"]["body"]["error"]["message"]
 
 
 async def test_a_batch_of_responses_takes_nobodys_place_in_the_store(serve: Serve, tmp_path):

@@ -95,6 +95,9 @@ class LlamaCompletion(LlamaChunk, frozen=True, kw_only=True, gc=False):
     has_new_line: bool
     truncated: bool  # the context is full
     tokens_cached: int | None
+    schema_valid: bool | UnsetType | None = (
+        UNSET  # ours: structured_outputs.unenforced is "check"; null: not decided in time
+    )
 
 
 class Rendered(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from octavo.server.schema.fields import (
     make_fields,
 )
 from octavo.server.schema.lists import AtMost
-from octavo.server.schema.shapes import LlamaBias, LlamaFiles, LlamaPrompts, Messages, Tools
+from octavo.server.schema.shapes import LlamaBias, LlamaFiles, LlamaPrompts, Messages, StructuredOutputs, Tools
 from octavo.server.state.service import Service
 
 MAX_PROMPTS = 1024
@@ -72,6 +72,7 @@ _SAME = (
     "ignore_eos",
     "grammar",
     "json_schema",
+    "structured_outputs",
 )
 """Fields that a generation has under the same name."""
 NAMES = FieldNames(
@@ -100,6 +101,7 @@ class LlamaOptions(RequestFields, PlainStreamFields):
     n_probs: int | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs = None  # vLLM's, and what is to become of constraints that cannot be enforced
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from octavo.messages import Logprobs
@@ -23,6 +24,7 @@ from octavo.server.generate.generation import Generation, Piece
 from octavo.server.generate.logprobs import count_logprobs
 from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import build_requests
+from octavo.server.generate.structured import AnswerCheck, AnswerForm
 from octavo.server.http.sse import event
 from octavo.server.state.service import Service
 from octavo.text.stream import TextDelta
@@ -32,9 +34,9 @@ class LlamaWriter:
     """The choices of one request. Choice p × n + i is the i-th of prompt p."""
 
     def __init__(
-        self, service: Service, given: LlamaOptions, asked: Asked, response_id: str, arrived: float, grammar: str
+        self, service: Service, given: LlamaOptions, asked: Asked, response_id: str, arrived: float, form: AnswerForm
     ) -> None:
-        """`arrived`: time.monotonic() of the request. `grammar`: as the sampler reads it."""
+        """`arrived`: time.monotonic() of the request."""
         self._requests = build_requests(
             response_id,
             asked.prompts,
@@ -45,7 +47,7 @@ class LlamaWriter:
             logprobs=given.n_probs or None,
             default_max_tokens=None,
             arrived=arrived,
-            grammar=grammar,
+            grammar=form.grammar,
         )
         self._given, self._asked, self._arrived = given, asked, arrived
         self._text, self._max_len = service.text, service.report.max_model_len
@@ -57,19 +59,32 @@ class LlamaWriter:
         self._num_tokens: dict[int, int] = {}  # choice → tokens so far
         self._lines: set[int] = set()  # choices with a line break
         self._tail: dict[int, tuple[str | None, str | int | None]] = {}  # choice → reasons of its end
+        self._check = form.check
+        self._said: dict[int, str] = {}  # choice → its text so far, where it is to be checked
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self.generation.pieces()) as steps:
             async for pieces in steps:
+                if self._check is not None:
+                    pieces = [await self._checked(self._check, piece) for piece in pieces]
                 size = sum(count_logprobs(piece.logprobs) for piece in pieces)
                 if body := await offload(size, functools.partial(self._events, pieces)):
                     yield body
 
     async def collect(self) -> LlamaCompletion | Sequence[LlamaCompletion]:
         pieces = [choice.as_piece() for choice in await self.generation.whole(self._begin)]
+        if self._check is not None:
+            pieces = [await self._checked(self._check, piece) for piece in pieces]
         size = sum(count_logprobs(piece.logprobs) for piece in pieces)
         found = await offload(size, lambda: [self._whole(piece) for piece in pieces])
         return found if self._asked.is_list else found[0]
+
+    async def _checked(self, check: AnswerCheck, piece: Piece) -> Piece:
+        """The piece; if it is a choice's last, with the verdict on its text."""
+        text = self._said[piece.index] = self._said.get(piece.index, "") + piece.delta.text
+        if piece.delta.finish_reason is None:
+            return piece
+        return msgspec.structs.replace(piece, schema_valid=await check.verdict(text))
 
     def _events(self, pieces: list[Piece]) -> bytes:
         return b"".join(map(self._event, pieces))
@@ -86,7 +101,7 @@ class LlamaWriter:
         body = event(self._chunk(piece)) if is_shown else b""
         if piece.delta.finish_reason is None:
             return body
-        empty = Piece(piece.index, TextDelta("", None, None, piece.delta.num_tokens))
+        empty = Piece(piece.index, TextDelta("", None, None, piece.delta.num_tokens), schema_valid=piece.schema_valid)
         return body + event(self._end(empty))
 
     def _whole(self, piece: Piece) -> LlamaCompletion:
@@ -144,6 +159,7 @@ class LlamaWriter:
             has_new_line=index in self._lines,
             truncated=reason == "length" and length >= self._max_len,
             tokens_cached=self.generation.num_cached(self._number(index)),
+            schema_valid=piece.schema_valid,
         )
 
     def _number(self, index: int) -> int:
