@@ -113,3 +113,31 @@ def test_a_bad_choice_is_refused(choice: Any, tools: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as raised:
         parse_tool_choice(choice, tools)
     assert raised.value.param == "tool_choice"
+
+
+def parameters_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a call's arguments, as it is enforced."""
+    tools = parse_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    calls = calls_schema(tools, parse_tool_choice("required", tools))
+    assert calls is not None
+    found: dict[str, Any] = calls["$defs"]["tool_0"]
+    return found
+
+
+def test_schemas_that_are_combined_with_others_are_not_closed():
+    """A closed condition would hold for other objects, and closed parts of allOf would exclude each other's properties."""
+    a, b = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")
+    assert parameters_of({"allOf": [a, b]})["allOf"] == [a, b]
+    assert parameters_of({"oneOf": [a, b]})["oneOf"] == [a, b]
+    chosen = parameters_of({**a, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}})
+    assert chosen["if"] == {"properties": {"a": {"const": 1}}} and "additionalProperties" not in chosen
+    defs = {"A": a, "B": b, "C": {"type": "object", "properties": {"c": {}}}}
+    found = parameters_of(
+        {
+            "properties": {"x": {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}, "y": {"$ref": "#/$defs/C"}},
+            "$defs": defs,
+        }
+    )
+    assert found["$defs"]["A"] == a and found["$defs"]["B"] == b
+    assert found["$defs"]["C"]["additionalProperties"] is found["additionalProperties"] is False
+    assert all(part["additionalProperties"] is False for part in parameters_of({"anyOf": [a, b]})["anyOf"])

@@ -7,6 +7,7 @@ writes calls in this way, otherwise in one list, which the parser `plain_json` r
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import msgspec
 
@@ -18,6 +19,23 @@ _MAX_NAME = 64  # characters, as in OpenAI's API
 _ADD_PROPERTIES = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef",
                    "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "minProperties"}  # fmt: skip
 """Keywords that may allow further properties of an object, directly or through another schema."""
+_DEPENDENT = {"dependentSchemas", "dependencies"}
+_COMBINING = {"allOf", "oneOf", "not", "if", "then", "else", "propertyNames", "contains", *_DEPENDENT}
+"""Keywords whose schemas apply together with others to the same value, or are no constraints by themselves."""
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
+_WITHIN = {"items", "prefixItems", "additionalProperties", "additionalItems", "anyOf"}
+_OF_OBJECTS = {
+    "properties",
+    "required",
+    "allOf",
+    "oneOf",
+    "if",
+    "not",
+    "dependentSchemas",
+    "dependencies",
+    "dependentRequired",
+}
+"""Keywords beside anyOf or $ref that are about the same object."""
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -163,7 +181,7 @@ def calls_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | 
         "type": "array",
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
         "minItems": 1,
-        "$defs": {place: _closed(_moved(tool.parameters, place)) for tool, place in zip(chosen, places, strict=True)},
+        "$defs": {place: _moved(_closed(tool.parameters), place) for tool, place in zip(chosen, places, strict=True)},
     }
     return schema if choice.parallel else {**schema, "maxItems": 1}
 
@@ -174,15 +192,64 @@ def call_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | N
     return None if schema is None else {**schema["items"], "$defs": schema["$defs"]}
 
 
-def _closed(schema: dict[str, Any]) -> Any:
+def _closed(schema: Mapping[str, Any]) -> Any:
     """Forbid additional properties where a schema lists properties and does not mention others. The function has no parameter for
-    them, and a model that only has to satisfy the schema would keep inventing them."""
+    them, and a model that only has to satisfy the schema would keep inventing them. Schemas that are combined with others stay as they
+    are: their values may have the others' properties, and a condition or an alternative of oneOf would mean something else."""
+    kept = _combined(schema)
 
-    def close(part: dict[str, Any]) -> dict[str, Any]:
+    def close(part: Any) -> Any:
+        if not isinstance(part, Mapping) or id(part) in kept:
+            return part
+        found = dict(part)
+        for key, value in part.items():
+            if key in _BY_NAME and isinstance(value, Mapping):
+                found[key] = {name: close(inner) for name, inner in value.items()}
+            elif key in _WITHIN:
+                found[key] = [*map(close, value)] if isinstance(value, list) else close(value)
         is_open = "properties" in part and part.keys().isdisjoint(_ADD_PROPERTIES)
-        return {**part, "additionalProperties": False} if is_open else part
+        return {**found, "additionalProperties": False} if is_open else found
 
-    return rebuilt(schema, close)
+    return close(schema)
+
+
+def _combined(root: Mapping[str, Any]) -> set[int]:
+    """Ids of the schemas that apply to values to which others apply too, and of those within them."""
+    found: set[int] = set()
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        part, is_combined = waiting.pop()
+        if isinstance(part, list):
+            waiting += [(inner, is_combined) for inner in part]
+        if not isinstance(part, Mapping) or id(part) in found:
+            continue
+        if is_combined:
+            found.add(id(part))
+        for key, value in part.items():
+            if key in _BY_NAME and isinstance(value, Mapping):
+                waiting += [(inner, is_combined) for inner in value.values()]
+            elif key in _COMBINING:
+                inner = [*value.values()] if key in _DEPENDENT and isinstance(value, Mapping) else value
+                waiting.append((inner, True))
+            elif key in _WITHIN:
+                waiting.append((value, is_combined or (key == "anyOf" and not part.keys().isdisjoint(_OF_OBJECTS))))
+        if "$ref" in part and (is_combined or not part.keys().isdisjoint(_OF_OBJECTS)):
+            waiting.append((_target(root, part["$ref"]), True))
+    return found
+
+
+def _target(root: Mapping[str, Any], reference: object) -> Any:
+    """What a reference leads to; all definitions, if that is not clear."""
+    target: Any = root
+    for step in reference[2:].split("/") if isinstance(reference, str) and reference.startswith("#/") else ():
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        target = target.get(step) if isinstance(target, Mapping) else None
+    if target is not None and isinstance(reference, str) and reference.startswith("#") and "/" in reference:
+        return target
+    if reference == "#":
+        return root
+    holders = [root.get(key) for key in ("$defs", "definitions")]
+    return [part for holder in holders if isinstance(holder, Mapping) for part in holder.values()]
 
 
 def _moved(schema: dict[str, Any], place: str) -> Any:
