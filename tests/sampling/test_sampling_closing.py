@@ -14,12 +14,12 @@ from octavo.sampling.grammar.bitmask import tokens_of
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, guarded
-from octavo.sampling.grammar.matching import shortest_answer
+from octavo.sampling.grammar.matching import end_repetition, shortest_answer
 from octavo.sampling.grammar.shortest_text import has_clear_values
-from octavo.text.grammar.build import schema_grammar
+from octavo.text.grammar.build import build_framed, schema_grammar
 from octavo.text.grammar.limits import parser_limits
 from octavo.text.tokenize.vocabulary import Vocabulary
-from tests.walks import VOCABULARY
+from tests.walks import SPECIAL, TOKENS, VOCABULARY
 
 NAMES = ["id", "name", "createdAt", "createdBy", "n", "items", "type", "a longer name of a property", "é", "b"]
 STRINGS: list[dict[str, Any]] = [
@@ -98,11 +98,11 @@ WALKS = Tokens(VOCABULARY)
 
 
 def answers(
-    schema: dict[str, Any], rng: random.Random, num_answers: int, slack: list[int] = SLACK, tokens: Tokens = WALKS
+    schema: dict[str, Any] | str, rng: random.Random, num_answers: int, slack: list[int] = SLACK, tokens: Tokens = WALKS
 ) -> list[tuple[int, bytes, bool]]:
-    """max_tokens, a random answer, and whether it was closed. Empty: the shortest answer is not known."""
+    """max_tokens, a random answer, and whether it was closed. Empty: the shortest answer is not known. `schema`: or a grammar."""
     ends, kinds = tokens.ends, tokens.kinds
-    grammar = schema_grammar(schema, tokens.vocabulary, field=Field("schema"))
+    grammar = schema if isinstance(schema, str) else schema_grammar(schema, tokens.vocabulary, field=Field("schema"))
     start = guarded(LLMatcher(tokens.tokenizer, grammar, log_level=0, limits=parser_limits()), grammar, kinds)
     proposals, growth = ends.proposals(grammar, kinds.fewest_tokens), growth_of_grammar(grammar, kinds.fewest_tokens)
     shortest = shortest_answer(ends, kinds, start, grammar, proposals)
@@ -116,6 +116,8 @@ def answers(
         for left in range(max_tokens, 0, -1):
             bits = np.zeros(-(-tokens.size // 32), dtype=np.int32)
             at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            if "\nstart: part+" in grammar and left <= len(shortest.tokens):
+                end_repetition(kinds, at, bits, list(tokens.vocabulary.eos_ids))
             is_last = ends.restrict(closing, at, bits, left)
             token = rng.choice(tokens_of(bits, tokens.size).tolist())
             if is_end := token in tokens.vocabulary.eos_ids:
@@ -213,3 +215,21 @@ def test_answers_to_combined_schemas_close(name: str) -> None:
     for max_tokens, said, is_closed in found:
         assert is_closed, (max_tokens, said)
         jsonschema.validate(json.loads(said), COMBINED[name])
+
+
+@pytest.mark.parametrize("can_repeat", [False, True])
+def test_a_call_that_must_come_is_closed_and_no_other_is_begun_without_room(can_repeat: bool) -> None:
+    """A token may end a frame and begin the next."""
+    pieces = [*TOKENS, b"><", b"</", b"tool", b"_call", *SPECIAL]
+    first = len(pieces) - len(SPECIAL)
+    eos_ids = (first, first + 1)
+    tokens = Tokens(Vocabulary(len(pieces), pieces.__getitem__, frozenset(range(first, len(pieces))), eos_ids))
+    call = {"type": "object", "properties": {"name": {"const": "f"}, "v": {"type": "array", "items": {"type": "integer"}, "minItems": 3}},
+            "required": ["name", "v"], "additionalProperties": False}  # fmt: skip
+    frame = ("<tool_call>\n", "\n</tool_call>")
+    grammar = build_framed(call, frame, tokens.vocabulary, can_repeat=can_repeat, field=Field("tools")).grammar
+    for slack in (0, 1, 7, 20, 40):
+        for max_tokens, said, is_closed in answers(grammar, random.Random(slack), 4, [slack], tokens):
+            assert is_closed, (max_tokens, said)
+            for part in said.decode().split(frame[0])[1:]:
+                jsonschema.validate(json.loads(part.removesuffix(frame[1])), call)

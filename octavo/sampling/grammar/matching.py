@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.sampling.grammar.bitmask import Words, any_set, clear_bits, is_set, set_bits
+from octavo.sampling.grammar.bitmask import Words, any_set, clear_bits, is_set, keep_only, set_bits, tokens_of
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, compiled_part, guarded
@@ -30,6 +30,7 @@ _MAX_USED = 32  # used matchers that are kept for later rows
 _MAX_THREADS = 8
 _MAX_AHEAD = 0.005  # seconds for the masks behind a row's drafts
 _LONGEST_TEXT = 16_384  # bytes of a shortest answer; one that takes more is not known
+_MANY_TOKENS = 64  # that may follow: an answer is not at the end of a frame
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
@@ -88,6 +89,7 @@ class Matching:
         self._growth = 0  # tokens that a part of it may take
         self._is_regular = False
         self._is_json = False  # its answers are values of one schema, if need be in frames
+        self._can_repeat = False  # … of which several may follow each other
 
     def compile(self, grammar: str) -> Compiled:
         from llguidance import LLMatcher
@@ -97,6 +99,7 @@ class Matching:
         if compiled.is_error():
             return Compiled(error_of(compiled), 0)
         self._is_json = framed_schema(grammar) is not None
+        self._can_repeat = self._is_json and "\nstart: part+" in grammar
         self._proposals, self._growth = (
             self._ends.proposals(grammar, self._shared.kinds.fewest_tokens),
             growth_of_grammar(grammar, self._shared.kinds.fewest_tokens),
@@ -294,7 +297,10 @@ class Matching:
             return False
         assert row.matcher is not None
         self._settle_ends(row, row.matcher, row.bits, row_len)
-        return not row.failure and self._ends.restrict(row.ending, row.matcher, row.bits, row.max_len - row_len)
+        num_left = row.max_len - row_len
+        if self._can_repeat and self._shortest is not None and num_left <= len(self._shortest.tokens):
+            end_repetition(self._shared.kinds, row.matcher, row.bits, self._shared.eos_ids)
+        return not row.failure and self._ends.restrict(row.ending, row.matcher, row.bits, num_left)
 
     def _settle_ends(self, row: _Row, matcher: Matcher, bits: Words, row_len: int) -> None:
         """Apply min_tokens, ignore_eos and stop tokens to the mask."""
@@ -350,6 +356,29 @@ def _completion(kinds: TokenKinds, framed: Framed, text: str) -> ShortestComplet
             tokens += [*kinds.fewest_tokens(begun.encode()), part]
             begun = ""
     return ShortestCompletion([*tokens, *kinds.fewest_tokens(begun.encode())])
+
+
+def end_repetition(kinds: TokenKinds, matcher: Matcher, bits: Words, eos_ids: list[int]) -> None:
+    """Remove from a mask the tokens that begin another frame: there is no room for a whole one."""
+    if matcher.is_accepting():
+        if any_set(bits, eos_ids):
+            keep_only(bits, [token for token in eos_ids if is_set(bits, token)])
+        return
+    tokens = tokens_of(bits, kinds.vocab_size)
+    if len(tokens) > _MANY_TOKENS:
+        return  # not at the end of a frame
+    banned = [token for token in tokens.tolist() if _crosses(kinds, matcher, token)]
+    if 0 < len(banned) < len(tokens):
+        clear_bits(bits, np.array(banned, dtype=np.int64))
+
+
+def _crosses(kinds: TokenKinds, matcher: Matcher, token: int) -> bool:
+    """Whether a token ends a frame and goes on behind it."""
+    singles = [kinds.single.get(byte, -1) for byte in kinds.spell(token)[:-1]]
+    if not singles or -1 in singles or matcher.validate_tokens(singles) < len(singles):
+        return False
+    after = matcher.deep_copy()
+    return any(after.consume_token(single) and after.is_accepting() for single in singles)
 
 
 def error_of(matcher: Matcher) -> str:

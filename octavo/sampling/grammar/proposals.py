@@ -13,7 +13,7 @@ from octavo.sampling.grammar.grammar_schemas import schemas_of
 from octavo.sampling.grammar.guarded_matcher import compiled_part
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.pattern_ends import ends_of_grammar
-from octavo.sampling.grammar.schema_places import marked_schemas
+from octavo.sampling.grammar.schema_places import framed_schema, marked_schemas
 from octavo.sampling.grammar.shortest_text import parts_of_grammar
 
 Spell = Callable[[bytes], list[int]]
@@ -134,12 +134,19 @@ def proposals_of(grammar: str, single: dict[int, int], spell: Spell) -> Proposal
 def _groups_of(grammar: str) -> Groups:
     ends = [_inside(end) + b'"' for end in ends_of_grammar(grammar)]
     values, required, optional = parts_of_grammar(grammar)
-    groups = [ends, _tails(required), [value.encode() for value in values]]
+    groups = [ends, _frame(grammar), _tails(required), [value.encode() for value in values]]
     if marked_schemas(grammar):  # the shortest ones may be taken by earlier items
         numbers = [b"%d%c" % (number, sign) for number in range(_NUMBERS) for sign in b"]},"]
         members = [b'"%c":%b}' % (name, value) for name in b"abcdef" for value in (b"0", b'""', b"[]", b"{}", b"true")]
         groups.append([*numbers, *members])
     return [*groups, _tails(optional)]
+
+
+def _frame(grammar: str) -> list[bytes]:
+    """What stands behind a schema's value, from each character on. A token of the model's own may also begin the next frame (`><`)."""
+    framed = framed_schema(grammar)
+    after = "".join(part for part in framed.after if isinstance(part, str)) if framed is not None else ""
+    return [after[at:].encode() for at in range(len(after))]
 
 
 def _tails(members: Sequence[tuple[str, str]]) -> list[bytes]:
