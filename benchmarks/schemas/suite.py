@@ -13,6 +13,7 @@ A directory's name says its draft (draft4, draft7, draft2019-09, …), which sch
 import argparse
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -133,10 +134,10 @@ def documented(schema: Any, value: Any) -> str:
         ord(character) < 32 for part in _leaves(value) if isinstance(part, str) for character in part
     ):
         return "a control character"
-    if r"\\s" in json.dumps(schema) and any(
+    if re.search(r"\\\\[sSdDwW]", json.dumps(schema)) and any(
         ord(character) > 127 for part in _leaves(value) if isinstance(part, str) for character in part
     ):
-        return "\\s matches ASCII spaces only"
+        return "\\s, \\d, \\w and their opposites match ASCII characters only"
     if isinstance(schema, dict) and draft_of(schema.get("$schema")) is None:
         return "a metaschema of its own is not read"
     if "format" in json.dumps(schema):

@@ -55,6 +55,8 @@ def text_of(schema: Any) -> str | None:
         ({"type": "number", "minimum": 1e-10, "maximum": 2e-10}, "0.0000000001"),
         ({"type": "integer", "exclusiveMaximum": -5}, "-6"),
         ({"const": 1.0}, "1"),
+        ({"type": "string", "pattern": r"^\S\D\W[^\s]$"}, '"aa-a"'),
+        ({"type": "string", "pattern": r"^\p{Lu}[\p{L}\p{N}]{2}$"}, '"Aaa"'),
         ({"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}, '{"next":null}'),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Keywords of JSON schemas: each is enforced exactly, named back as an annotation, or refused and, on request, checked afterwards."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,18 @@ def test_a_set_is_no_end_of_a_range(pattern: str, valid: str, invalid: str):
         judge({"type": "string", "pattern": pattern}, [{**case, "description": ""} for case in cases]).kind
         == "enforced"
     )
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^\W$", r"^\D$", r"^\S$", r"^[\W_]$", r"^[^\w]$", r"^[^\d]$", r"^[^\s]$", r"^[^\W]$"]
+)
+def test_what_is_allowed_matches_in_every_dialect(pattern: str):
+    """Python's sets are those of all scripts, ECMAScript's those of ASCII."""
+    grammar = built({"type": "string", "pattern": pattern}).grammar
+    for character in ("a", "_", "1", "+", "-", "é", "杷", "٣", "½", "\u2003", "\xa0", "\ufeff", "\u0301"):
+        if accepts(grammar, json.dumps(character, ensure_ascii=False)):
+            assert re.search(pattern, character) and re.search(pattern, character, re.ASCII), character
+    assert any(accepts(grammar, json.dumps(character)) for character in "+a")
 
 
 def test_annotations_are_accepted_and_named_by_path():

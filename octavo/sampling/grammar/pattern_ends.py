@@ -16,6 +16,18 @@ _MAX_STATES = 400  # of one automaton, and positions of one pattern
 _MAX_ENDS = 192  # proposals of one grammar
 _MAX_LENGTH = 64  # characters of a proposal
 _MAX_PATTERNS = 64
+_PROPERTIES = {
+    "L": "a-zA-Z",
+    "Lu": "A-Z",
+    "Ll": "a-z",
+    "N": "0-9",
+    "Nd": "0-9",
+    "Z": " ",
+    "Zs": " ",
+    "M": "",
+    "P": "!-/",
+}
+_PIECE = re.compile(r"\\p\{[^}]*\}|\\.|\[|\]|[^\\\[\]]+", re.S)
 _TRIED = "a0A-_./:@ xX1zZ" + "".join(map(chr, range(33, 127)))  # characters, in the order in which they are tried
 # Simplified: what is proposed for a format is short.
 _FORMATS = {
@@ -92,10 +104,23 @@ def _read(pattern: str) -> "_Automaton | None":
             warnings.simplefilter("ignore")
             written = re.sub(r"\\[xu]\{([0-9a-fA-F]+)\}", lambda code: re.escape(chr(int(code[1], 16))), pattern)
             written = re.sub(r"\(\?<(?![=!])", "(?P<", written)  # as ECMAScript names groups
+            written = _without_properties(written)
             parsed = importlib.import_module("re._parser").parse(written)  # the standard library's, which is not public
         return _Automaton(parsed)
-    except (re.error, RecursionError, OverflowError, _TooLarge, ValueError):
+    except (re.error, RecursionError, OverflowError, _TooLarge, ValueError, KeyError):
         return None
+
+
+def _without_properties(pattern: str) -> str:
+    """A pattern with ASCII characters in place of Unicode's properties. Raises KeyError for others than these."""
+    parts, is_inside = [], False
+    for piece in _PIECE.findall(pattern):
+        if piece.startswith("\\p{"):
+            members = _PROPERTIES[piece[3:-1]]
+            piece = members if is_inside else f"[{members}]"
+        is_inside = piece == "[" or (is_inside and piece != "]")
+        parts.append(piece)
+    return "".join(parts)
 
 
 class _TooLarge(Exception):

@@ -3,8 +3,8 @@
 import re
 
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\x0b\x0c"}
-# Neither ECMAScript nor Python takes any of these for anything but a space.
-_NO_SPACE = r"[^\s\x{feff}\x{180e}\x{1c}-\x{1f}\x{85}]"
+# What ECMAScript or Python takes for a space, a digit or a character of a word.
+_WIDE = {"s": r"\s\p{Z}\x{feff}\x{180e}\x{1c}-\x{1f}\x{85}", "d": r"\p{N}", "w": r"\p{L}\p{N}\p{M}_"}
 # Patterns that widely used libraries write with look-ahead, which the compiler does not have, and the same without it: numbers of pydantic's
 # Decimal, of which at least one digit is required, and zod's email addresses, which have no dot at the beginning and no two in a row. Of
 # decimals with a number of digits those are left whose zeros are not counted twice.
@@ -36,10 +36,9 @@ def without_look_ahead(pattern: str) -> str:
 
 
 def ascii_classes(pattern: str) -> str:
-    r"""Replace \d, \w and \s by their ASCII sets, which is their meaning in ECMAScript. The compiler would also match digits of all
-    scripts, which ECMAScript does not; Python and others use other Unicode versions. What one of them takes for a space, \S does
-    not match. Inside a negated class they stay: what
-    it excludes is then excluded in every dialect."""
+    r"""Replace \d, \w and \s by their ASCII sets, which is their meaning in ECMAScript: Python and others match those of all scripts.
+    What one of them takes for a digit, a character of a word or a space, \D, \W and \S do not match, and neither does a negated class
+    with \d, \w or \s."""
     parts: list[str] = []
     is_inside = is_negated = was_set = False
     for piece in _PIECE.findall(pattern):
@@ -54,10 +53,11 @@ def ascii_classes(pattern: str) -> str:
                 parts.append("\\-" * num_hyphens)
                 piece = piece[num_hyphens:]
             piece = _plain_members(piece, is_first=parts[-1] in ("[", "[^"))
-        elif piece == r"\S" and not (is_inside and is_negated):
-            piece = _NO_SPACE
-        elif piece[0] == "\\" and piece[1:] in _ASCII and not (is_inside and is_negated):
-            piece = _ASCII[piece[1]] if is_inside else f"[{_ASCII[piece[1]]}]"
+        elif piece in (r"\S", r"\D", r"\W") and not (is_inside and is_negated):
+            piece = f"[^{_WIDE[piece[1].lower()]}]"
+        elif piece[0] == "\\" and piece[1:] in _ASCII:
+            members = (_WIDE if is_inside and is_negated else _ASCII)[piece[1]]
+            piece = members if is_inside else f"[{members}]"
         if is_set and parts[-1].endswith("-") and not parts[-1].endswith("\\-"):
             parts[-1] = parts[-1][:-1] + "\\-"
         parts.append(piece)
