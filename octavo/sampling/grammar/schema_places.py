@@ -3,6 +3,7 @@
 Only arrays whose items must differ are looked for. Where a value has alternatives (`anyOf`), all of them count, because it may be any
 until it is complete: items differ where at least one of them asks for it."""
 
+import functools
 import json
 import re
 from collections import defaultdict
@@ -202,6 +203,7 @@ def marked_schemas(grammar: str) -> list[Framed]:
     return found if any(Places(one.schema).root() is not None for one in found) else []
 
 
+@functools.lru_cache(maxsize=2)
 def framed_schema(grammar: str) -> Framed | None:
     """The schema of a grammar that is one, with texts before and after it or without (text/grammar/build.py). None: it is not."""
     rule = "\npart: " if "\nstart: part" in grammar else "\nstart: "

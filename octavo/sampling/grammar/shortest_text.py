@@ -140,10 +140,13 @@ class _Texts:
         self._unknown: set[str] = set()  # … and those of which it cannot be
         self._impossible: set[str] = set()  # … and those that no value satisfies
         self._num_referred = 0
+        self._is_recursive = False  # it refers to the root
         self._conjunctions = Conjunctions(self._target)
 
     def root(self) -> str:
-        for _ in range(2):  # definitions that refer to the root are known once it is
+        self._define()
+        self._known[_ROOT] = self._of(self._root)
+        if self._is_recursive:  # definitions that refer to the root are known once it is
             self._define()
             self._known[_ROOT] = self._of(self._root)
         return self._known[_ROOT]
@@ -274,6 +277,7 @@ class _Texts:
     def _referred(self, reference: str) -> str:
         self._num_referred += 1
         name = _ROOT if reference == _ROOT else _name_of(reference)
+        self._is_recursive |= name == _ROOT
         if name in self._impossible:
             raise _Impossible
         if name in self._unknown or (name not in self._defs and name != _ROOT):
