@@ -399,7 +399,7 @@ _CPP_SWITCHES = {
     "--no-kv-offload -nkvo": _switch("KV pages are on the device that computes"),
     "--log-disable -v --verbose": _switch("--uvicorn-log-level sets what is logged"),
     "-cmoe --cpu-moe": _refused(_OFFLOAD, takes_value=False),
-    "--reranking --rerank": _refused("there is no reranking; /v1/embeddings gives vectors to compare", takes_value=False),
+    "--reranking --rerank": _switch("documents are always reranked at /v1/rerank"),
 }  # fmt: skip
 
 

@@ -405,6 +405,7 @@ class Loader:
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
             hidden_size=self.model.vector_size or self.spec.hidden_size,
             can_generate=not self.spec.is_encoder,
+            num_labels=self.spec.num_labels,
             kv_dtype=name_of(self.kv_dtype),
             windows=self.layout.windows,
             stage=self.stage.index,
