@@ -6,12 +6,13 @@ from typing import Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from octavo.admission.pairs import classification
 from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.generate.embeddings import InputFields, requests_of, vectors
 from octavo.server.generate.offload import offload, offload_prompt, one_of
 from octavo.server.generate.requests import new_id
 from octavo.server.generate.scoring import NOT_OFFERED as POOLING_NOT_OFFERED
-from octavo.server.generate.scoring import PoolingUsage, classification
+from octavo.server.generate.scoring import PoolingUsage
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.disconnect import while_connected

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from octavo.admission.pairs import classification
 from octavo.admission.validate import choose_pooling
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.messages import GenerateRequest, PoolingParams, numbers_of
@@ -15,7 +16,7 @@ from octavo.server.generate.embeddings import EmbeddingRequest, requests_of, vec
 from octavo.server.generate.offload import offload, offload_prompt, one_of
 from octavo.server.generate.requests import new_id
 from octavo.server.generate.scoring import NOT_OFFERED as POOLING_NOT_OFFERED
-from octavo.server.generate.scoring import PoolingUsage, classification
+from octavo.server.generate.scoring import PoolingUsage
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.disconnect import while_connected

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from octavo.admission.pairs import Texts
 from octavo.errors import InvalidRequest, quote
 from octavo.server.generate.scoring import NOT_OFFERED as SCORE_NOT_OFFERED
-from octavo.server.generate.scoring import ScoringFields, Texts, parse_pairs, read_texts
+from octavo.server.generate.scoring import ScoringFields, parse_pairs, read_texts
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import Documents, Shape
 from octavo.server.state.disconnect import while_connected

@@ -3,22 +3,20 @@
 A cross-encoder, which is a sequence classifier with one label, reads both texts at once. Any other model embeds each text, and the score is
 the cosine of the two vectors."""
 
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from octavo.admission.validate import RequestSize, admit_embedding, choose_pooling, cut_to, longest_embedding
-from octavo.errors import ContextTooLong, Field, InvalidRequest, Unsupported, quote
-from octavo.messages import EngineReport, GenerateRequest, PoolingParams, numbers_of
+from octavo.admission.pairs import PairPrompts, Texts, check_sides, dot, score_pooling
+from octavo.admission.validate import RequestSize, admit_embedding, cut_to, longest_embedding
+from octavo.errors import Field, InvalidRequest, quote
+from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.generate.embeddings import MAX_INPUTS, vectors
 from octavo.server.generate.offload import offload, offload_prompt
 from octavo.server.generate.requests import check_text_len, new_id
 from octavo.server.schema.fields import LimitFields, RequestFields
 from octavo.server.state.service import Service
-from octavo.text import Text
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "cache_salt": (),
@@ -48,18 +46,6 @@ class ScoringFields(RequestFields, LimitFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
-    """One side of the pairs, and where it came from."""
-
-    texts: Sequence[str]
-    names: Sequence[str]  # field of each text, for errors
-
-    @property
-    def field(self) -> Field:
-        return Field(self.names[0].partition("[")[0])
-
-
-@dataclass(frozen=True, slots=True)
 class Scoring:
     """The requests of one HTTP request's pairs."""
 
@@ -82,8 +68,8 @@ class Scoring:
         firsts, seconds = found[: self.num_firsts], found[self.num_firsts :]
         if len(firsts) == 1:
             query = numbers_of(firsts[0])
-            return [_dot(query, numbers_of(vector)) for vector in seconds]
-        return [_dot(numbers_of(a), numbers_of(b)) for a, b in zip(firsts, seconds, strict=True)]
+            return [dot(query, numbers_of(vector)) for vector in seconds]
+        return [dot(numbers_of(a), numbers_of(b)) for a, b in zip(firsts, seconds, strict=True)]
 
 
 def read_texts(given: Any, name: str, *, takes_objects: bool = False) -> Texts:
@@ -126,13 +112,8 @@ def _parse(
     service: Service, fields: ScoringFields, firsts: Texts, seconds: Texts, arrived: float, kind: str
 ) -> Scoring:
     report, pooling_config = service.report, service.text.pooling_config
-    if len(firsts.texts) not in (1, len(seconds.texts)):
-        raise InvalidRequest(
-            f"{firsts.field} has {len(firsts.texts)} texts and {seconds.field} {len(seconds.texts)}: there must be one of the first "
-            "for all of the second, or as many of both",
-            param=str(firsts.field),
-        )
-    pooling = _pooling(service, fields)
+    check_sides(firsts, seconds)
+    pooling = score_pooling(service.text, report, fields.use_activation)
     longest = longest_embedding(pooling, pooling_config, report)
     cut = cut_to(fields.truncate_prompt_tokens, longest)
     limits = tuple(_per_text(fields, name, longest) for name in ("max_tokens_per_query", "max_tokens_per_doc"))
@@ -140,7 +121,7 @@ def _parse(
     num_requests = len(seconds.texts) + (0 if is_pair else len(firsts.texts))
     RequestSize(num_requests, 1, prompt_field=seconds.field).check(service.config.budget)
     check_text_len(service, fields.num_bytes, [*firsts.texts, *seconds.texts], seconds.field)
-    response_id, prompts = new_id(kind), _Prompts(service.text, pooling, longest, cut)
+    response_id, prompts = new_id(kind), PairPrompts(service.text, pooling, longest, cut)
     if is_pair:
         made = prompts.pairs(firsts, seconds, *limits)
     else:
@@ -163,77 +144,8 @@ def _parse(
     return Scoring(response_id, requests, 0 if is_pair else len(firsts.texts))
 
 
-def _pooling(service: Service, fields: ScoringFields) -> PoolingParams:
-    num_labels, text = service.report.num_labels, service.text
-    if num_labels > 1:
-        raise Unsupported(
-            f"this model is a classifier with {num_labels} labels: scores are of models with one label, and of embedding models; "
-            "POST /classify gives its labels"
-        )
-    if num_labels:
-        return classification(text, service.report, fields.use_activation)
-    return choose_pooling(text.pooling_config, service.report, normalize=True)
-
-
-def classification(text: Text, report: EngineReport, use_activation: bool | None) -> PoolingParams:
-    """Pooling by the model's classification head. Raises Unsupported if it has none."""
-    if not report.num_labels:
-        raise Unsupported(
-            "this model has no classification head: serve a sequence classifier, or use POST /v1/embeddings"
-        )
-    activation = "none" if use_activation is False else text.classifier_config.activation_for(report.num_labels)
-    return PoolingParams("classify", normalize=False, activation=activation)
-
-
 def _per_text(fields: ScoringFields, name: str, longest: int) -> int:
     value = getattr(fields, name) or 0
     if not 0 <= value < longest:
         raise InvalidRequest(f"{name} must be a whole number from 0 to {longest - 1}, got {quote(value)}", param=name)
     return int(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    text: Text
-    pooling: PoolingParams
-    longest: int
-    cut: int | None
-
-    def pairs(
-        self, firsts: Texts, seconds: Texts, most_first: int, most_second: int
-    ) -> list[tuple[str, list[int], PoolingParams]]:
-        """(field, ids, pooling) of each pair of texts."""
-        _ = self.text.pair_form  # raises before anything is encoded
-        heads = [self._part(text, name, most_first) for text, name in zip(firsts.texts, firsts.names, strict=True)]
-        found = []
-        for at, (text, name) in enumerate(zip(seconds.texts, seconds.names, strict=True)):
-            one = 0 if len(heads) == 1 else at
-            ids, second_at = self.text.join_pair(heads[one], self._part(text, name, most_second), self.cut)
-            if len(ids) > self.longest:
-                raise ContextTooLong(
-                    Field(name)
-                    + f" and {firsts.names[one]} have {len(ids)} tokens together; at most {self.longest} fit: set "
-                    "truncate_prompt_tokens to -1 to have them cut"
-                )
-            found.append((name, ids, msgspec.structs.replace(self.pooling, second_at=second_at)))
-        return found
-
-    def alone(self, texts: Texts, most: int) -> list[tuple[str, list[int], PoolingParams]]:
-        found = []
-        for text, name in zip(texts.texts, texts.names, strict=True):
-            if not text:
-                raise InvalidRequest(Field(name) + " is empty: at least one token is needed")
-            if most or self.cut is not None:
-                ids = self.text.encode_cut(text, min(most or self.longest, self.cut or self.longest), param=name)
-            else:
-                ids = self.text.encode(text, param=name, max_tokens=self.longest)
-            found.append((name, ids, self.pooling))
-        return found
-
-    def _part(self, text: str, name: str, most: int) -> list[int]:
-        is_cut = bool(most) or self.cut is not None
-        return self.text.encode_part(text, most or self.longest, param=name, is_cut=is_cut)
-
-
-def _dot(a: list[float], b: list[float]) -> float:
-    return float(sum(map(operator.mul, a, b)))
