@@ -97,6 +97,7 @@ SECTION_TITLES = {
     "cache": "KV cache",
     "scheduler": "Scheduler",
     "lora": "Adapters",
+    "models": "Several models on one port",
     "parallel": "Parallelism and threads",
     "fleet": "Replicas",
     "server": "Server",
