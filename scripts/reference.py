@@ -768,6 +768,8 @@ FIXED: dict[str, dict[str, tuple[str, str]]] = {
             "inputs of an embedding request; texts of a side of `/score`, documents of `/rerank`",
             "400",
         ),
+        "server.gateway.pool.MAX_WAITING": ("requests that wait for one of several models to be loaded", "429"),
+        "server.gateway.catalog.MAX_MODELS": ("models on one port; the start says so", ""),
         "server.endpoints.pooling.MAX_NUMBERS": ("numbers in the vectors of all tokens of a `/pooling` request", "400"),
         "server.endpoints.tokenize.MAX_DETOKENIZED": ("ids to detokenize, or as many as the context holds", "400"),
         "server.generate.requests.MAX_LABEL_LEN": (

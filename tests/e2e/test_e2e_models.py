@@ -186,3 +186,19 @@ def test_models_take_turns_without_cutting_a_stream(models: tuple[str, str]) -> 
 def test_a_model_that_cannot_be_loaded_is_named_at_the_start(models: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"model 'broken' could not be loaded: .*missing"):
         Server(f"broken={tmp_path / 'missing'}", models[1], *FLAGS)
+
+
+def test_a_model_that_fails_on_demand_answers_503(models: tuple[str, str], tmp_path: Path) -> None:
+    with Server(f"broken={tmp_path / 'missing'}", models[1], *FLAGS, "--load-on-demand") as server:
+        listed = json.loads(server.get("/v1/models")[1])["data"]
+        assert [card["status"] for card in listed] == ["unloaded", "unloaded"]
+        for _ in range(2):  # the second is refused at once: the load is not tried again for every request
+            status, text = server.post("/v1/completions", {"prompt": "a"})
+            error = json.loads(text)["error"]
+            assert (status, error["code"]) == (503, "engine_unavailable") and "missing" in error["message"], text
+        health = json.loads(server.get("/health")[1])
+        assert health["models"]["broken"]["status"] == "failed" and "missing" in health["models"]["broken"]["message"]
+        assert health["models"]["embed"] == {"status": "unloaded"}
+        assert server.get("/health")[0] == 503 and server.get("/health?model=embed")[0] == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(LIMIT_S) == 0

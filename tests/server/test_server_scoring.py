@@ -138,6 +138,19 @@ async def test_pairs_are_cut_as_the_tokenizers_library_cuts_them(started: list[S
     assert error["param"] == "text_2[1]" and "98 tokens together; at most 64 fit" in error["message"], error
 
 
+async def test_a_key_is_charged_for_pairs(started: list[Server], tmp_path: Path) -> None:
+    _, folder = cross_encoder(tmp_path / "model")
+    settings = json.dumps({"one": {"name": "one", "budget_tokens": 20}})
+    started.append(server := Server(folder, api_key="one", key_settings=settings, files_folder=str(tmp_path / "files")))
+    server.http.headers["authorization"] = "Bearer one"
+    answer = await server.post("/rerank", {"query": "7 8", "documents": ["9", "10 11"]})
+    assert answer["usage"]["prompt_tokens"] == 6 + 7
+    used = (await server.http.get("/v1/usage")).json()
+    assert '"total_tokens": 13' in json.dumps(used) or '"prompt_tokens": 13' in json.dumps(used), used
+    error = error_of(await server.http.post("/score", json={"text_1": "7 8 9", "text_2": "9 10"}), 429)
+    assert error["code"] == "insufficient_quota" and "7 of its 20 tokens a day left" in error["message"]
+
+
 async def test_classifiers_give_labels(started: list[Server], tmp_path: Path) -> None:
     names = {0: "anger", 1: "joy", 2: "fear"}
     config = RobertaConfig(**SMALL, pad_token_id=0, type_vocab_size=1, id2label=names)  # CLS is 1

@@ -27,13 +27,14 @@ MAX_LINE = 4096  # bytes of a line of a log
 
 
 class ModelServer:
-    """Owned by the Pool, which decides when it is loaded. `open`: responses in progress: it is not stopped before they have ended."""
+    """Owned by the Pool, which decides when it is loaded. `open`: responses in progress: it is not stopped before they have ended.
+    `num_waiting`: requests that wait for it to be loaded."""
 
     def __init__(self, model: ServedModel) -> None:
         self.name, self.config = model
         self.state: State = "unloaded"
         self.upstream = Upstream(model.config.server.uds)
-        self.open = 0
+        self.open = self.num_waiting = 0
         self.last_used = self.ready_at = self.started = time.monotonic()
         self.num_loads = 0
         self.why = ""  # the last load failed, or the server ended

@@ -7,13 +7,15 @@ import logging
 import time
 from collections.abc import Sequence
 
-from octavo.errors import EngineUnavailable
+from octavo.errors import EngineUnavailable, Overloaded
 from octavo.server.gateway.catalog import ServedModel
 from octavo.server.gateway.model_server import ModelServer
 
 log = logging.getLogger("octavo.gateway")
 
 LOOK_SECONDS = 0.25
+MAX_WAITING = 1024  # requests that wait for one model to be loaded
+RETRY_SECONDS = 5
 FIRST_DELAY, MAX_DELAY = 1.0, 30.0  # seconds before a server that has ended is started again; it doubles each time
 
 
@@ -47,14 +49,20 @@ class Pool:
         while True:
             if self.is_closing:
                 raise EngineUnavailable("the server is shutting down and accepts no new requests", 5)
-            wait = self._retry_at.get(server.name, (0.0, 0.0))[0] - time.monotonic()
-            if server.state == "failed" and wait > 0 and server.name not in self._loads:
-                raise EngineUnavailable(f"model {server.name!r} is not available: {server.why}", int(wait) + 1)
             if server.state == "ready":
                 server.open += 1
                 server.last_used = time.monotonic()
                 return
-            await self._load(server)
+            wait = self._retry_in(server)
+            if server.state == "failed" and wait > 0 and server.name not in self._loads:
+                raise EngineUnavailable(f"model {server.name!r} is not available: {server.why}", int(wait) + 1)
+            if server.num_waiting >= MAX_WAITING:
+                raise Overloaded(f"{MAX_WAITING} requests wait for model {server.name!r} to be loaded", RETRY_SECONDS)
+            server.num_waiting += 1
+            try:
+                await self._load(server)
+            finally:
+                server.num_waiting -= 1
 
     async def release(self, server: ModelServer) -> None:
         server.open -= 1
@@ -80,9 +88,7 @@ class Pool:
                 elif server.state == "ready" and self._is_idle(server, now):
                     log.info("model %s was idle for %g s and is unloaded", server.name, self._idle_seconds)
                     await self.sleep(server)
-                elif (
-                    server.state == "failed" and self.is_kept and now >= self._retry_at.get(server.name, (0.0, 0.0))[0]
-                ):
+                elif self._is_due(server):
                     self._begin_load(server)
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -99,6 +105,15 @@ class Pool:
         """Have all servers stop at once."""
         for server in self.servers.values():
             server.hurry()
+
+    def _retry_in(self, server: ModelServer) -> float:
+        """Seconds until a server that has ended may be started again."""
+        return self._retry_at.get(server.name, (0.0, 0.0))[0] - time.monotonic()
+
+    def _is_due(self, server: ModelServer) -> bool:
+        """Whether a server that has ended is to be started again now."""
+        has_failed = server.state == "failed" and server.name not in self._loads
+        return has_failed and self.is_kept and self._retry_in(server) <= 0
 
     def _is_idle(self, server: ModelServer, now: float) -> bool:
         is_unused = not server.open and now - server.last_used >= self._idle_seconds
@@ -162,7 +177,12 @@ class Pool:
                     stayed = [e for e in others if e.state == "ready" and now - e.ready_at >= self._min_seconds]
                     if stayed:
                         leaver = min(stayed, key=lambda each: (each.open > 0, each.last_used))
-                        log.info("model %s leaves for %s, after %d responses", leaver.name, server.name, leaver.open)
+                        log.info(
+                            "model %s leaves for %s when its %d responses have ended",
+                            leaver.name,
+                            server.name,
+                            leaver.open,
+                        )
                         self._begin_leaving(leaver)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
