@@ -381,7 +381,14 @@ def _is_named(model: str) -> bool:
 def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
     """Build the configuration from the flags, the environment and the file of --config. Raises ConfigError for a value out of
     range."""
-    options = {**getattr(arguments, _IN_FILE, {}), **from_environment(environ, _reader), **options_from(arguments)}
+    given_flags = options_from(arguments)
+    options = {**getattr(arguments, _IN_FILE, {}), **from_environment(environ, _reader), **given_flags}
+    for one, other in (
+        ("model", "models"),
+        ("models", "model"),
+    ):  # one model or several: what the command line names replaces both
+        if given_flags.get(one) and other not in given_flags:
+            options.pop(other, None)
     if file := options.get("api_key_file"):
         found = _keys_in(file)
         for name, keys in (("api_key", found.keys), ("admin_key", found.admin_keys)):

@@ -25,6 +25,11 @@ def test_several_models_on_the_command_line(tmp_path: Path) -> None:
     odd = tmp_path / "x=y"
     odd.mkdir()
     assert parsed(str(odd)).model.model == str(odd), "a folder whose name has a ="
+    arguments = build_parser().parse_args(["serve", "a", "b"])
+    assert config_from(arguments, {"OCTAVO_MODEL": "c"}).model.model == "", "a flag comes before a variable"
+    assert not config_from(build_parser().parse_args(["serve", "a"]), {"OCTAVO_MODELS": "b,c"}).models.are_several
+    with pytest.raises(ConfigError, match="beside --models"):
+        config_from(build_parser().parse_args(["serve"]), {"OCTAVO_MODEL": "c", "OCTAVO_MODELS": "b,c"})
     with pytest.raises(ConfigError, match="named twice"):
         parsed("a", "b", "--models", "c")
     with pytest.raises(ConfigError, match="--max-loaded-models is for several models"):
