@@ -29,7 +29,9 @@ from octavo.weights.sources.source import local
 from tests.doubles import REPORT, ScriptedEngine
 from tests.engine.test_engine_embed import CLS, MEAN_POOLING, SEP, SMALL, bert, expected, write
 from tests.models import checkpoints
+from tests.server.batch.test_batch_batches import background, content, create, until, upload
 from tests.server.conftest import Serve, error_of
+from tests.server.test_server_embeddings import ENCODER, embeds
 
 QUERY = "7 12 90"
 DOCUMENTS = ["33 34", "5 6 7 8 9 10 11", "101", "33 34 120 121"]
@@ -251,6 +253,17 @@ async def test_what_is_wrong_is_named(case: str, serve: Serve) -> None:
     error = error_of(response, 400)
     assert (error["param"] or "") == param and words in error["message"], error
     assert not scripted.requests
+
+
+async def test_documents_are_reranked_in_batches(serve: Serve, tmp_path: Path) -> None:
+    client = serve(ScriptedEngine(embeds, ENCODER), files_folder=str(tmp_path))
+    body = {"query": "abc", "documents": ["zzzzz", "abc"]}
+    lines = [{"custom_id": f"r{at}", "method": "POST", "url": "/v1/rerank", "body": body} for at in range(2)]
+    async with background(client):
+        batch = await create(client, await upload(client, *lines), endpoint="/v1/rerank")
+        done = await until(client, batch["id"], "completed", "failed")
+    answers = await content(client, done["output_file_id"])
+    assert [len(each["response"]["body"]["results"]) for each in answers] == [2, 2]
 
 
 async def test_limits_of_the_server(serve: Serve) -> None:
