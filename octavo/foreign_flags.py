@@ -67,7 +67,7 @@ _TRANSFER = "KV pages are not sent to other servers"
 _PLUGIN = "plug-in classes are not loaded"
 _TUNED = "kernels are chosen by rules that were measured, at no cost at start-up"
 _STATE_SPACE = "models with state-space layers are not supported"
-_SLEEP = "a server keeps its model loaded: stop it to free the memory"
+_SLEEP = "a server of one model keeps it loaded; of several models (--models) POST /sleep unloads one"
 _GRAPHS = "CUDA graphs are captured for the row counts that occur; --enforce-eager turns them off"
 _ASYNC = "the next step is always planned while the current one runs"
 _CHUNKED = "prompts are always computed in chunks; --max-num-batched-tokens is the size of a step"
@@ -399,7 +399,7 @@ _CPP_SWITCHES = {
     "--no-kv-offload -nkvo": _switch("KV pages are on the device that computes"),
     "--log-disable -v --verbose": _switch("--uvicorn-log-level sets what is logged"),
     "-cmoe --cpu-moe": _refused(_OFFLOAD, takes_value=False),
-    "--reranking --rerank": _refused("there is no reranking; /v1/embeddings gives vectors to compare", takes_value=False),
+    "--reranking --rerank": _switch("documents are always reranked at /v1/rerank"),
 }  # fmt: skip
 
 

@@ -309,6 +309,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     memory: DeviceMemory | None = None  # summed over ranks; None: there is no GPU
     kv_dtype: str = ""  # element type of KV pages; empty: dtype
     hidden_size: int = 0  # numbers in an embedding
+    num_labels: int = 0  # of the classification head; 0: there is none
     can_generate: bool = True  # False: an encoder, which gives embeddings and keeps no pages
     num_warm_pages: int | None = (
         None  # cached pages alone take no memory beyond these; None: all memory is taken already, and is never given back

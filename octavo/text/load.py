@@ -12,6 +12,7 @@ from octavo.errors import ConfigError, InvalidRequest
 from octavo.gguf import GGUFFile
 from octavo.messages import SamplingParams
 from octavo.text.chat.template import ChatTemplate
+from octavo.text.classifier_config import ClassifierConfig, read_classifier_config
 from octavo.text.formats import choose_formats
 from octavo.text.pooling_config import PoolingConfig, gguf_pooling_config, read_pooling_config
 from octavo.text.text import Text
@@ -64,9 +65,12 @@ def load_text(
     override = _template_file(chat_template) if chat_template else None
     generation = _read_json(model_path / "generation_config.json") if model_path.is_dir() else {}
     stop_ids = _ids(generation.get("eos_token_id"))
+    classifier_config: ClassifierConfig | None = None
     if model_path.is_dir():
         overrides = read_json_object(hf_overrides, "--hf-overrides")
-        stop_ids |= _ids({**_read_json(model_path / "config.json"), **overrides}.get("eos_token_id"))
+        config = {**_read_json(model_path / "config.json"), **overrides}
+        stop_ids |= _ids(config.get("eos_token_id"))
+        classifier_config = read_classifier_config(config)
     elif words_path != model_path:  # the model's own stop ids apply whatever the tokenizer
         stop_ids |= set(gguf_eos_ids(read_vocabulary(GGUFFile(model_path).metadata)))
 
@@ -96,7 +100,7 @@ def load_text(
             model_path if model_path.is_dir() or _is_gguf(model_path) else model_path.parent
         )
     formats = choose_formats(template, tool_call_parser, reasoning_parser)
-    return Text(words, template, sorted(stop_ids), sampling, pooling_config, formats)
+    return Text(words, template, sorted(stop_ids), sampling, pooling_config, formats, classifier_config)
 
 
 def _is_gguf(path: Path) -> bool:
