@@ -61,7 +61,7 @@ def test_axes_values_under_the_pointer_and_a_longer_past(open_page: Any, server:
     page.wait_for_selector("#connection[data-state=live]")
     for thread in load(server, 6, 100):
         thread.join()
-    until(page, "document.getElementById('chart-rate').getAttribute('aria-label').match(/at most [1-9]/) !== null", 20)
+    until(page, "document.getElementById('chart-rate').getAttribute('aria-label').match(/at most [1-9]/) !== null")
     box = page.locator("#chart-rate").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 40)
     words = page.inner_text("#tip")
