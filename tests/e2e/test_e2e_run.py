@@ -52,6 +52,8 @@ def test_a_conversation_that_is_killed_leaves_no_server(monkeypatch: pytest.Monk
 def test_a_server_that_runs_is_used(server: Server) -> None:
     records = [record for record in running_servers() if record.url == server.base + "/v1"]
     assert [record.model for record in records] == ["SmolLM2-135M-Instruct"]
+    note = resolve("").note
+    assert "often wrong" in note and [line for line in server.lines if line.endswith(note)], "a newcomer reads it"
     assert server.base in octavo("ps").stdout
     ran = octavo("run", "SmolLM2-135M-Instruct", "Name the capital of France.", "--temperature", "0")
     assert "Paris" in ran.stdout and "starting" not in ran.stderr
