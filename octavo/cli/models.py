@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 NAME = "owner/name, owner/name-GGUF:Q4_K_M, or the same with hf.co/ before it"
 POLL_SECONDS = 0.1
 STOP_SECONDS = 40.0  # a server gives running requests 30
+OLLAMA_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""What `octavo run` asks for where neither its flags nor the model say anything, as `ollama run` does."""
 
 
 def add_models(commands: Any) -> None:
