@@ -26,7 +26,7 @@ from octavo.config import (
     sections,
 )
 from octavo.errors import ConfigError
-from octavo.foreign_flags import translate
+from octavo.foreign_flags import FOREIGN, ForeignFlag, translate
 
 if TYPE_CHECKING:
     from octavo.key_settings import KeyFile
@@ -54,6 +54,7 @@ class Parser(argparse.ArgumentParser):
     nearest name."""
 
     takes_foreign_flags = False
+    foreign_flags: Mapping[str, ForeignFlag] = FOREIGN
     """Whether flags of other servers are translated: those that configure a model and its server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +67,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         given = [_dashed(text) for text in (sys.argv[1:] if args is None else args)]
         if self.takes_foreign_flags:
-            given, notes, refusal = translate(given, self._option_string_actions)
+            given, notes, refusal = translate(given, self._option_string_actions, self.foreign_flags)
             if refusal:
                 self.error(refusal)
             for note in notes:

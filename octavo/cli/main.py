@@ -251,10 +251,12 @@ def _run(arguments: argparse.Namespace) -> int:
     key = os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
     server, started = models.find_server(arguments.model), None
     if server is None:
-        started = models.StartedServer(models.pull_if_missing(arguments.model))
+        started = models.StartedServer(models.pull_if_missing(arguments.model), outlives_us=arguments.keep)
         server = started.record
     try:
-        return converse(chat.RemoteModel(server.url, server.model, key, sampling), arguments.system, prompt)
+        model = chat.RemoteModel(server.url, server.model, key, sampling)
+        model.sample_by_default(models.OLLAMA_SAMPLING)
+        return converse(model, arguments.system, prompt)
     finally:
         if started is not None and arguments.keep:
             say(f"the server stays at {server.url} (process {server.pid}): kill {server.pid} stops it")

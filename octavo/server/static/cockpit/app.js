@@ -1,6 +1,6 @@
 // The cockpit: follows the live feed and draws it. It shows what the feed says; the page itself measures nothing.
 
-import { ask, colour, copyButton, count, element, events, fillIcons, find, keyDialog, percent, seconds, theme, url } from "../shared/common.js";
+import { ask, colour, copyButton, count, element, events, fillIcons, find, keyDialog, many, percent, seconds, theme, url } from "../shared/common.js";
 import { icon } from "../shared/icons.js";
 import { Charts, KINDS } from "./charts.js";
 import { Batch, PageMap, drawHost, ownerColour } from "./drawing.js";
@@ -180,7 +180,7 @@ function stageMeans() {
 
 function drawLine(rate) {
   const meanOf = stageMeans();
-  const prompts = state.rows.filter((row) => row[3]).length;
+  const prompts = state.rows.filter((row) => row[3]).length, decoding = state.rows.length - prompts;
   const values = {
     receive: [`${count(state.rows.length + state.num_waiting)} open`, `parsed in ${seconds(meanOf("receive", "parse"))}`],
     queue: [`${count(state.num_waiting)} waiting`, state.num_waiting ? `oldest ${seconds(Math.max(...state.lanes.map((lane) => lane[2])))}` : `waited ${seconds(meanOf("queue", "preempted"))}`],
@@ -188,8 +188,8 @@ function drawLine(rate) {
     embed: [`${count(rate.prompt_tokens)}/s`, `${count(rate.cached_tokens)}/s cached`],
     transform: [`${seconds(mean(rate.busy_seconds, rate.steps))}`, `per step · ${rate.steps.toFixed(0)}/s`],
     pages: [percent(used() / Math.max(1, state.num_pages)), `${count(used())} of ${count(state.num_pages)}`],
-    decode: [`${count(rate.generation_tokens)}/s`, `tokens · ${count(state.rows.length - prompts)} rows`],
-    stream: [`${rate.finished.toFixed(1)}/s`, `ended · sent in ${seconds(meanOf("detokenise", "flush"))}`],
+    decode: [`${count(rate.generation_tokens)}/s`, `tokens · ${many(decoding, "row")}`],
+    stream: [`${rate.finished.toFixed(1)}/s`, `ended · sent ${seconds(meanOf("detokenise", "flush"))}`],
   };
   for (const item of find("line").children) {
     const [value, more] = values[item.dataset.stage];
