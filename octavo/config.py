@@ -178,6 +178,12 @@ class CacheConfig:
         "so many bytes. Pages of a prompt that was computed before are read from there if that is faster than computing them. Needs a CPU, "
         "one rank, and a model without sliding windows",
     )
+    prefix_eviction: str = knob(
+        "adaptive",
+        "which idle prefixes are evicted first when pages run out. adaptive: the least recently used, where the latest come again; where "
+        "others do, those that were found again stay longer. lru: the least recently used, always",
+        choices=("adaptive", "lru"),
+    )
     idle_prefix_bytes: int | str = knob(
         AUTO,
         "most memory that prefixes keep which no request uses, on a CPU, where a page takes memory when it is first used (192M: frugal); "

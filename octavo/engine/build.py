@@ -72,6 +72,7 @@ def start_engine(
             scheduling_policy=policy,
             max_inter_token_ms=config.scheduler.max_inter_token_ms,
             is_fair=config.scheduler.fairness != "none",
+            prefix_eviction=config.cache.prefix_eviction,
         )
         settings = speculation_of(config.scheduler.speculative_config, is_gpu=report.memory is not None)
         report = msgspec.structs.replace(
@@ -98,6 +99,7 @@ def start_engine(
         report.windows,
         report.max_num_batched_tokens,
         root,
+        report.prefix_eviction,
     )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(

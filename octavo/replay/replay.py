@@ -134,6 +134,7 @@ class RecordedKeysCache(KVCache):
             report.windows,
             report.max_num_batched_tokens,
             header.root,
+            report.prefix_eviction,
         )
         self._has_recorded_keys = not header.with_tokens
         self.recorded_keys: deque[bytes] = deque()

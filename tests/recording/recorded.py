@@ -75,6 +75,7 @@ def report_of(load: Workload) -> EngineReport:
         num_stages=load.num_stages,
         scheduling_policy=load.policy,
         is_fair=load.has_tenants,
+        prefix_eviction="adaptive" if load.seed % 3 else "lru",
         # Steps take microseconds (OracleExecutor.clock): with this, prompts are cut.
         max_inter_token_ms=0.05 if load.has_limit else 0,
         # A draft of two tokens that came before is often wrong here, and now and then right.
@@ -109,7 +110,15 @@ class Recorded:
         self.load, self.folder = load, folder
         self.report = report_of(load)
         cache = KVCache(
-            load.num_pages, load.page_size, load.num_host_pages, load.shares, None, load.windows, load.budget, ROOT
+            load.num_pages,
+            load.page_size,
+            load.num_host_pages,
+            load.shares,
+            None,
+            load.windows,
+            load.budget,
+            ROOT,
+            self.report.prefix_eviction,
         )
         policy = POLICIES[load.policy]
         stall_limit = StallLimit.of(self.report.max_inter_token_ms)
