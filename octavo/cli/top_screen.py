@@ -206,10 +206,20 @@ class Screen:
     def _ended_lines(self, room: int, wide: int) -> list[str]:
         return [
             f"       {_name(end['id'], 0, wide):{wide}}  {end['status']}  {end['seconds']:7.2f} s  "
-            f"{end['prompt_tokens']} → {end['output_tokens']}  "
+            f"{end['prompt_tokens']} → {end['output_tokens']}  {_cached(end)}"
             + "  ".join(f"{name} {seconds:.2f}" for name, seconds in end["stages"].items() if seconds >= 0.005)
             for end in [*self._ended][-room:][::-1]
         ]
+
+
+def _cached(end: dict[str, Any]) -> str:
+    """What the prefix cache had of a request's prompt, and why no more, if more could have been there."""
+    if end.get("cache_miss") not in ("new", "evicted"):
+        return ""
+    found = f"{end['cached_tokens']} cached, "
+    if end["cache_miss"] == "evicted":
+        return f"{found}more was evicted  "
+    return "" if end.get("differs_at") is None else f"{found}differs at token {end['differs_at']}  "
 
 
 def _flow(parts: Sequence[str], width: int) -> list[str]:

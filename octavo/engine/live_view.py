@@ -42,6 +42,9 @@ class Endings:
             responded.output_tokens,
             responded.preemptions,
             responded.at,
+            responded.cached_tokens,
+            responded.cache_miss,
+            responded.differs_at,
         )
         # Not always the latest: API processes send a new engine what they had sent its predecessor.
         insort(self._kept, (end, responded.owner), key=lambda kept: kept[0].at)

@@ -168,6 +168,9 @@ class Responded(msgspec.Struct, frozen=True, tag=True, gc=False):
     is_old: bool = False  # an earlier engine has received and counted it
     owner: bytes = b""  # as in GenerateRequest
     jobs: dict[str, int] = {}  # how its jobs of compiling a grammar or template ended → how many
+    cached_tokens: int = 0  # of its first prompt: found in the prefix cache …
+    cache_miss: str = ""  # … and why no more
+    differs_at: int | None = None  # … and from which token on it differs from earlier ones; None: not known
 
 
 class ReadLive(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -46,6 +46,9 @@ class LiveEnd(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int = 0
     preemptions: int = 0
     at: float = 0.0  # when, CLOCK_MONOTONIC as `time` of the state
+    cached_tokens: int = 0  # ┐ as in Responded
+    cache_miss: str = ""  # │
+    differs_at: int | None = None  # ┘
 
 
 class LiveLane(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -544,6 +544,7 @@ class Scheduler:
             if request.num_cached < 0:
                 # Output of an earlier engine may be found too, but only the prompt counts.
                 request.num_cached = min(admission.num_cached, request.prompt_len)
+                request.miss = admission.miss
         planned.admitted.append(request)
         self.rows.seat(request)
         if beams is None:

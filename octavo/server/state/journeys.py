@@ -143,6 +143,9 @@ class Journeys(EngineObserver):
             journey.ended,
             owner=journey.owner,
             jobs=journey.jobs,
+            cached_tokens=final.cached_tokens,
+            cache_miss=final.cache_miss,
+            differs_at=next((stage.differs_at for stage in final.stages if stage.name == "prefill"), None),
         )
         self._engine.responded(responded)
         if responded.journey:

@@ -269,6 +269,12 @@ function drawQueue() {
   );
 }
 
+// Why the prefix cache had no more of a finished request's prompt, where more could have been there.
+function missed(end) {
+  const why = end.cache_miss === "evicted" ? "more was evicted" : end.cache_miss === "new" && end.differs_at != null ? `differs at token ${count(end.differs_at)}` : "";
+  return why ? [element("small", { class: "faint", text: `${count(end.cached_tokens)} cached, ${why}` })] : [];
+}
+
 function drawEnded() {
   find("none-ended").classList.toggle("hidden", ended.length > 0);
   keepRows(
@@ -289,7 +295,7 @@ function drawEnded() {
         element(
           "td",
           { class: "wide" },
-          element("div", { class: "in" }, bar, ...(end.preemptions ? [element("small", { class: "faint", text: `preempted ${end.preemptions} ×` })] : [])),
+          element("div", { class: "in" }, bar, ...missed(end), ...(end.preemptions ? [element("small", { class: "faint", text: `preempted ${end.preemptions} ×` })] : [])),
           element("span", { class: "unseen", text: parts.map(([kind, spent]) => `${kind} ${seconds(spent)}`).join(", ") }),
         ),
       ];
