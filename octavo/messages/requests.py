@@ -10,6 +10,7 @@ import msgspec
 from octavo.messages.fleet import FleetState, PageEvents, PageSnapshot
 from octavo.messages.params import PoolingParams, SamplingParams
 from octavo.messages.plans import DeviceMemory, Logprobs
+from octavo.messages.prefixes import HoldPrefix, ReadPrefixes, ReleasePrefix
 from octavo.messages.speculation import SpeculationSettings
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
@@ -60,6 +61,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     response_id: str = ""  # id of the response that it is a part of; empty: its own, it is the only part
     part: int = 0  # its number among the requests of that response
     adapter: AdapterRef | None = None  # what its answers are computed with; None: the base model alone
+    session: str = ""  # the conversation that it is a turn of, within its owner's; empty: it has no name
+    retain_seconds: float = 0.0  # after its end, for which its pages are evicted last; 0: as all others
     num_expected: int = (
         0  # prompt tokens that a router expects in the prefix cache; counts the replica's work, and steers no plan
     )
@@ -217,6 +220,9 @@ Control = (
     | ReadHistory
     | ReadPage
     | LoadAdapter
+    | HoldPrefix
+    | ReleasePrefix
+    | ReadPrefixes
 )
 ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | WantSnapshot | ServerGone | Responded | Control
 
