@@ -174,3 +174,37 @@ async def test_a_request_with_a_salt_shares_with_those_that_have_the_same(served
 
     assert [await found(), await found()] == [0, 64]
     assert [await found(cache_salt="x"), await found(cache_salt="x"), await found(cache_salt="y")] == [0, 64, 0]
+
+
+# ── why a prefix was missed ──
+
+
+async def test_a_journey_shows_the_words_that_differ_to_their_own_key_alone(served: Start) -> None:
+    server = served(engine(seconds=0.0), api_key="a,b", admin_key="root")
+
+    async def send(key: str, prompt: str) -> str:
+        headers = {"authorization": f"Bearer {key}"}
+        answer = await server.http.post("/v1/completions", json=ask(prompt, max_tokens=1), headers=headers)
+        return str(answer.headers["x-request-id"])
+
+    async def prefill(key: str, request_id: str) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {key}"}
+        journey = (await server.http.get(f"/v1/requests/{request_id}", headers=headers)).json()
+        assert journey["cache_miss"] == "new"
+        (listed,) = [
+            each
+            for each in (await server.http.get("/v1/requests", headers=headers)).json()["data"]
+            if each["id"] == request_id
+        ]
+        assert listed["stages"] == journey["stages"]
+        return next(dict(stage) for stage in journey["stages"] if stage["name"] == "prefill")
+
+    first = await send("a", "It is noon. " + SYSTEM)
+    second = await send("a", "It is nine o'clock. " + SYSTEM)
+    stage = await prefill("a", second)
+    assert (stage["differs_at"], stage["differs_from"], stage["differs_text"]) == (7, first, "ine o'cl")
+    seen = await prefill("root", second)
+    assert seen["differs_at"] == 7 and "differs_text" not in seen
+    other = await prefill("b", await send("b", "It is one o'clock. " + SYSTEM))
+    assert "differs_at" not in other, "prompts of another key are not compared"
+    assert server.app.state.service.journeys._prompts == {}

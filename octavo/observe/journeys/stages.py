@@ -62,6 +62,7 @@ class Stage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         None  # prefill: first token that differs from the latest prompts of the same API key; None: not known
     )
     differs_from: str = ""  # … the request with the longest beginning in common
+    differs_text: str = ""  # … its own text from there on, some tokens of it; shown to its own API key alone
     chunks: list[Chunk] = []  # prefill, recompute
     capped_steps: int = (
         0  # prefill, recompute: steps that computed less of it, or nothing, because streams were running

@@ -63,6 +63,7 @@ class Service:
         self.tenants = Tenants(config, self.owners, engine.origin, num_processes)
         engine.count_usage(self.tenants.accounts)
         self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
+        self.journeys.spell = lambda token_ids: text.decode(token_ids, False)
         self.live = LiveFeed(engine)
         endpoint = config.server.otlp_traces_endpoint
         self.traces = Traces(endpoint, model_name, version()) if endpoint else None

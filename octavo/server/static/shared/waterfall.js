@@ -26,7 +26,9 @@ const MISSES = {
 };
 
 function differs(stage) {
-  return stage.differs_at === undefined ? "" : ` (it differs at token ${count(stage.differs_at)} from request ${stage.differs_from})`;
+  if (stage.differs_at === undefined) return "";
+  const words = stage.differs_text ? `: “${stage.differs_text}”` : "";
+  return ` (it differs at token ${count(stage.differs_at)} from request ${stage.differs_from}${words})`;
 }
 
 export function waterfall(journey) {
