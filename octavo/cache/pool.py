@@ -1,12 +1,12 @@
 """PagePool: reference counts of pages, and the prefix cache's index of pages that have no owner but are worth keeping."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from typing import NamedTuple
 
 from octavo.cache.eviction import IdlePages
 
-MAX_REMEMBERED = 2**16  # evicted keys
+MAX_REMEMBERED = 2**14  # evicted keys
 
 
 class PageChanges(NamedTuple):
@@ -68,7 +68,8 @@ class PagePool:
         self.blank: deque[int] = deque(range(num_pages))  # touched pages come first
         self.cached = IdlePages(num_pages, policy)
         self.cached.capacity = self.num_warm
-        self.evicted: dict[bytes, None] = {}  # keys of the last pages that were evicted; no plan depends on them
+        # Keys of the last pages that were evicted. No plan depends on them.
+        self.evicted: OrderedDict[bytes, None] = OrderedDict()
         self.changes: ChangeLog | None = None  # None: nothing listens, and nothing is logged
 
     @property
@@ -169,7 +170,7 @@ class PagePool:
         self.generations[page] += 1
         self.evicted[key] = None
         if len(self.evicted) > MAX_REMEMBERED:
-            del self.evicted[next(iter(self.evicted))]
+            self.evicted.popitem(last=False)
         if self.changes is not None:
             self.changes.evict(key)
         return page
