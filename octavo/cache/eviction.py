@@ -85,7 +85,11 @@ class IdlePages:
         assert policy in POLICIES
         self.capacity = num_pages  # pages that the cache may use, idle or not
         self.count = 0
-        self._lists: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in range(4))
+        self._spent: OrderedDict[int, None] = OrderedDict()
+        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._protected: OrderedDict[int, None] = OrderedDict()
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._lists = (self._spent, self._recent, self._protected, self._kept)
         self._list_of = bytearray(num_pages)
         self._found = bytearray(num_pages)  # 1: found by a request since it last became idle
         self.keep: dict[bytes, int] = {}  # keys of pages that are evicted last → how often that was asked for
@@ -115,27 +119,25 @@ class IdlePages:
     def add(self, page: int, key: bytes, is_spent: bool = False) -> None:
         """It has no owner any more. `is_spent`: it is evicted before all others."""
         self.count += 1
+        is_found, self._found[page] = self._found[page], 0
         if self.keep and key in self.keep:
             self._put(page, KEPT)
         elif is_spent:
             self._put(page, SPENT)
-        elif self._found[page] and self.is_protecting:
+        elif is_found and self.is_protecting:
             self._put(page, PROTECTED)
             self._demote(int(PROTECTED_SHARE * self.capacity))
         else:
-            self._put(page, RECENT)
-        self._found[page] = 0
+            self._recent[page] = None
+            self._list_of[page] = RECENT
 
     def pop(self) -> int:
         """Take the page that is worth least."""
+        assert self.count, "no page is idle"
         self.count -= 1
-        spent, *others = self._lists
-        if spent:
-            return spent.popitem()[0]
-        for pages in others:
-            if pages:
-                return pages.popitem(last=False)[0]
-        raise AssertionError("no page is idle")
+        if self._spent:
+            return self._spent.popitem()[0]
+        return (self._recent or self._protected or self._kept).popitem(last=False)[0]
 
     def clear(self) -> None:
         for pages in self._lists:
@@ -154,13 +156,13 @@ class IdlePages:
 
     def kept(self) -> Iterable[int]:
         """Idle pages that are evicted last."""
-        return self._lists[KEPT]
+        return self._kept
 
     def num_kept(self) -> int:
-        return len(self._lists[KEPT])
+        return len(self._kept)
 
     def is_kept(self, page: int) -> bool:
-        return page in self._lists[KEPT]
+        return page in self._kept
 
     # ── pages that are kept because a client asked for it ──
 
@@ -219,7 +221,7 @@ class IdlePages:
             self.is_protecting = True
 
     def _demote(self, most: int) -> None:
-        protected, recent = self._lists[PROTECTED], self._lists[RECENT]
+        protected, recent = self._protected, self._recent
         for _ in range(len(protected) - most):
             page = protected.popitem(last=False)[0]
             recent[page] = None

@@ -435,7 +435,7 @@ class KVCache:
         if num_found == len(keys):
             return "" if keys else "short"
         lacking = [keys[num_found] + tag for tag in self._tags if keys[num_found] + tag not in self.pool.index]
-        if any(key in self.pool.evicted for key in lacking):
+        if any(map(self.pool.was_evicted, lacking)):
             return "evicted"
         return "new" if len(lacking) == len(self._tags) else "window"
 

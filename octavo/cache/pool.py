@@ -1,12 +1,12 @@
 """PagePool: reference counts of pages, and the prefix cache's index of pages that have no owner but are worth keeping."""
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
 from octavo.cache.eviction import IdlePages
 
-MAX_REMEMBERED = 2**14  # evicted keys
+MAX_REMEMBERED = 2**14  # evicted keys, and at least half as many
 
 
 class PageChanges(NamedTuple):
@@ -68,8 +68,8 @@ class PagePool:
         self.blank: deque[int] = deque(range(num_pages))  # touched pages come first
         self.cached = IdlePages(num_pages, policy)
         self.cached.capacity = self.num_warm
-        # Keys of the last pages that were evicted. No plan depends on them.
-        self.evicted: OrderedDict[bytes, None] = OrderedDict()
+        # Keys of the last pages that were evicted, the latest in the second set. No plan depends on them.
+        self._evicted: tuple[set[bytes], set[bytes]] = (set(), set())
         self.changes: ChangeLog | None = None  # None: nothing listens, and nothing is logged
 
     @property
@@ -142,8 +142,6 @@ class PagePool:
         """Make a full page findable under `key`. If another page already has the key, this one stays private."""
         if self.keys[page] is None and key not in self.index:
             self.keys[page], self.index[key] = key, page
-            if self.evicted:
-                self.evicted.pop(key, None)
             if self.changes is not None:
                 self.changes.store(key)
 
@@ -156,10 +154,15 @@ class PagePool:
             if self.changes is not None:
                 self.changes.evict(key)
         self.index.clear()
-        self.evicted.clear()
+        self._evicted = (set(), set())
         self.blank.extendleft(self.cached)
         self.cached.clear()
         return forgotten
+
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether a page with this key, which is not in the prefix cache, was there, as far as is remembered."""
+        before, latest = self._evicted
+        return key in latest or key in before
 
     def _evict(self) -> int:
         page = self.cached.pop()
@@ -168,9 +171,10 @@ class PagePool:
         del self.index[key]
         self.keys[page] = None
         self.generations[page] += 1
-        self.evicted[key] = None
-        if len(self.evicted) > MAX_REMEMBERED:
-            self.evicted.popitem(last=False)
+        latest = self._evicted[1]
+        latest.add(key)
+        if len(latest) >= MAX_REMEMBERED // 2:
+            self._evicted = (latest, set())
         if self.changes is not None:
             self.changes.evict(key)
         return page
