@@ -31,7 +31,7 @@ class CacheState(msgspec.Struct, array_like=True, gc=False):
     num_warm: int = -1  # −1: as the constructor was given; recordings from before decision 047 do not have it
     roots: dict[int, bytes] = {}  # recordings from before decision 052 do not have them
     idle: IdleState | None = (
-        None  # None: recordings from before decision 056, whose cached pages were evicted in one order
+        None  # None: recordings from before decision 057, whose cached pages were evicted in one order
     )
 
 

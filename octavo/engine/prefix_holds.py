@@ -1,7 +1,7 @@
 """PrefixHolds: prefixes whose pages are evicted last: those of conversations for a time after their last turn, and those that a client has pinned.
 
 It runs on the stepping thread. A hold is a wish: where running requests need the pages, they get them. What is held changes between two steps, as an input
-of the cache that is recorded, because it steers which pages are taken (decision 056); the clock stays here."""
+of the cache that is recorded, because it steers which pages are taken (decision 057); the clock stays here."""
 
 import math
 from collections.abc import Callable

@@ -335,7 +335,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     replica: int = 0  # its number in a fleet
     epoch: int = 0  # counts the engines of a fleet: a replica's next one has a higher number
     adapter_bytes: int = 0  # memory for adapters; 0: there are none (--enable-lora)
-    prefix_eviction: str = "lru"  # as the flag; recordings from before decision 056 do not have it
+    prefix_eviction: str = "lru"  # as the flag; recordings from before decision 057 do not have it
     num_stages: int = (
         1  # that a plan goes through (pipeline parallelism); as many plans are in flight while the next is made
     )
