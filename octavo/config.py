@@ -185,6 +185,12 @@ class CacheConfig:
         "so many bytes. Pages of a prompt that was computed before are read from there if that is faster than computing them. Needs a CPU, "
         "one rank, and a model without sliding windows",
     )
+    prefix_eviction: str = knob(
+        "adaptive",
+        "which idle prefixes are evicted first when pages run out. adaptive: the least recently used, where the latest come again; where "
+        "others do, those that were found again stay longer. lru: the least recently used, always",
+        choices=("adaptive", "lru"),
+    )
     idle_prefix_bytes: int | str = knob(
         AUTO,
         "most memory that prefixes keep which no request uses, on a CPU, where a page takes memory when it is first used (192M: frugal); "
@@ -487,6 +493,12 @@ class ServerConfig:
         "leave out the line x-anthropic-billing-header that Claude Code puts before its system prompt and changes in every request, so that "
         "requests share their prefix; the response names it in ignored_fields. Not with --strict-fields",
     )
+    prefix_sharing: str = knob(
+        "all",
+        "which requests use each other's pages of equal prefixes. all: every one; key: those of the same API key, so that none can tell from "
+        "the time of a first token what another has sent. A request with a cache_salt shares with those that have the same",
+        choices=("all", "key"),
+    )
     stream_interval: int = knob(
         1,
         "tokens in each event of a stream after the first event, which has one token; a request can set its own "
@@ -624,6 +636,17 @@ class BudgetConfig:
         256 * 2**10, "largest JSON schema, grammar or regex for structured outputs", kind="bytes"
     )
     max_messages: int = knob(10_000, "most messages in one chat request", least=1)
+    max_prefix_retention: float = seconds(
+        3600.0,
+        "for which the pages of a conversation are kept after its last turn at most, where a request asks for it (prompt_cache_key, "
+        "prompt_cache_retention, cache_control); a longer time is shortened to this; 0: never",
+    )
+    max_pinned_bytes: int | str = knob(
+        AUTO,
+        "most bytes of KV pages that one API key pins with POST /v1/prefix; auto: an eighth of the KV store; 0: none",
+        kind="bytes",
+        least=0,
+    )
     max_n: int = knob(128, "most choices (n) of one request", least=1)
     max_logprobs: int = knob(
         MAX_LOGPROBS,

@@ -286,6 +286,8 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/live/pages/{page}": "which requests hold one KV page",
         "POST /v1/load_lora_adapter": "load an adapter (`lora_name`, `lora_path`) from a folder of `--lora-folders`",
         "POST /v1/unload_lora_adapter": "unload an adapter (`lora_name`); open streams go on",
+        "POST /v1/prefix": "pin, warm or unpin a prefix (`action`, `name`, `prompt` or `messages`)",
+        "GET /v1/prefix": "the prefixes that the API key has pinned; an admin key gets those of all",
         "GET /v1/usage": "what the API key has used, and its limits; an admin key gets all keys",
         "GET /v1/fleet": "the replicas: status, restarts, place",
         "POST /v1/fleet": "change the number of `replicas` while serving, or `restart` all of them one after the other",

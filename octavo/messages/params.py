@@ -104,6 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     adapter: str = (
         ""  # id of its adapter, which is in memory; set by the engine (engine/adapter_traffic.py). Empty: none
     )
+    prefix_salt: str = ""  # a digest: only requests with the same share pages; set by the server. Empty: as all others
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -162,6 +163,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 Field("logprob_token_ids")
                 + " are returned instead of the most likely tokens: leave the number of these out"
             )
+
+    @property
+    def prefix_space(self) -> str:
+        """Requests share pages of equal prefixes only with those for which this is the same. Empty: the base model, without a salt."""
+        return f"{self.adapter}+{self.prefix_salt}" if self.prefix_salt else self.adapter
 
     @property
     def num_sequences(self) -> int:
