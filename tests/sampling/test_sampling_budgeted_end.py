@@ -54,6 +54,7 @@ def answer(
             break
         said.append(token)
         assert at.consume_token(token)
+        closing.last = token
         if is_last:
             break
     return b"".join(TOKENS[token] for token in said)
@@ -123,6 +124,7 @@ def words(grammar: str, max_tokens: int, count: int = 60) -> set[tuple[str, bool
                 break
             said.append(token)
             assert at.consume_token(token)
+            closing.last = token
             if is_last:
                 break
         found.add((b"".join(TOKENS[token] for token in said).decode(), is_limited))
@@ -260,6 +262,7 @@ def test_an_answer_with_a_pattern_is_closed_at_its_limit(pattern: str) -> None:
                 break
             said += VOCABULARY.spell(token)
             assert at.consume_token(token)
+            closing.last = token
             if is_last:
                 break
         assert re.search(pattern, json.loads(said)["a"], re.S), said

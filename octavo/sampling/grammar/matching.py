@@ -46,8 +46,8 @@ class SharedVocabulary:
         spell = lambda token_id: tokens[token_id] if 0 <= token_id < len(tokens) else b""  # noqa: E731
         vocabulary = Vocabulary(len(tokens), spell, frozenset(begin.special_ids), tuple(begin.eos_ids))
         self.tokenizer = vocabulary.tokenizer(begin.vocab_size)
-        self.ends = Ends(vocabulary, begin.vocab_size)
         self.kinds = TokenKinds(vocabulary, begin.vocab_size)
+        self.ends = Ends(vocabulary, begin.vocab_size, self.kinds.speller)
         self.eos_ids = [i for i in begin.eos_ids if i < begin.vocab_size]
         self.special_ids = frozenset(begin.special_ids)
 
