@@ -2,8 +2,10 @@
 call here needs to be short: the process is ended if one takes too long."""
 
 import functools
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ _MAX_USED = 32  # used matchers that are kept for later rows
 _MAX_THREADS = 8
 _MAX_AHEAD = 0.005  # seconds for the masks behind a row's drafts
 _LONGEST_TEXT = 16_384  # bytes of a shortest answer; one that takes more is not known
+_LARGE = 16_384  # characters of a grammar that is read beside its compilation
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
@@ -94,20 +97,25 @@ class Matching:
         from llguidance import LLMatcher
 
         self._limit(self._shared.begin.compile_seconds)
+        kinds = self._shared.kinds
+        # The compiler does not hold Python's lock: a large grammar is read meanwhile.
+        reading: Future[_Reading] = Future()
+        read = functools.partial(_read, reading, grammar, kinds)
+        beside = threading.Thread(target=read) if len(grammar) >= _LARGE else None
+        if beside is not None:
+            beside.start()
         compiled = LLMatcher(self._shared.tokenizer, grammar, log_level=0, limits=parser_limits())
         if compiled.is_error():
             return Compiled(error_of(compiled), 0)
-        self._is_plain = "start: %json" in grammar and not any(word in grammar for word in _ALTERNATIVES)
-        self._proposals, self._growth = (
-            self._ends.proposals(grammar, self._shared.kinds.fewest_tokens),
-            growth_of_grammar(grammar, self._shared.kinds.fewest_tokens),
-        )
-        self._compiled = guarded(compiled, grammar, self._shared.kinds)
-        self._shortest, is_compared = shortest_answer(
-            self._ends, self._shared.kinds, self._compiled, grammar, self._proposals
-        )
+        if beside is None:
+            read()
+        found = reading.result()
+        self._growth, self._is_plain = found.growth, found.is_plain
+        self._proposals = self._ends.proposals(grammar, kinds.fewest_tokens)
+        self._compiled = guarded(compiled, grammar, kinds)
+        self._shortest, is_compared = _verified_answer(self._ends, self._compiled, found.shortest, self._proposals)
         self._is_plain |= is_compared
-        self._is_regular = not isinstance(self._compiled, GuardedMatcher) and has_clear_values(grammar)
+        self._is_regular = not isinstance(self._compiled, GuardedMatcher) and found.has_clear_values
         self._limit(0)
         return Compiled("", BudgetedEnd.of(self._shortest, growth=self._growth).looks_at)
 
@@ -326,15 +334,50 @@ class Matching:
         return LLExecutor(self._num_threads)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What the text of a grammar says about its answers."""
+
+    growth: int  # tokens that a part of it may take
+    is_plain: bool  # it is a schema without alternatives
+    has_clear_values: bool
+    shortest: ShortestCompletion | None  # the shortest answer, if all alternatives were compared; to be verified
+
+
+def _read(reading: "Future[_Reading]", grammar: str, kinds: TokenKinds) -> None:
+    try:
+        found = _Reading(
+            growth_of_grammar(grammar, kinds.fewest_tokens),
+            "start: %json" in grammar and not any(word in grammar for word in _ALTERNATIVES),
+            has_clear_values(grammar),
+            _proposed_answer(kinds, grammar),
+        )
+    except BaseException as error:
+        reading.set_exception(error)
+    else:
+        reading.set_result(found)
+
+
 def shortest_answer(
     ends: Ends, kinds: TokenKinds, matcher: Matcher, grammar: str, proposals: Proposals
 ) -> tuple[ShortestCompletion | None, bool]:
     """The shortest answer of a grammar, as far as one was found, and whether all alternatives of its schema were compared."""
+    return _verified_answer(ends, matcher, _proposed_answer(kinds, grammar), proposals)
+
+
+def _proposed_answer(kinds: TokenKinds, grammar: str) -> ShortestCompletion | None:
     text = shortest_text(grammar, kinds.num_tokens)
-    if text is not None and len(text) <= _LONGEST_TEXT:
-        found, at = ShortestCompletion([], kinds.speller, text.encode()), matcher.deep_copy()
-        if found.tokens and at.consume_tokens(found.tokens) and at.is_accepting():
-            return found, True
+    if text is None or len(text) > _LONGEST_TEXT:
+        return None
+    found = ShortestCompletion([], kinds.speller, text.encode())
+    return found if found.tokens else None
+
+
+def _verified_answer(
+    ends: Ends, matcher: Matcher, proposed: ShortestCompletion | None, proposals: Proposals
+) -> tuple[ShortestCompletion | None, bool]:
+    if proposed is not None and ends.is_end(proposed.tokens, matcher):
+        return proposed, True
     return ends.shortest(matcher, proposals), False
 
 

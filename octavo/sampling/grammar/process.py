@@ -40,6 +40,7 @@ from octavo.sampling.grammar.protocol import (
 
 # The compiler recurses on chains of references. In 256 KiB of text there is room for chains that take less than 64 MiB.
 _STACK_BYTES = 256 * 2**20
+_OTHER_STACK_BYTES = 16 * 2**20  # of a thread beside it, which runs only Python
 # Exit codes that are kept until the rank asks for them. It asks for those of processes that ended by themselves.
 _MAX_ENDED = 256
 
@@ -107,6 +108,7 @@ def _fork(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> in
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_run_commands, args=(own, shared, slots))
     thread.start()
+    threading.stack_size(_OTHER_STACK_BYTES)
     thread.join()
     os._exit(1)  # it never returns
 
@@ -147,7 +149,7 @@ def _limit_memory(num_bytes: int) -> None:
         return
     status = Path("/proc/self/status").read_text()
     now = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
-    limit = now + _STACK_BYTES + num_bytes
+    limit = now + _STACK_BYTES + _OTHER_STACK_BYTES + num_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 
