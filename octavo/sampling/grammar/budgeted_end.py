@@ -7,12 +7,13 @@ the grammar allows only a few tokens, each is tried and those that leave an end 
 chooses; if it allows many, only the end that was found is allowed. All of this follows from the answer's tokens alone, so an
 answer ends in the same way after a preemption.
 
-The search runs within a step that all rows share, so it must be cheap. Validating one token takes less than a microsecond,
-computing the mask of all tokens tens to hundreds of microseconds. The search therefore validates single tokens, and tokens
-that were forced once, such as the rest of a property name, are tried first. If no end is in reach, for example because a
-schema requires 100 items in 100 tokens, the next search comes when half of the remaining tokens are used, so that all
-searches together cost about twice the first. Near the limit the search is given up if the end is farther away than the answer
-can get; other paths are tried if there is a choice.
+The end found last is followed while the answer goes along it, and it is searched for again where the answer may have left it
+for good (known_end.py). The search runs within a step that all rows share, so it must be cheap. Validating one token takes less
+than a microsecond, computing the mask of all tokens tens to hundreds of microseconds. The search therefore validates single
+tokens, and tokens that were forced once, such as the rest of a property name, are tried first. If no end is in reach, for
+example because a schema requires 100 items in 100 tokens, the next search comes when half of the remaining tokens are used, so
+that all searches together cost about twice the first. Near the limit the search is given up if the end is farther away than the
+answer can get; other paths are tried if there is a choice.
 
 If even the shortest answer of a grammar takes many tokens, it is found once, before any row needs it (shortest()). Its length
 says how early to search, and it is the map for all later searches. The code knows no JSON except which characters close and
@@ -69,6 +70,7 @@ _TRIED = ((300, 10), (400, 64), (len(SIGNS), 0))
 _ONWARD = b"01,: " + bytes(sorted({*range(33, 127)} - {*b'01,:"]}'}, key=lambda byte: (chr(byte).isalnum(), byte)))
 _REPEATS = 3  # consecutive tokens that neither close nor are forced: then a way out of a repetition is searched
 _TURNS = 12  # of those characters: the number that is followed for a second step
+_MAX_OBJECTS = 2  # of an answer whose ends are tried again
 _NESTS = re.compile(rb"[\[{]")
 _STRING_SIGNS = frozenset(b'"\\')  # signs with a meaning of their own within a string
 _ONWARD_FROM = 32  # tokens left: such a search takes tenths of a millisecond, and earlier there is still time
@@ -95,6 +97,7 @@ class BudgetedEnd:
     # Tokens that an end takes at most, about, since the answer has left `known`. 0: it has not.
     num_away: int = 0
     has_begun: bool = False  # since then, a value
+    objects: list[bytes] = field(default_factory=list)  # texts from the beginning of an object to the end found there
     place: int = 0  # in the text of the shortest answer: the end found last goes on there
     is_regular: bool = False  # what follows a value does not depend on what the value is
     num_masks: int = 0  # full masks in failed searches, and tokens found to be forced
@@ -405,6 +408,8 @@ class Ends:
             return KnownEnd(())
         end = self._still_known(ending, matcher, num_left)
         if end is None:
+            end = self._like_earlier(ending, matcher, num_left)
+        if end is None:
             self._joined_at = ending.place
             found = self._find(ending, matcher, num_left, ending.known)
             ending.place = self._joined_at  # an answer never goes back
@@ -412,12 +417,28 @@ class Ends:
                 thrifty = self._try(ending, matcher.deep_copy(), 2, num_left, num_left, repeats=1)
                 found = None if isinstance(thrifty, _Miss) else thrifty
             if found is not None:
-                end = self._known_ends.of_tokens(found, b"" if self._has_control(found) else self._text_of(found))
+                text = b"" if self._has_control(found) else self._text_of(found)
+                end = self._known_ends.of_tokens(found, text)
+                if b"{" in (piece := self._pieces[ending.last]) and end.has_text:
+                    ending.objects = [piece[piece.rindex(b"{") :] + text, *ending.objects[: _MAX_OBJECTS - 1]]
         if end is None:  # the known one cannot be followed from here, but what follows a value may still be as before
             ending.known_at = -1
         else:
             ending.known, ending.known_at, ending.num_away = end, num_left, 0
         return end
+
+    def _like_earlier(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> KnownEnd | None:
+        """The end that was found when an object was begun earlier in this answer, if it is one here, as with the next item of a list."""
+        piece = self._pieces[ending.last]
+        if b"{" not in piece and b"," not in piece:
+            return None
+        for text in ending.objects:
+            sizes = range(min(len(piece), len(text)), 0, -1)
+            num_begun = next((size for size in sizes if text.startswith(piece[-size:])), 0)
+            end = self._known_ends.of_text(text[num_begun:])
+            if end is not None and 0 < len(end) <= num_left and self.is_end(end.tokens(), matcher):
+                return end
+        return None
 
     def _still_known(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> KnownEnd | None:
         """The end found last, if it is one here, or an end beside it. None: there is none of at most so many tokens."""

@@ -155,7 +155,11 @@ class KnownEnds:
 
     def joined(self, text: bytes, tail: KnownEnd) -> KnownEnd | None:
         """A text, and then a tail. None: no tokens spell it."""
-        spelling = self._spelled(text + tail.text)
+        return self.of_text(text + tail.text)
+
+    def of_text(self, text: bytes) -> KnownEnd | None:
+        """None: no tokens spell it."""
+        spelling = self._spelled(text)
         return KnownEnd((), spelling) if spelling.num_tokens[0] < NEVER else None
 
     def _spelled(self, text: bytes) -> Spelling:
