@@ -119,16 +119,20 @@ async def watch(host: str, port: int, counts: list[int], at: int) -> None:
         writer.close()
 
 
-async def ask_for_ever(host: str, port: int, number: int) -> None:
-    """Send one request after another, of different lengths; half of them share a prefix."""
+async def ask_for_ever(
+    host: str, port: int, number: int, prompt_len: int = PROMPT_LEN, shared_len: int = 64, output_len: int = OUTPUT_LEN
+) -> None:
+    """Send one request after another, with different lengths of output; half of them share a prefix."""
     rng = random.Random(number)
     with suppress(ConnectionError, asyncio.IncompleteReadError):
         reader, writer = await asyncio.open_connection(host, port)
         try:
             while True:
                 shared = rng.random() < 0.5
-                prompt = [1000 + (at if shared and at < 64 else rng.randrange(20_000)) for at in range(PROMPT_LEN)]
-                body = {"prompt": prompt, "max_tokens": rng.randint(OUTPUT_LEN // 4, OUTPUT_LEN), "ignore_eos": True}
+                prompt = [
+                    1000 + (at if shared and at < shared_len else rng.randrange(20_000)) for at in range(prompt_len)
+                ]
+                body = {"prompt": prompt, "max_tokens": rng.randint(output_len // 4, output_len), "ignore_eos": True}
                 data = json.dumps(body).encode()
                 head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
                 writer.write(head.encode() + data)

@@ -26,6 +26,8 @@ class Batch:
     # [T] int32: index of each token's adapter in `adapters`, −1: it has none. None: no token has one.
     adapter_of: torch.Tensor | None = None
     adapters: tuple[str, ...] = ()  # ids
+    # [T] bool: tokens of the second text of a pair. None: no row has a pair.
+    is_second: torch.Tensor | None = None
     # One batch per group of layers when groups have their own page tables: a copy of this batch with the group's slots and
     # page table. The groups' tensors are consecutive in memory, and this batch uses the first group's. Empty: one page
     # table serves all layers.

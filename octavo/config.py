@@ -165,6 +165,13 @@ class CacheConfig:
         above=0,
         most=1,
     )
+    memory_share: float = knob(
+        1.0,
+        "share of the memory that KV pages take by default: less where other servers use the same machine or GPU. With several models, each "
+        "has its part of it",
+        above=0,
+        most=1,
+    )
     swap_space: float = knob(
         0.0,
         "GiB of host memory for the KV pages of preempted requests; 0: preempted requests are recomputed",
@@ -177,6 +184,12 @@ class CacheConfig:
         "where prefixes outlive the KV store, and the server: disk:50GiB:/path keeps KV pages in a folder of this user alone, within "
         "so many bytes. Pages of a prompt that was computed before are read from there if that is faster than computing them. Needs a CPU, "
         "one rank, and a model without sliding windows",
+    )
+    prefix_eviction: str = knob(
+        "adaptive",
+        "which idle prefixes are evicted first when pages run out. adaptive: the least recently used, where the latest come again; where "
+        "others do, those that were found again stay longer. lru: the least recently used, always",
+        choices=("adaptive", "lru"),
     )
     idle_prefix_bytes: int | str = knob(
         AUTO,
@@ -480,6 +493,12 @@ class ServerConfig:
         "leave out the line x-anthropic-billing-header that Claude Code puts before its system prompt and changes in every request, so that "
         "requests share their prefix; the response names it in ignored_fields. Not with --strict-fields",
     )
+    prefix_sharing: str = knob(
+        "all",
+        "which requests use each other's pages of equal prefixes. all: every one; key: those of the same API key, so that none can tell from "
+        "the time of a first token what another has sent. A request with a cache_salt shares with those that have the same",
+        choices=("all", "key"),
+    )
     stream_interval: int = knob(
         1,
         "tokens in each event of a stream after the first event, which has one token; a request can set its own "
@@ -617,6 +636,17 @@ class BudgetConfig:
         256 * 2**10, "largest JSON schema, grammar or regex for structured outputs", kind="bytes"
     )
     max_messages: int = knob(10_000, "most messages in one chat request", least=1)
+    max_prefix_retention: float = seconds(
+        3600.0,
+        "for which the pages of a conversation are kept after its last turn at most, where a request asks for it (prompt_cache_key, "
+        "prompt_cache_retention, cache_control); a longer time is shortened to this; 0: never",
+    )
+    max_pinned_bytes: int | str = knob(
+        AUTO,
+        "most bytes of KV pages that one API key pins with POST /v1/prefix; auto: an eighth of the KV store; 0: none",
+        kind="bytes",
+        least=0,
+    )
     max_n: int = knob(128, "most choices (n) of one request", least=1)
     max_logprobs: int = knob(
         MAX_LOGPROBS,
@@ -732,6 +762,38 @@ class RecorderConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelsConfig:
+    """Several models on one port (decision 056)."""
+
+    models: str = knob(
+        "",
+        "models to serve on one port, as NAME=MODEL or MODEL, separated by commas; the same as several MODELs on the command line. Requests "
+        "choose by `model`; without it they mean the first",
+        kind="list",
+    )
+    model_settings: str = knob(
+        "",
+        'JSON object: for the name of a model an object of flags that only its server has: \'{"b": {"max_model_len": 4096}}\'',
+        kind="json",
+    )
+    max_loaded_models: int = knob(
+        0,
+        "most models in memory at once; the first so many are loaded at the start. A model that is asked for has another one leave, which "
+        "finishes its responses first. 0: all of them",
+        least=0,
+    )
+    load_on_demand: bool = knob(False, "load each model when a request asks for it, none at the start")
+    model_idle_seconds: float = seconds(0.0, "without a request after which a model is unloaded; 0: never")
+    model_min_seconds: float = seconds(
+        10.0, "for which a model stays loaded at least, so that models do not take turns all the time"
+    )
+
+    @property
+    def are_several(self) -> bool:
+        return bool(self.models)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -743,6 +805,7 @@ class Config:
     batches: BatchConfig = field(default_factory=BatchConfig)
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    models: ModelsConfig = field(default_factory=ModelsConfig)
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without a model or a machine."""
@@ -752,11 +815,26 @@ class Config:
         for name in ("hf_overrides", "override_generation_config"):
             read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
         read_json_object(self.scheduler.speculative_config, "--speculative-config")
+        read_json_object(self.models.model_settings, "--model-settings")
+        self._check_models()
         read_tier(self.cache.kv_tier)
         self._check_access()
         self._check_fairness()
         self._check_fleet()
         self._check_lora()
+
+    def _check_models(self) -> None:
+        models = self.models
+        given = (
+            ("--model-settings", models.model_settings),
+            ("--max-loaded-models", models.max_loaded_models),
+            ("--model-idle-seconds", models.model_idle_seconds),
+        )
+        for flag, value in given:
+            if value and not models.are_several:
+                raise ConfigError(f"{flag} is for several models: name them with --models, or leave it out")
+        if models.are_several and self.model.model:
+            raise ConfigError(f"--model {self.model.model} beside --models: put it into --models")
 
     def _check_lora(self) -> None:
         lora = self.lora

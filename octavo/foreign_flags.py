@@ -67,7 +67,7 @@ _TRANSFER = "KV pages are not sent to other servers"
 _PLUGIN = "plug-in classes are not loaded"
 _TUNED = "kernels are chosen by rules that were measured, at no cost at start-up"
 _STATE_SPACE = "models with state-space layers are not supported"
-_SLEEP = "a server keeps its model loaded: stop it to free the memory"
+_SLEEP = "a server of one model keeps it loaded; of several models (--models) POST /sleep unloads one"
 _GRAPHS = "CUDA graphs are captured for the row counts that occur; --enforce-eager turns them off"
 _ASYNC = "the next step is always planned while the current one runs"
 _CHUNKED = "prompts are always computed in chunks; --max-num-batched-tokens is the size of a step"
@@ -399,7 +399,7 @@ _CPP_SWITCHES = {
     "--no-kv-offload -nkvo": _switch("KV pages are on the device that computes"),
     "--log-disable -v --verbose": _switch("--uvicorn-log-level sets what is logged"),
     "-cmoe --cpu-moe": _refused(_OFFLOAD, takes_value=False),
-    "--reranking --rerank": _refused("there is no reranking; /v1/embeddings gives vectors to compare", takes_value=False),
+    "--reranking --rerank": _switch("documents are always reranked at /v1/rerank"),
 }  # fmt: skip
 
 
@@ -444,9 +444,11 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
 """Values that other servers know of flags that are ours, too: (our value, why that is the same)."""
 
 
-def translate(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str], str]:
-    """Replace flags and values of other servers. `own`: the flags of this command, which are left alone. Returns the arguments, the notes
-    to print, and why a flag is refused (empty: none is)."""
+def translate(
+    argv: Sequence[str], own: Collection[str], table: Mapping[str, ForeignFlag] = FOREIGN
+) -> tuple[list[str], list[str], str]:
+    """Replace flags and values of other servers, which `table` has. `own`: the flags of this command, which are left alone. Returns the
+    arguments, the notes to print, and why a flag is refused (empty: none is)."""
     arguments: list[str] = []
     notes: list[str] = []
     parts: dict[str, dict[str, object]] = {}  # objects given member by member
@@ -463,7 +465,7 @@ def translate(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], lis
             arguments.append(ours + equals + value)
             continue
         name, member = _split_member(name)
-        if member and (whole := name if name in own else FOREIGN[name].ours if name in FOREIGN else ""):
+        if member and (whole := name if name in own else table[name].ours if name in table else ""):
             if not equals and (not rest or not _is_value(rest[0])):
                 return arguments, notes, f"{name}.{member} needs a value"
             if not _set_member(parts.setdefault(whole, {}), member, value if equals else rest.pop(0)):
@@ -473,8 +475,8 @@ def translate(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], lis
                     f"{name}.{member[:60]} goes through more than {MAX_MEMBER_DEPTH} objects: give one JSON object",
                 )
             continue
-        negated = name.startswith("--no-") and "--" + name[5:] in FOREIGN
-        flag = FOREIGN.get("--" + name[5:] if negated else name)
+        negated = name.startswith("--no-") and "--" + name[5:] in table
+        flag = table.get("--" + name[5:] if negated else name)
         if name in own or flag is None:
             arguments.append(text)
             continue

@@ -24,6 +24,7 @@ class ModelSpec:
     has_softcap: bool = False  # some layer soft-caps its attention scores
     # Every token sees every other token of its prompt, no KV is kept between steps, and there is no LM head.
     is_encoder: bool = False
+    num_labels: int = 0  # of the classification head; 0: there is none
     num_experts: int = 0  # of each layer that is a mixture
     has_sinks: bool = False  # some layer has attention sinks: a share of the softmax that goes to no token
 

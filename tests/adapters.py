@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.doubles import write_byte_tokenizer
+from tests.small_llama import small_llama
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -20,11 +20,7 @@ ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 def write_model(folder: Path, max_len: int) -> dict[str, Tensor]:
     """Write a small Llama with a tokenizer of bytes. Returns its weights."""
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=max_len, initializer_range=0.4, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    small_llama(300, max_position_embeddings=max_len, bos_token_id=None, eos_token_id=None).save_pretrained(folder)
     write_byte_tokenizer(folder)
     return weights_of(folder)
 

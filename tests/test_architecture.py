@@ -217,8 +217,8 @@ def families_at_home(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def endpoints_at_home(module: str, tree: ast.Module) -> Iterator[str]:
-    """Routes are named only by their endpoint's file and by the clients, which implement no endpoint."""
-    if module.startswith(("octavo.server.endpoints", "octavo.cli.bench", "octavo.cli.chat")):
+    """Routes are named only by their endpoint's file, by the gateway, which answers some for all models, and by the clients."""
+    if module.startswith(("octavo.server.endpoints", "octavo.server.gateway", "octavo.cli.bench", "octavo.cli.chat")):
         return
     yield from (f"names the route {text!r}" for text in strings(tree) if text.startswith("/v1/"))
 

@@ -35,8 +35,8 @@ NEEDS = {"gpu", "docker", "cluster", "network"}
 RUN = {"console", "python"}
 CHECKED = {"json", "yaml"}
 SHOWN = {"text", "nginx", "http", "ini", ""}  # output, files of other programs, drawings
-MAX_SECONDS = 120  # for the blocks of a page
-START_SECONDS = 60
+MAX_SECONDS = 600  # for the blocks of a page, as a guard: a busy machine is slow
+START_SECONDS = 180
 HUB_MODEL = "bartowski/SmolLM2-135M-Instruct-GGUF"  # the embedded model's name at the hub
 
 

@@ -22,6 +22,7 @@ from benchmarks.torture.house import Held, House, held, read_metric
 from benchmarks.torture.mixed import ask
 from benchmarks.torture.strike import Battle
 from octavo.cli.bench.http_stream import Client, HTTPFailure
+from octavo.schedule.grammar_cache import MAX_UNUSED
 
 FLAGS = (
     # Few pages, so that long answers preempt each other.
@@ -83,10 +84,14 @@ class Soak:
         began = time.monotonic()
         looks = [await self._look(0.0)]
         show(looks[0])
+        filled = 0  # the engine whose cache of grammars is full
         for number in range(1, num_looks + 1):
             until = began + number * interval
             if number < num_looks and time.monotonic() + interval / 2 > until:
                 continue  # earlier answers took too long
+            if filled != self._house.engine():
+                await self._fill_grammars()
+                filled = self._house.engine()
             # The kill comes after a third of the time: the next engine's caches are full well before the end.
             await self._load(until, kills=not self.count.killed and number >= num_looks // 3)
             looks.append(await self._look((time.monotonic() - began) / 60))
@@ -126,6 +131,15 @@ class Soak:
         await asyncio.wait({watching})
         if killing is not None:
             await killing
+
+    async def _fill_grammars(self) -> None:
+        """Have the engine keep as many processes of unused grammars as it may. The load alone brings new grammars so seldom that their
+        number would still rise in the steady part."""
+        client = self._house.client()
+        for number in range(MAX_UNUSED + 4):
+            body = {"prompt": "A number:", "max_tokens": 8, "structured_outputs": {"regex": f"[0-9]{{1,{number + 1}}}"}}
+            await client.post("/v1/completions", json.dumps(body).encode())
+        await client.close()
 
     async def _watch(self) -> None:
         while True:

@@ -8,7 +8,7 @@ its last window are there."""
 
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from octavo.cache.page_keys import KEY_BYTES, adapter_root, page_key
 from octavo.cache.pool import NO_CHANGES, ChangeLog, PageChanges, PagePool
@@ -16,12 +16,18 @@ from octavo.cache.span import first_seen, most_held
 
 ROOT = b""  # key of the empty prefix
 
+MissReason = Literal["", "new", "evicted", "window", "short", "needed", "off"]
+"""Why the prefix cache had no more of a prompt. Empty: it had all that can be shared. new: no prompt since the start had the same tokens up to there, as
+far as is remembered. evicted: it had them, and needed their page. window: layers with a window have freed them. short: the prompt does not fill a
+page. needed: the request's prompt must be computed (logprobs of the prompt, or an embedding). off: there is no prefix cache."""
+
 
 class Admission(NamedTuple):
     """Pages for an admitted sequence."""
 
     num_cached: int  # leading tokens whose keys and values the prefix cache has
     pages: list[list[int]]  # its page table in each group; 0 for entries that are out of the window
+    miss: MissReason = ""  # why no more was found
 
 
 class Growth(NamedTuple):
@@ -73,11 +79,12 @@ class KVCache:
         windows: tuple[int, ...] = (0,),
         max_step_tokens: int = 1,
         root: bytes = ROOT,
+        eviction: str = "lru",
     ) -> None:
         """`windows`: one per group; 0: the group keeps all pages. `max_step_tokens`: most tokens that a step computes of one
         sequence. `num_pages` 0 is for a model that keeps nothing between steps: every sequence fits and owns no page. `root`:
         start of the hash chain of page keys; if it is secret, a key reveals nothing about its tokens."""
-        self.pool = PagePool(num_pages, num_warm_pages)
+        self.pool = PagePool(num_pages, num_warm_pages, eviction)
         self.page_size = page_size
         self.windows, self.max_step_tokens = windows, max_step_tokens
         self.prefix_caching = prefix_caching and num_pages > 0
@@ -119,11 +126,16 @@ class KVCache:
         tables, fresh = self._lay_out(len(tokens), num_found)
         if any(fresh) and self._num_missing(tables, fresh) + spare > 0:
             return None
+        miss = self._miss(num_found, reuse)
         for table in tables:
             for page in table.pages:
                 self.pool.share(page)
+            self.pool.cached.note_found(table.pages)
+        is_drawn = reuse and self.prefix_caching and self.pool.cached.look_up(self._head[2])
         for table, count in zip(tables, fresh, strict=True):
             table.pages += self.pool.take(count)
+            if is_drawn:
+                self.pool.cached.note_found(table.pages)
         self.tables[sequence] = tables
         self._published[sequence] = (num_found, key)
         if adapter:
@@ -131,7 +143,7 @@ class KVCache:
         if self.prefix_caching:
             self.queried_tokens += len(tokens)
             self.hit_tokens += num_cached
-        return Admission(num_cached, [table.padded() for table in tables])
+        return Admission(num_cached, [table.padded() for table in tables], miss)
 
     def extend(self, sequence: int, start: int, end: int) -> list[Growth] | None:
         """Make positions start … end − 1 writable in each group: append new pages, and replace the page at `start` by a private
@@ -245,6 +257,13 @@ class KVCache:
         for page, key in zip(pages[len(pages) - count :], keys, strict=False):
             self.pool.publish(page, key)
         self.pool.give(pages)
+
+    def hold(self, keys: list[bytes]) -> None:
+        """Evict the pages of these keys after all others, from now on; those that are not there yet as well. Undone by let_go()."""
+        self.pool.cached.hold(keys, self.pool.index)
+
+    def let_go(self, keys: list[bytes]) -> None:
+        self.pool.cached.let_go(keys, self.pool.index)
 
     def release(self, sequence: int) -> None:
         """Free everything the sequence owns, on the device or on the host."""
@@ -405,6 +424,20 @@ class KVCache:
         while self._has_windows and (missing := self._last_missing(found, keys)) is not None:
             found = missing  # any prefix between `missing` and `found` pages needs that page too
         return found, keys[found - 1] if found else root
+
+    def _miss(self, num_found: int, reuse: bool) -> MissReason:
+        """Why _match() found no more than this."""
+        if not self.prefix_caching:
+            return "off"
+        if not reuse:
+            return "needed"
+        keys = self._head[2]
+        if num_found == len(keys):
+            return "" if keys else "short"
+        lacking = [keys[num_found] + tag for tag in self._tags if keys[num_found] + tag not in self.pool.index]
+        if any(map(self.pool.was_evicted, lacking)):
+            return "evicted"
+        return "new" if len(lacking) == len(self._tags) else "window"
 
     def _last_missing(self, num_pages: int, keys: list[bytes]) -> int | None:
         """The last page that a prefix of `num_pages` lacks in a group with a window; None: it lacks none."""

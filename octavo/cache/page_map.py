@@ -1,4 +1,4 @@
-"""A snapshot of every page's state: free, cached, shared, or the sequence that owns it. The live views read it a few times a
+"""A snapshot of every page's state: free, cached, held, loading, shared, or the sequence that owns it. The live views read it a few times a
 second."""
 
 from array import array
@@ -7,7 +7,8 @@ from itertools import repeat
 from octavo.cache.kv_cache import KVCache
 
 FREE, CACHED, SHARED, FIRST_OWNER = 0, 1, 2, 3
-NUM_OWNERS = 2**16 - FIRST_OWNER
+LOADING, HELD = 2**16 - 2, 2**16 - 1  # being filled from a tier; cached, and evicted last because a client asked for it
+NUM_OWNERS = LOADING - FIRST_OWNER
 
 
 def owner_code(sequence: int) -> int:
@@ -27,6 +28,13 @@ def page_map(cache: KVCache) -> "array[int]":
                     codes[page] = code
     for page in pool.cached:
         codes[page] = CACHED
+    if pool.cached.keep:
+        for page in pool.cached.kept():
+            codes[page] = HELD
+    for pages in cache.loads.values():
+        for page in pages:
+            if codes[page] == CACHED:  # one reference, and no sequence has it
+                codes[page] = LOADING
     return codes
 
 

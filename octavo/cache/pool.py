@@ -1,8 +1,12 @@
 """PagePool: reference counts of pages, and the prefix cache's index of pages that have no owner but are worth keeping."""
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
+
+from octavo.cache.eviction import IdlePages
+
+MAX_REMEMBERED = 2**14  # evicted keys, and at least half as many
 
 
 class PageChanges(NamedTuple):
@@ -43,7 +47,7 @@ class ChangeLog:
 
 
 class PagePool:
-    """Reference-counted pages. A published page without an owner stays findable until it is evicted, oldest first.
+    """Reference-counted pages. A published page without an owner stays findable until it is evicted (eviction.py).
 
     Every page is in exactly one of three states: owned (refs > 0), cached (no owner, has a key) or blank.
 
@@ -51,7 +55,7 @@ class PagePool:
     cached pages alone do not make memory grow, a page beyond `num_warm` touched ones is touched only if no cached page can be
     evicted."""
 
-    def __init__(self, num_pages: int, num_warm: int | None = None) -> None:
+    def __init__(self, num_pages: int, num_warm: int | None = None, policy: str = "lru") -> None:
         self.num_pages = num_pages
         self.num_warm = num_pages if num_warm is None else min(num_warm, num_pages)
         self.num_touched = 0  # pages that have memory: all owned and cached ones, and the first of the blank ones
@@ -62,21 +66,24 @@ class PagePool:
             0
         ] * num_pages  # how often each page was unpublished: a copy taken meanwhile may be of anything
         self.blank: deque[int] = deque(range(num_pages))  # touched pages come first
-        self.cached: OrderedDict[int, None] = OrderedDict()
+        self.cached = IdlePages(num_pages, policy)
+        self.cached.capacity = self.num_warm
+        # Keys of the last pages that were evicted, the latest in the second set. No plan depends on them.
+        self._evicted: tuple[set[bytes], set[bytes]] = (set(), set())
         self.changes: ChangeLog | None = None  # None: nothing listens, and nothing is logged
 
     @property
     def num_free(self) -> int:
-        return len(self.blank) + len(self.cached)
+        return len(self.blank) + self.cached.count
 
     @property
     def num_used(self) -> int:
         return self.num_pages - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """Take `count` pages for one new owner: blank pages first, then the least recently used cached ones. The caller has
+        """Take `count` pages for one new owner: blank pages first, then those cached ones that are worth least. The caller has
         checked num_free."""
-        if count <= len(self.blank) and (not self.cached or self.num_warm == self.num_pages):
+        if count <= len(self.blank) and (not self.cached.count or self.num_warm == self.num_pages):
             popleft = self.blank.popleft  # blank pages are preferred as long as there are some
             pages = [popleft() for _ in range(count)]
             self.num_touched = max(self.num_touched, self.num_pages - len(self.blank))
@@ -87,7 +94,7 @@ class PagePool:
         return pages
 
     def _prefers_blank(self) -> bool:
-        if not self.blank or not self.cached:
+        if not self.blank or not self.cached.count:
             return bool(self.blank)
         return self._num_touched_blank > 0 or self.num_touched < self.num_warm
 
@@ -103,7 +110,7 @@ class PagePool:
     def limit_touched(self, num_warm: int) -> list[int]:
         """Let cached pages keep the touched ones at no more than `num_warm` from now on. Evicts cached pages down to that, and returns
         the blank pages whose memory can be given back: they count as never used."""
-        self.num_warm = min(num_warm, self.num_pages)
+        self.num_warm = self.cached.capacity = min(num_warm, self.num_pages)
         excess = max(0, self.num_touched - self.num_warm)
         for _ in range(min(excess - self._num_touched_blank, len(self.cached))):
             self.blank.appendleft(self._evict())
@@ -125,12 +132,11 @@ class PagePool:
             self.refs[page] -= 1
             assert self.refs[page] >= 0, "page released twice"
             if self.refs[page] == 0:
-                if self.keys[page] is None:
+                key = self.keys[page]
+                if key is None:
                     self.blank.appendleft(page)
                 else:
-                    self.cached[page] = None
-                    if are_spent:
-                        self.cached.move_to_end(page, last=False)
+                    self.cached.add(page, key, are_spent)
 
     def publish(self, page: int, key: bytes) -> None:
         """Make a full page findable under `key`. If another page already has the key, this one stays private."""
@@ -148,17 +154,27 @@ class PagePool:
             if self.changes is not None:
                 self.changes.evict(key)
         self.index.clear()
+        self._evicted = (set(), set())
         self.blank.extendleft(self.cached)
         self.cached.clear()
         return forgotten
 
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether a page with this key, which is not in the prefix cache, was there, as far as is remembered."""
+        before, latest = self._evicted
+        return key in latest or key in before
+
     def _evict(self) -> int:
-        page, _ = self.cached.popitem(last=False)
+        page = self.cached.pop()
         key = self.keys[page]
         assert key is not None
         del self.index[key]
         self.keys[page] = None
         self.generations[page] += 1
+        latest = self._evicted[1]
+        latest.add(key)
+        if len(latest) >= MAX_REMEMBERED // 2:
+            self._evicted = (latest, set())
         if self.changes is not None:
             self.changes.evict(key)
         return page

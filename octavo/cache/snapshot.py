@@ -1,9 +1,10 @@
 """A cache's state as plain values, and back: a second cache restored from it behaves like the first from then on."""
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 
 import msgspec
 
+from octavo.cache.eviction import IdleState
 from octavo.cache.kv_cache import KVCache, PageTable
 
 
@@ -29,6 +30,9 @@ class CacheState(msgspec.Struct, array_like=True, gc=False):
     loads: dict[int, list[int]] = {}
     num_warm: int = -1  # −1: as the constructor was given; recordings from before decision 047 do not have it
     roots: dict[int, bytes] = {}  # recordings from before decision 052 do not have them
+    idle: IdleState | None = (
+        None  # None: recordings from before decision 057, whose cached pages were evicted in one order
+    )
 
 
 def take(cache: KVCache) -> CacheState:
@@ -50,6 +54,7 @@ def take(cache: KVCache) -> CacheState:
         cache.loads,
         pool.num_warm,
         cache._roots,
+        pool.cached.state(),
     )
 
 
@@ -62,10 +67,11 @@ def restore(cache: KVCache, state: CacheState) -> None:
     cache.loads = {ticket: list(pages) for ticket, pages in state.loads.items()}
     cache._published, cache._roots = dict(state.published), dict(state.roots)
     cache.queried_tokens, cache.hit_tokens = state.queried_tokens, state.hit_tokens
-    pool.blank, pool.cached = deque(state.blank), OrderedDict.fromkeys(state.cached)
+    pool.blank = deque(state.blank)
+    pool.cached.restore(state.idle or IdleState([], state.cached, [], [], [], [], [], 0.0, 0, False))
     pool.num_touched = state.num_touched
     if state.num_warm >= 0:
-        pool.num_warm = state.num_warm
+        pool.num_warm = pool.cached.capacity = state.num_warm
     for page, key in state.keys.items():
         pool.keys[page], pool.index[key] = key, page
     owned = Counter(page for tables in cache.tables.values() for table in tables for page in table.pages)

@@ -152,6 +152,13 @@ class RemoteModel(Remote):
         self._sampling = dict(sampling)
         self._model = model or self._first_model()
 
+    def sample_by_default(self, defaults: Mapping[str, Any]) -> None:
+        """Use these values for what neither the caller nor the model says, where the server tells what the model says."""
+        for model in self.read("/models").get("data") or []:
+            if model.get("id") == self._model and isinstance(advice := model.get("default_sampling"), dict):
+                unsaid = {name: value for name, value in defaults.items() if name not in advice}
+                self._sampling = unsaid | self._sampling
+
     def check_chat(self) -> None:
         """Do nothing: the server reports it."""
 

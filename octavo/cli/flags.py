@@ -26,7 +26,7 @@ from octavo.config import (
     sections,
 )
 from octavo.errors import ConfigError
-from octavo.foreign_flags import translate
+from octavo.foreign_flags import FOREIGN, ForeignFlag, translate
 
 if TYPE_CHECKING:
     from octavo.key_settings import KeyFile
@@ -54,6 +54,7 @@ class Parser(argparse.ArgumentParser):
     nearest name."""
 
     takes_foreign_flags = False
+    foreign_flags: Mapping[str, ForeignFlag] = FOREIGN
     """Whether flags of other servers are translated: those that configure a model and its server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +67,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         given = [_dashed(text) for text in (sys.argv[1:] if args is None else args)]
         if self.takes_foreign_flags:
-            given, notes, refusal = translate(given, self._option_string_actions)
+            given, notes, refusal = translate(given, self._option_string_actions, self.foreign_flags)
             if refusal:
                 self.error(refusal)
             for note in notes:
@@ -134,10 +135,15 @@ def _nearest(name: str, names: list[str]) -> str:
 
 
 def add_config_flags(
-    parser: argparse.ArgumentParser, only: Sequence[str] = (), *, also: Sequence[str] = (), positional: bool = True
+    parser: argparse.ArgumentParser,
+    only: Sequence[str] = (),
+    *,
+    also: Sequence[str] = (),
+    positional: bool = True,
+    takes_several: bool = False,
 ) -> None:
     """Add a flag for every knob of the sections in `only` (all if empty), and for the knobs in `also`. `positional`: MODEL may be
-    given without a flag."""
+    given without a flag; `takes_several`: so may several."""
     if isinstance(parser, Parser):
         parser.takes_foreign_flags = True
     for section, cls in sections():
@@ -147,17 +153,24 @@ def add_config_flags(
         group = parser.add_argument_group(section)
         for knob in knobs:
             if knob.metadata["flag"] == "MODEL":
-                _add_model(parser, group, knob, positional)
+                _add_model(parser, group, knob, positional, takes_several)
             else:
                 _add_knob(group, knob)
 
 
 def _add_model(
-    parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, knob: "dataclasses.Field[Any]", positional: bool
+    parser: argparse.ArgumentParser,
+    group: argparse._ArgumentGroup,
+    knob: "dataclasses.Field[Any]",
+    positional: bool,
+    takes_several: bool,
 ) -> None:
     text = knob.metadata["help"]
+    if takes_several:
+        text += "; several, or NAME=MODEL, are served on one port (--models)"
     if positional:
-        parser.add_argument(_DEST + "positional_model", metavar="MODEL", nargs="?", default=None, help=text)
+        nargs = "*" if takes_several else "?"
+        parser.add_argument(_DEST + "positional_model", metavar="MODEL", nargs=nargs, default=None, help=text)
     group.add_argument("--model", dest=_DEST + knob.name, metavar="MODEL", default=argparse.SUPPRESS, help=text)
 
 
@@ -342,6 +355,15 @@ def options_from(arguments: argparse.Namespace) -> dict[str, Any]:
     """The config fields that were given as flags, by name, as keyword arguments of `LLM`."""
     given = {name.removeprefix(_DEST): value for name, value in vars(arguments).items() if name.startswith(_DEST)}
     model = given.pop("positional_model", None)
+    if isinstance(model, list):
+        if len(model) > 1 or (model and _is_named(model[0])):
+            if "models" in given:
+                raise ConfigError("models are named twice: as MODEL and by --models; give one of the two")
+            if any("," in each for each in model):
+                raise ConfigError("the name of one of several models has a comma: rename it")
+            given["models"] = ",".join(model)
+            return given
+        model = model[0] if model else None
     if model is None and "model" not in given and (last := getattr(arguments, _LAST_NAME, None)) is not None:
         # `--served-model-name NAME MODEL`, as it is written where the flag takes one name.
         given["served_model_name"], model = given["served_model_name"].removesuffix("," + last), last
@@ -352,10 +374,22 @@ def options_from(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def _is_named(model: str) -> bool:
+    """Whether this is NAME=MODEL, and no file whose name has a =."""
+    return re.match(r"[^/=]+=.", model) is not None and not Path(model).exists()
+
+
 def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
     """Build the configuration from the flags, the environment and the file of --config. Raises ConfigError for a value out of
     range."""
-    options = {**getattr(arguments, _IN_FILE, {}), **from_environment(environ, _reader), **options_from(arguments)}
+    given_flags = options_from(arguments)
+    options = {**getattr(arguments, _IN_FILE, {}), **from_environment(environ, _reader), **given_flags}
+    for one, other in (
+        ("model", "models"),
+        ("models", "model"),
+    ):  # one model or several: what the command line names replaces both
+        if given_flags.get(one) and other not in given_flags:
+            options.pop(other, None)
     if file := options.get("api_key_file"):
         found = _keys_in(file)
         for name, keys in (("api_key", found.keys), ("admin_key", found.admin_keys)):

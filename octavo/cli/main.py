@@ -118,10 +118,11 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model over an OpenAI-compatible HTTP API",
-        description="Serve a model over an OpenAI-compatible HTTP API. Without MODEL: the embedded SmolLM2-135M-Instruct.",
+        description="Serve a model, or several on one port, over an OpenAI-compatible HTTP API. Without MODEL: the embedded "
+        "SmolLM2-135M-Instruct.",
     )
     add_settings_file(parser)
-    add_config_flags(parser)
+    add_config_flags(parser, takes_several=True)
     parser.set_defaults(run=_serve)
 
 
@@ -129,6 +130,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     for name in unknown_variables(os.environ):
         say(f"the environment variable {name} is not known and has no effect")
+    if config.models.are_several:
+        from octavo.server.gateway.serve import serve_models
+
+        return serve_models(config)
+    if config.models.load_on_demand:
+        raise ConfigError("--load-on-demand is for several models: name them with --models, or leave it out")
     from octavo.supervisor.supervisor import serve
 
     return serve(config)
@@ -244,10 +251,12 @@ def _run(arguments: argparse.Namespace) -> int:
     key = os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
     server, started = models.find_server(arguments.model), None
     if server is None:
-        started = models.StartedServer(models.pull_if_missing(arguments.model))
+        started = models.StartedServer(models.pull_if_missing(arguments.model), outlives_us=arguments.keep)
         server = started.record
     try:
-        return converse(chat.RemoteModel(server.url, server.model, key, sampling), arguments.system, prompt)
+        model = chat.RemoteModel(server.url, server.model, key, sampling)
+        model.sample_by_default(models.OLLAMA_SAMPLING)
+        return converse(model, arguments.system, prompt)
     finally:
         if started is not None and arguments.keep:
             say(f"the server stays at {server.url} (process {server.pid}): kill {server.pid} stops it")

@@ -1,6 +1,7 @@
 """`octavo pull | list | rm | ps | run`: models by name. What needs more than the standard library is imported when a command runs."""
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 NAME = "owner/name, owner/name-GGUF:Q4_K_M, or the same with hf.co/ before it"
 POLL_SECONDS = 0.1
 STOP_SECONDS = 40.0  # a server gives running requests 30
+OLLAMA_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""What `octavo run` asks for where neither its flags nor the model say anything, as `ollama run` does."""
 
 
 def add_models(commands: Any) -> None:
@@ -140,15 +143,23 @@ def find_server(model: str) -> "ServerRecord | None":
 class StartedServer:
     """A server that `octavo run` starts for one conversation, or `octavo plan` to measure it, on any free port."""
 
-    def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
+    def __init__(self, model: str, flags: Sequence[str] = (), *, outlives_us: bool = False) -> None:
+        """`outlives_us`: it stays when this process ends without stop(). Otherwise it stops, also if this process is killed, or its
+        terminal is closed."""
+        from octavo.ipc.subprocesses import signal_at_parents_end
         from octavo.supervisor.runtime_dir import running_servers
 
         say(f"starting a server for {model or 'the embedded model'}")
-        self._log = tempfile.NamedTemporaryFile("w+", prefix="octavo-run-", suffix=".log")  # noqa: SIM115 closed by stop()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 closed by stop()
         command = [sys.executable, "-m", "octavo.cli.main", "serve", *([model] if model else []), *flags, "--port", "0"]
         # In a session of its own: Ctrl-C stops an answer, not the server.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+            preexec_fn=None if outlives_us else functools.partial(signal_at_parents_end, signal.SIGTERM),
         )
         try:
             while True:

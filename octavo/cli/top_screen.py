@@ -15,7 +15,9 @@ REASONS = {
 }  # fmt: skip
 SPARK_SECONDS = 300
 TOKENS = 4  # place of the generated tokens in a point of the history (LivePast)
-SHADES = {0: "·", 1: "c", 2: "S"}  # free, cached, shared; a page with a single owner is a block
+HELD, LOADING = 65535, 65534
+# Free, cached, shared, being filled from a tier, cached and held; a page with a single owner is a block.
+SHADES = {0: "·", 1: "c", 2: "S", LOADING: "l", HELD: "h"}
 OWNED = "█"
 BARS = "▁▂▃▄▅▆▇█"
 PALETTE = (39, 78, 170, 203, 44, 141, 112, 69, 176, 37, 105, 167)  # of the 256 colours, far from each other and yellow
@@ -155,6 +157,12 @@ class Screen:
             f"pages: {OWNED} owned", f"S {state['num_shared_pages']} shared", f"c {state['num_cached_pages']} cached",
             f"· {state['num_free_pages']} free",
         ]  # fmt: skip
+        if state.get("num_held_pages"):
+            parts.append(f"h {state['num_held_pages']} of these held")
+        if state.get("num_loading_pages"):
+            parts.append(f"l {state['num_loading_pages']} loading")
+        if state.get("num_tier_pages"):
+            parts.append(f"on disk {state['num_tier_pages']}")
         if state["num_host_pages"]:
             parts.append(f"swapped out {state['num_host_pages_used']}/{state['num_host_pages']}")
         return parts
@@ -168,7 +176,7 @@ class Screen:
         return [places[at : at + width] for at in range(0, len(places), width)]
 
     def _place(self, codes: "array[int]") -> tuple[str, int]:
-        busiest = max(codes, key=lambda code: {2: 3, 1: 1, 0: 0}.get(code, 2))
+        busiest = max(codes, key=lambda code: {2: 4, HELD: 2, 1: 1, 0: 0}.get(code, 3))
         return SHADES.get(busiest, OWNED), busiest
 
     def _paint(
@@ -206,10 +214,20 @@ class Screen:
     def _ended_lines(self, room: int, wide: int) -> list[str]:
         return [
             f"       {_name(end['id'], 0, wide):{wide}}  {end['status']}  {end['seconds']:7.2f} s  "
-            f"{end['prompt_tokens']} → {end['output_tokens']}  "
+            f"{end['prompt_tokens']} → {end['output_tokens']}  {_cached(end)}"
             + "  ".join(f"{name} {seconds:.2f}" for name, seconds in end["stages"].items() if seconds >= 0.005)
             for end in [*self._ended][-room:][::-1]
         ]
+
+
+def _cached(end: dict[str, Any]) -> str:
+    """What the prefix cache had of a request's prompt, and why no more, if more could have been there."""
+    if end.get("cache_miss") not in ("new", "evicted"):
+        return ""
+    found = f"{end['cached_tokens']} cached, "
+    if end["cache_miss"] == "evicted":
+        return f"{found}more was evicted  "
+    return "" if end.get("differs_at") is None else f"{found}differs at token {end['differs_at']}  "
 
 
 def _flow(parts: Sequence[str], width: int) -> list[str]:

@@ -22,6 +22,7 @@ from octavo.client.fleet_answers import (
     merged_journeys,
     merged_live,
     merged_metrics,
+    merged_prefixes,
     merged_progress,
 )
 from octavo.client.inflight_limit import InflightLimit
@@ -46,6 +47,7 @@ from octavo.messages import (
     FromSupervisor,
     GenerateRequest,
     Hello,
+    HoldPrefix,
     LeaveQueue,
     LoadAdapter,
     PageEvents,
@@ -57,7 +59,9 @@ from octavo.messages import (
     ReadMetrics,
     ReadPage,
     ReadPlace,
+    ReadPrefixes,
     ReadProgress,
+    ReleasePrefix,
     ReplicaDrains,
     ReplicaIdle,
     Reply,
@@ -538,6 +542,8 @@ class FleetClient(EngineClient):
                 return merged_history(await self._ask_all(members, control))
             case LoadAdapter():
                 return next((answer.body for answer in await self._ask_all(members, control) if answer.body), "")
+            case HoldPrefix() | ReleasePrefix() | ReadPrefixes():
+                return merged_prefixes(await self._ask_all(members, control))
             case ResetPrefixCache():
                 return str(sum(int(answer.body) for answer in await self._ask_all(members, control)))
 

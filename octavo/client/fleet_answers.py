@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from octavo.messages import EngineReport, FleetState
+from octavo.messages import EngineReport, FleetState, PrefixReply
 from octavo.observe.live_state import (
     LiveHistory,
     LiveLane,
@@ -58,6 +58,17 @@ def merged_progress(answers: Sequence[ReplicaAnswer]) -> str:
         f"replica {replica}: {problem}" for replica, progress in found for problem in progress["page_problems"]
     ]
     return msgspec.json.encode(merged).decode()
+
+
+def merged_prefixes(answers: Sequence[ReplicaAnswer]) -> str:
+    """All replicas hold the same prefixes. Of their tokens in the prefix cache, those of the replica that has most; an error of any."""
+    replies = [msgspec.json.decode(answer.body, type=PrefixReply) for answer in answers]
+    best = {
+        pin.name: pin
+        for pin in sorted((pin for reply in replies for pin in reply.pinned), key=lambda pin: pin.cached_tokens)
+    }
+    error = next((reply.error for reply in replies if reply.error), "")
+    return msgspec.json.encode(PrefixReply([best[name] for name in sorted(best)], error)).decode()
 
 
 def merged_journeys(answers: Sequence[ReplicaAnswer], limit: int) -> str:
@@ -130,6 +141,10 @@ def merged_live(answers: Sequence[ReplicaAnswer], seconds: Mapping[int, float], 
         recent=_merged_points([state.recent for state in states]),
         pages=b"".join(state.pages for state in states),
         replicas=sorted(replicas, key=lambda each: each.replica),
+        num_held_pages=sum(state.num_held_pages for state in states),
+        num_loading_pages=sum(state.num_loading_pages for state in states),
+        num_tier_pages=sum(state.num_tier_pages for state in states),
+        tier_bytes=sum(state.tier_bytes for state in states),
     )
     owners = LiveLook(
         merged,

@@ -21,6 +21,7 @@ from octavo.engine.cost_meter import CostMeter
 from octavo.engine.idle_memory import IdleMemory
 from octavo.engine.live_view import LiveView
 from octavo.engine.loop import EngineLoop
+from octavo.engine.prefix_holds import PrefixHolds
 from octavo.engine.step_heartbeat import StepHeartbeat
 from octavo.engine.tier_traffic import TierTraffic
 from octavo.errors import ConfigError
@@ -72,6 +73,7 @@ def start_engine(
             scheduling_policy=policy,
             max_inter_token_ms=config.scheduler.max_inter_token_ms,
             is_fair=config.scheduler.fairness != "none",
+            prefix_eviction=config.cache.prefix_eviction,
         )
         settings = speculation_of(config.scheduler.speculative_config, is_gpu=report.memory is not None)
         report = msgspec.structs.replace(
@@ -98,6 +100,7 @@ def start_engine(
         report.windows,
         report.max_num_batched_tokens,
         root,
+        report.prefix_eviction,
     )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(
@@ -151,6 +154,7 @@ def _open_tier(tier: DiskTier, engine: Engine, executor: Executor) -> None:
         raise
     traffic = TierTraffic(loop.scheduler, mover, loop.observers, clock)
     loop.open_tier(traffic)
+    engine.control.live_view.tier_state = traffic.state
     known = traffic.stats.num_keys * engine.report.page_size
     engine.report.notes.append(
         f"prefixes are kept in {tier.folder} as well, which holds {known:,} tokens for this model"
@@ -233,7 +237,10 @@ def build_engine(
         live_view,
         cost_meter,
     ]
-    loop = EngineLoop(scheduler, executor, Observers(observers, clock), cost_meter, idle_memory)
+    hearing = Observers(observers, clock)
+    holds = PrefixHolds(scheduler.cache, hearing, metrics.report.page_bytes, clock)
+    hearing.add(holds)
+    loop = EngineLoop(scheduler, executor, hearing, cost_meter, idle_memory, holds)
     ring = JourneyRing(max_ring_bytes)
     control = EngineControl(loop, metrics, journal, live_view, queue_limit, heartbeat, ring, clock)
     return Engine(loop, metrics.report, control)

@@ -17,22 +17,26 @@ from octavo.ipc.memory_trim import trim_heap
 from octavo.messages import (
     Control,
     GenerateRequest,
+    HoldPrefix,
     LoadAdapter,
     Ping,
+    PrefixReply,
     ReadHistory,
     ReadJourneys,
     ReadLive,
     ReadMetrics,
     ReadPage,
     ReadPlace,
+    ReadPrefixes,
     ReadProgress,
+    ReleasePrefix,
     ResetPrefixCache,
     Responded,
 )
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import JourneyRing, journeys_json
 from octavo.observe.metrics.engine_metrics import EngineMetrics
-from octavo.observe.metrics.gauges import EngineState, TierState
+from octavo.observe.metrics.gauges import EngineState, HoldState, TierState
 from octavo.observe.replica_feed import ReplicaFeed
 from octavo.schedule import Scheduler
 
@@ -102,8 +106,22 @@ class EngineControl:
                 return msgspec.json.encode(self.live_view.page_owners(control.page, control.owner)).decode()
             case ResetPrefixCache():
                 return str(self._loop.reset_prefixes())
+            case HoldPrefix() | ReleasePrefix() | ReadPrefixes():
+                return msgspec.json.encode(self._prefixes(control)).decode()
             case LoadAdapter():
                 raise AssertionError("the driver replies when it is loaded")
+
+    def _prefixes(self, control: HoldPrefix | ReleasePrefix | ReadPrefixes) -> PrefixReply:
+        holds = self._loop.holds
+        if holds is None:
+            return PrefixReply(error="this engine holds no prefixes")
+        match control:
+            case HoldPrefix():
+                return holds.pin(control)
+            case ReleasePrefix():
+                return holds.unpin(control)
+            case ReadPrefixes():
+                return PrefixReply(holds.pins(control.owner))
 
     def responded(self, responded: Responded) -> None:
         """An API process is done with an HTTP request. What became of it is kept here, where every API process can ask for it."""
@@ -131,6 +149,8 @@ class EngineControl:
         """No message has come for a while. If anything was computed since the last time, audit the pages and give memory back."""
         self._audit()
         self._loop.limit_idle()
+        if self._loop.holds is not None:
+            self._loop.holds.take()
         self._loop.take_tier_events()
         if not self._loop.has_work and self._num_trimmed != self._scheduler.num_steps:
             self._num_trimmed = self._scheduler.num_steps
@@ -163,6 +183,7 @@ class EngineControl:
             blocked_seconds=self.journal.waits(self._clock()),
             tier=TierState() if self._loop.tier is None else self._loop.tier.state(),
             adapters=None if self._loop.adapters is None else self._loop.adapters.state(),
+            holds=HoldState() if self._loop.holds is None else self._loop.holds.state(),
         )
 
     def _audit(self) -> None:

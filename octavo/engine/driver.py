@@ -19,6 +19,7 @@ from octavo.messages import (
     FromEngine,
     GenerateRequest,
     Hello,
+    HoldPrefix,
     LeaveQueue,
     LoadAdapter,
     Ping,
@@ -28,7 +29,9 @@ from octavo.messages import (
     ReadMetrics,
     ReadPage,
     ReadPlace,
+    ReadPrefixes,
     ReadProgress,
+    ReleasePrefix,
     Reply,
     ResetPrefixCache,
     Responded,
@@ -170,6 +173,9 @@ class Driver:
                 | ReadLive()
                 | ReadHistory()
                 | ReadPage()
+                | HoldPrefix()
+                | ReleasePrefix()
+                | ReadPrefixes()
             ):
                 self._outbox.send(message.origin, Reply(message.call, self._control.reply(message)))
 

@@ -1,15 +1,17 @@
 """LiveView: the engine at this moment, looked at between two steps: rows, queue, pages, and what ended since the last look."""
 
 from bisect import insort
+from collections.abc import Callable
 from itertools import islice
 
-from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
+from octavo.cache.page_map import CACHED, FREE, HELD, LOADING, SHARED, owner_code, owners_of, page_map
 from octavo.messages import GenerateRequest, Responded, StepPlan
 from octavo.observe.advice import LATELY_SECONDS, Standing, advice
 from octavo.observe.history import History
 from octavo.observe.journeys.stages import WaitReason
 from octavo.observe.live_state import LiveEnd, LiveHistory, LiveLane, LiveLook, LiveRow, LiveState, LiveWait
 from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.metrics.gauges import TierState
 from octavo.observe.step_observer import StepEnd, StepObserver
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
@@ -42,6 +44,9 @@ class Endings:
             responded.output_tokens,
             responded.preemptions,
             responded.at,
+            responded.cached_tokens,
+            responded.cache_miss,
+            responded.differs_at,
         )
         # Not always the latest: API processes send a new engine what they had sent its predecessor.
         insort(self._kept, (end, responded.owner), key=lambda kept: kept[0].at)
@@ -57,6 +62,7 @@ class LiveView(StepObserver):
         self._scheduler, self._metrics = scheduler, metrics
         self._plan: StepPlan | None = None  # the last one that was submitted
         self._endings, self._history = Endings(), history
+        self.tier_state: Callable[[], TierState] | None = None  # None: there is no tier
 
     def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
         if now >= self._history.due:  # perhaps after a rest
@@ -86,7 +92,9 @@ class LiveView(StepObserver):
         reason = _reason(scheduler)
         codes = page_map(cache)
         totals = metrics.totals()
-        num_cached, num_free = codes.count(CACHED), codes.count(FREE)
+        num_held = codes.count(HELD)
+        num_cached, num_free = codes.count(CACHED) + num_held, codes.count(FREE)
+        tier = TierState() if self.tier_state is None else self.tier_state()
         num_preempted = history.preemptions_since(now - LATELY_SECONDS)
         waiting = _first_waiting(scheduler)
         ended = self._endings.since(since)
@@ -112,6 +120,10 @@ class LiveView(StepObserver):
             ended=[end for end, _ in ended],
             recent=history.recent(now),
             pages=codes.tobytes(),
+            num_held_pages=num_held,
+            num_loading_pages=codes.count(LOADING),
+            num_tier_pages=tier.num_pages,
+            tier_bytes=tier.num_bytes,
         )
         return LiveLook(
             state,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from octavo.engine.adapter_traffic import AdapterTraffic, LetThrough
 from octavo.engine.cost_meter import CostMeter
 from octavo.engine.idle_memory import IdleMemory
+from octavo.engine.prefix_holds import PrefixHolds
 from octavo.engine.tier_traffic import Released, TierTraffic
 from octavo.executor.base import Executor
 from octavo.messages import Abort, Finish, GenerateRequest, StepPlan, TokenDelta
@@ -31,12 +32,14 @@ class EngineLoop:
         observers: Observers,
         cost_meter: CostMeter | None = None,
         idle_memory: IdleMemory | None = None,
+        holds: PrefixHolds | None = None,
     ) -> None:
         """`cost_meter`: one of the observers; None: costs of steps are not measured. `idle_memory`: None: idle prefixes keep their
-        memory."""
+        memory. `holds`: one of the observers; None: no prefix is held."""
         self.scheduler, self.executor, self.observers = scheduler, executor, observers
         self._cost_meter = CostMeter() if cost_meter is None else cost_meter
         self._idle_memory = idle_memory
+        self.holds = holds
         self.on_grammar_ready: Callable[[], None] = lambda: None  # called by any thread: there is work again
         self._ready_grammars: queue.SimpleQueue[str] = queue.SimpleQueue()  # compiled; the scheduler does not know yet
         self._in_flight: deque[StepPlan] = deque()
@@ -103,6 +106,8 @@ class EngineLoop:
         if (costs := self._cost_meter.take()) is not None:
             scheduler.learn(costs)
             self.observers.costs_learned(costs)
+        if self.holds is not None and self.holds.is_due:
+            self.holds.take()
         self.limit_idle()
         return True
 

@@ -149,7 +149,7 @@ class TierTraffic(StepObserver):
         if len(self._by_id) >= MAX_HELD or self._clock() < self._paused_until:
             return False
         begun = next((tokens for tokens in request.begun if tokens), [])
-        root = adapter_root(self._cache.root, params.adapter)
+        root = adapter_root(self._cache.root, params.prefix_space)
         keys = keys_of(root, [*request.prompt_ids, *begun], self._cache.page_size)
         held = _Held(request, keys, 0, self._clock(), 0.0)
         if not self._hold(held):

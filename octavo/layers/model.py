@@ -87,6 +87,10 @@ class DecoderModel(nn.Module):
         """[N, D] → [N, D], a new tensor: what the head would multiply, which is also what embeddings are made of."""
         raise NotImplementedError
 
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, D] of a prompt's first token → [N, num_labels] in float32, before any activation."""
+        raise NotImplementedError
+
     def weight_slots(self) -> WeightSlots:
         """Every tensor that this stage of the model takes from a checkpoint, by its HF name, with its whole shape."""
         raise NotImplementedError

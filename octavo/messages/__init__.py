@@ -40,6 +40,7 @@ from octavo.messages.plans import (
     StepResult,
     most_samples,
 )
+from octavo.messages.prefixes import HoldPrefix, PinnedPrefix, PrefixReply, ReadPrefixes, ReleasePrefix
 from octavo.messages.requests import (
     Abort,
     AdapterLoaded,
@@ -113,6 +114,7 @@ __all__ = [
     "FromSupervisor",
     "GenerateRequest",
     "Hello",
+    "HoldPrefix",
     "LeaveQueue",
     "LoadAdapter",
     "LoadReport",
@@ -121,9 +123,11 @@ __all__ = [
     "PageMove",
     "PageSnapshot",
     "Ping",
+    "PinnedPrefix",
     "Pooling",
     "PoolingParams",
     "PrefillProgress",
+    "PrefixReply",
     "PrepareGrammar",
     "RankEnded",
     "RankFailed",
@@ -135,7 +139,9 @@ __all__ = [
     "ReadMetrics",
     "ReadPage",
     "ReadPlace",
+    "ReadPrefixes",
     "ReadProgress",
+    "ReleasePrefix",
     "RepetitionDetectionParams",
     "ReplicaDrains",
     "ReplicaIdle",

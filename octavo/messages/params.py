@@ -104,6 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     adapter: str = (
         ""  # id of its adapter, which is in memory; set by the engine (engine/adapter_traffic.py). Empty: none
     )
+    prefix_salt: str = ""  # a digest: only requests with the same share pages; set by the server. Empty: as all others
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -162,6 +163,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 Field("logprob_token_ids")
                 + " are returned instead of the most likely tokens: leave the number of these out"
             )
+
+    @property
+    def prefix_space(self) -> str:
+        """Requests share pages of equal prefixes only with those for which this is the same. Empty: the base model, without a salt."""
+        return f"{self.adapter}+{self.prefix_salt}" if self.prefix_salt else self.adapter
 
     @property
     def num_sequences(self) -> int:
@@ -322,14 +328,19 @@ def _is_text(value: object) -> bool:
 
 
 Pooling = Literal["cls", "mean", "last"]
+Activation = Literal["none", "sigmoid", "softmax"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, gc=False):
-    """How a prompt's hidden states become one vector. Checked on admission."""
+    """How a prompt's hidden states become numbers. Checked on admission."""
 
-    kind: Pooling  # the first token's, the mean of all tokens', or the last token's
-    normalize: bool = True  # to length 1
-    dimensions: int = 0  # leading numbers to keep, cut before normalising; 0: all
+    # The first token's, the mean of all tokens', or the last token's; every token's, one after the other; or a number for each label of the
+    # model's classification head.
+    kind: Pooling | Literal["tokens", "classify"]
+    normalize: bool = True  # each vector to length 1; not for labels
+    dimensions: int = 0  # leading numbers of a vector to keep, cut before normalising; 0: all
+    second_at: int = 0  # position at which the second text of a pair begins; 0: there is one text
+    activation: Activation = "none"  # of labels
 
 
 def choice_seed(seed: int, index: int) -> int:

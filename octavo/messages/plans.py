@@ -93,6 +93,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     kv_dtype: str = ""  # element type of KV pages; empty: dtype
     hidden_size: int = 0
     can_generate: bool = True
+    num_labels: int = 0
     windows: tuple[int, ...] = (
         0,
     )  # window of each group of layers with its own page table; 0: the group keeps all pages

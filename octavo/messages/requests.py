@@ -10,6 +10,7 @@ import msgspec
 from octavo.messages.fleet import FleetState, PageEvents, PageSnapshot
 from octavo.messages.params import PoolingParams, SamplingParams
 from octavo.messages.plans import DeviceMemory, Logprobs
+from octavo.messages.prefixes import HoldPrefix, ReadPrefixes, ReleasePrefix
 from octavo.messages.speculation import SpeculationSettings
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
@@ -60,6 +61,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     response_id: str = ""  # id of the response that it is a part of; empty: its own, it is the only part
     part: int = 0  # its number among the requests of that response
     adapter: AdapterRef | None = None  # what its answers are computed with; None: the base model alone
+    session: str = ""  # the conversation that it is a turn of, within its owner's; empty: it has no name
+    retain_seconds: float = 0.0  # after its end, for which its pages are evicted last; 0: as all others
     num_expected: int = (
         0  # prompt tokens that a router expects in the prefix cache; counts the replica's work, and steers no plan
     )
@@ -168,6 +171,9 @@ class Responded(msgspec.Struct, frozen=True, tag=True, gc=False):
     is_old: bool = False  # an earlier engine has received and counted it
     owner: bytes = b""  # as in GenerateRequest
     jobs: dict[str, int] = {}  # how its jobs of compiling a grammar or template ended → how many
+    cached_tokens: int = 0  # of its first prompt: found in the prefix cache …
+    cache_miss: str = ""  # … and why no more
+    differs_at: int | None = None  # … and from which token on it differs from earlier ones; None: not known
 
 
 class ReadLive(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -214,6 +220,9 @@ Control = (
     | ReadHistory
     | ReadPage
     | LoadAdapter
+    | HoldPrefix
+    | ReleasePrefix
+    | ReadPrefixes
 )
 ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | WantSnapshot | ServerGone | Responded | Control
 
@@ -309,6 +318,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     memory: DeviceMemory | None = None  # summed over ranks; None: there is no GPU
     kv_dtype: str = ""  # element type of KV pages; empty: dtype
     hidden_size: int = 0  # numbers in an embedding
+    num_labels: int = 0  # of the classification head; 0: there is none
     can_generate: bool = True  # False: an encoder, which gives embeddings and keeps no pages
     num_warm_pages: int | None = (
         None  # cached pages alone take no memory beyond these; None: all memory is taken already, and is never given back
@@ -326,6 +336,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     replica: int = 0  # its number in a fleet
     epoch: int = 0  # counts the engines of a fleet: a replica's next one has a higher number
     adapter_bytes: int = 0  # memory for adapters; 0: there are none (--enable-lora)
+    prefix_eviction: str = "lru"  # as the flag; recordings from before decision 057 do not have it
     num_stages: int = (
         1  # that a plan goes through (pipeline parallelism); as many plans are in flight while the next is made
     )

@@ -1,10 +1,13 @@
-"""BERT: an encoder with learned positions, norms after attention and MLP, and no head: its output is the hidden states."""
+"""BERT: an encoder with learned positions and norms after attention and MLP. Its output is the hidden states or, if it was trained as a
+sequence classifier, a number for each label."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from octavo.batch import Batch
 from octavo.errors import ConfigError
@@ -20,7 +23,8 @@ from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
 
 _PREFIXES = ("bert.", "roberta.")  # of checkpoints that were saved with a head
-_HEADS = ("pooler.", "cls.", "lm_head.", "classifier.")  # heads for other tasks than embeddings
+_HEADS = ("pooler.", "cls.", "lm_head.", "classifier.")  # heads that are not used
+_CLASSIFIER = "ForSequenceClassification"  # how the class of a model with a classification head ends
 
 
 def spec(config: dict[str, Any], first_position: int = 0) -> ModelSpec:
@@ -47,7 +51,19 @@ def spec(config: dict[str, Any], first_position: int = 0) -> ModelSpec:
         vocab_size=positive(config, "vocab_size"),
         context_len=num_positions - first_position,
         is_encoder=True,
+        num_labels=_num_labels(config),
     )
+
+
+def _num_labels(config: dict[str, Any]) -> int:
+    """Of the classification head; 0: there is none. Configurations leave the labels out if there are two."""
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or not classes or not str(classes[0]).endswith(_CLASSIFIER):
+        return 0
+    labels = config.get("id2label")
+    if isinstance(labels, dict) and labels:
+        return len(labels)
+    return positive(config, "num_labels", 2)
 
 
 def _epsilon(config: dict[str, Any]) -> float:
@@ -82,8 +98,38 @@ class Layer(DecoderLayer):
         )
 
 
+class Classifier(nn.Module):
+    """The head of a sequence classifier: output(tanh(dense(x))). Whole on every rank, and computed in float32."""
+
+    def __init__(self, hidden_size: int, num_labels: int, context: BuildContext) -> None:
+        super().__init__()
+        self.dense, self.dense_bias = context.empty(hidden_size, hidden_size), context.empty(hidden_size)
+        self.output, self.output_bias = context.empty(num_labels, hidden_size), context.empty(num_labels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, D] → [N, num_labels]."""
+        x = torch.tanh(F.linear(x.float(), self.dense.float(), self.dense_bias.float()))
+        return F.linear(x, self.output.float(), self.output_bias.float())
+
+    def weight_slots(self, dense: str, output: str) -> WeightSlots:
+        return {
+            f"{dense}.weight": _whole(self.dense),
+            f"{dense}.bias": _whole(self.dense_bias),
+            f"{output}.weight": _whole(self.output),
+            f"{output}.bias": _whole(self.output_bias),
+        }
+
+
+def _whole(target: torch.Tensor) -> WeightSlot:
+    def store(tensor: Weight) -> None:
+        target.copy_(plain(tensor))
+
+    return WeightSlot(tuple(target.shape), store)
+
+
 class Model(DecoderModel):
     first_position = 0
+    classifier_names = ("pooler.dense", "classifier")
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         check_shares(
@@ -96,13 +142,24 @@ class Model(DecoderModel):
         self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
         self.token_types = context.empty(positive(config, "type_vocab_size", 2), spec.hidden_size)
         self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
+        self.classifier: Classifier | None = None
+        if spec.num_labels:
+            self.classifier = Classifier(spec.hidden_size, spec.num_labels, context)
 
     def embed(self, batch: Batch) -> torch.Tensor:
-        embedded: torch.Tensor = self.norm(self.positions(super().embed(batch), batch.positions))
+        x: torch.Tensor = self.positions(super().embed(batch), batch.positions)
+        if batch.is_second is not None and len(self.token_types) > 1:
+            x = x + batch.is_second.unsqueeze(1) * (self.token_types[1] - self.token_types[0]).to(x.dtype)
+        embedded: torch.Tensor = self.norm(x)
         return embedded
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.clone()
+
+    def classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.classifier is not None, "admission refuses labels of a model without a classification head"
+        logits: torch.Tensor = self.classifier(hidden)
+        return logits
 
     def weight_slots(self) -> WeightSlots:
         table = self.positions.weight
@@ -120,6 +177,8 @@ class Model(DecoderModel):
         shape = (table.shape[0] + self.first_position, table.shape[1])
         slots["embeddings.position_embeddings.weight"] = WeightSlot(shape, store_positions)
         slots["embeddings.token_type_embeddings.weight"] = WeightSlot(tuple(self.token_types.shape), store_types)
+        if self.classifier is not None:
+            slots |= self.classifier.weight_slots(*self.classifier_names)
         return slots | self.layer_slots("encoder.layer")
 
     def is_ignored(self, name: str) -> bool:
@@ -127,7 +186,7 @@ class Model(DecoderModel):
         return name.startswith(_HEADS) or name == "embeddings.position_ids"
 
     def finish_loading(self) -> None:
-        # A prompt is one text, so every token has the first type: add its vector to the positions once, here.
+        # Nearly all prompts are one text, whose tokens have the first type: add its vector to the positions once, here.
         self.positions.weight.add_(self.token_types[0])
 
     def hf_name(self, name: str) -> str:

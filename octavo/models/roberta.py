@@ -21,6 +21,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 class Model(bert.Model):
+    classifier_names = ("classifier.dense", "classifier.out_proj")
+
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__(config, spec, context)
         self.first_position = _first_position(config)

@@ -46,6 +46,9 @@ class LiveEnd(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int = 0
     preemptions: int = 0
     at: float = 0.0  # when, CLOCK_MONOTONIC as `time` of the state
+    cached_tokens: int = 0  # ┐ as in Responded
+    cache_miss: str = ""  # │
+    differs_at: int | None = None  # ┘
 
 
 class LiveLane(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -141,8 +144,14 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     num_free_pages: int
     ended: list[LiveEnd]  # since the last look
     recent: list[LivePast]  # the last seconds of the history
-    pages: bytes  # a 16-bit code for each page, little endian (cache/page_map.py): 0 free, 1 cached, 2 shared, else an owner's
+    # A 16-bit code for each page, little endian (cache/page_map.py): 0 free, 1 cached, 2 shared, 65534 being filled from a tier, 65535 cached and
+    # held for a conversation or a pin, else an owner's.
+    pages: bytes
     replicas: list[LiveReplica] = []  # of a fleet; empty: there is one engine
+    num_held_pages: int = 0  # of the cached ones: those of conversations that may go on, and of pinned prefixes
+    num_loading_pages: int = 0
+    num_tier_pages: int = 0  # pages of this model in --kv-tier …
+    tier_bytes: int = 0  # … and the bytes of its folder
 
 
 class LiveLook(msgspec.Struct, frozen=True, gc=False):

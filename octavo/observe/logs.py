@@ -243,6 +243,8 @@ def request_line(journey: Journey, opened: OpenJourney) -> str:
     parts = [f"{journey.id} {opened.method} {opened.path} {journey.status} {journey.seconds:.3f} s"]
     if journey.prompt_tokens:
         cached = f" ({journey.cached_tokens} cached)" if journey.cached_tokens else ""
+        if journey.cache_miss == "evicted":
+            cached = f" ({journey.cached_tokens} cached, more was evicted)"
         reasons = ",".join(str(reason) for reason in journey.finish_reasons)
         parts.append(f"{journey.prompt_tokens}{cached} → {journey.output_tokens} tokens, {reasons}")
     if journey.first_byte_seconds is not None and journey.prompt_tokens:
@@ -272,6 +274,7 @@ def request_fields(journey: Journey, opened: OpenJourney) -> dict[str, object]:
         "first_byte_seconds": journey.first_byte_seconds,
         "prompt_tokens": journey.prompt_tokens,
         "cached_tokens": journey.cached_tokens,
+        "cache_miss": journey.cache_miss,
         "output_tokens": journey.output_tokens,
         "finish_reasons": journey.finish_reasons,
         "preemptions": journey.preemptions,

@@ -65,6 +65,9 @@ class StepObserver:
     def idle_limited(self, num_warm: int, now: float) -> None:
         """The cache was given a new limit of the pages that keep memory (PagePool.limit_touched)."""
 
+    def prefixes_held(self, held: list[bytes], released: list[bytes], now: float) -> None:
+        """The pages of some keys are evicted last from now on, those of others no more (KVCache.hold, KVCache.let_go)."""
+
     def load_began(self, ticket: int, held: list[bytes], count: int, now: float) -> None:
         """The cache has taken `count` pages, to be filled from a tier (KVCache.begin_load)."""
 
@@ -139,6 +142,7 @@ class Observers:
         self._on_prefixes_reset = self._overriding("prefixes_reset")
         self._on_costs_learned = self._overriding("costs_learned")
         self._on_idle_limited = self._overriding("idle_limited")
+        self._on_prefixes_held = self._overriding("prefixes_held")
         self._on_load_began = self._overriding("load_began")
         self._on_load_ended = self._overriding("load_ended")
         self._on_waited_for_load = self._overriding("waited_for_load")
@@ -208,6 +212,14 @@ class Observers:
         for notify in self._on_costs_learned:
             try:
                 notify(costs, now)
+            except Exception:
+                self._drop(notify)
+
+    def prefixes_held(self, held: list[bytes], released: list[bytes]) -> None:
+        now = self._clock()
+        for notify in self._on_prefixes_held:
+            try:
+                notify(held, released, now)
             except Exception:
                 self._drop(notify)
 

@@ -13,18 +13,21 @@ from typing import Any
 import msgspec
 
 from octavo import config as configuration
+from octavo.admission.pairs import PairPrompts, Texts, check_sides, classification, dot, score_pooling
 from octavo.admission.validate import admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.engine.build import start_engine
 from octavo.errors import EngineDead, InvalidRequest
-from octavo.messages import Abort, BeamSearchParams, GenerateRequest, StructuredOutputsParams, TokenDelta
+from octavo.messages import Abort, BeamSearchParams, GenerateRequest, PoolingParams, StructuredOutputsParams, TokenDelta
 from octavo.messages import SamplingParams as EngineParams
 from octavo.offline.lora import LoRARequests, read_adapters
 from octavo.offline.outputs import (
     Answer,
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationOutput,
     EmbeddingOutput,
     RequestOutput,
+    ScoringOutput,
     Vector,
 )
 from octavo.offline.params import SamplingParams
@@ -142,12 +145,70 @@ class LLM:
         )
         params = choose_pooling(pooling_config, self.report, pooling, normalize, dimensions)
         longest = cut_to(truncate_prompt_tokens, longest_embedding(params, pooling_config, self.report))
+        given = [(prompt.text, self._ids_of(prompt, longest), params) for prompt in every]
+        return self._pooled(given, pooling_config, use_tqdm)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationOutput]:
+        """The numbers of a sequence classifier's labels for each prompt (text or token ids), in their order. `use_activation` False: before
+        the activation, which makes them probabilities."""
+        params = classification(self.text, self.report, use_activation)
+        config = self.text.pooling_config
+        longest = cut_to(truncate_prompt_tokens, longest_embedding(params, config, self.report))
+        given = [(prompt.text, self._ids_of(prompt, longest), params) for prompt in read_prompts(prompts)]
+        return [
+            ClassificationOutput(each.request_id, each.prompt, each.prompt_token_ids, each.embedding)
+            for each in self._pooled(given, config, use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringOutput]:
+        """How well texts fit together: one text of the first side with each of the second, or as many of both. A cross-encoder (a sequence
+        classifier with one label) reads both at once; with any other model it is the cosine of their vectors."""
+        firsts, seconds = Texts.of(data_1, "data_1"), Texts.of(data_2, "data_2")
+        check_sides(firsts, seconds)
+        text, config = self.text, self.text.pooling_config
+        params = score_pooling(text, self.report, use_activation)
+        longest = longest_embedding(params, config, self.report)
+        prompts = PairPrompts(text, params, longest, cut_to(truncate_prompt_tokens, longest))
+        if params.kind == "classify":
+            pairs = self._pooled([(None, *its[1:]) for its in prompts.pairs(firsts, seconds)], config, use_tqdm)
+            return [ScoringOutput(each.request_id, each.prompt_token_ids, each.embedding[0]) for each in pairs]
+        made = [*prompts.alone(firsts), *prompts.alone(seconds)]
+        found = self._pooled([(None, *its[1:]) for its in made], config, use_tqdm)
+        heads, others = found[: len(firsts.texts)], found[len(firsts.texts) :]
+        heads = heads * len(others) if len(heads) == 1 else heads
+        return [
+            ScoringOutput(
+                other.request_id,
+                [*head.prompt_token_ids, *other.prompt_token_ids],
+                dot(head.embedding, other.embedding),
+            )
+            for head, other in zip(heads, others, strict=True)
+        ]
+
+    def _pooled(
+        self, given: Sequence[tuple[str | None, list[int], PoolingParams]], config: PoolingConfig, use_tqdm: bool
+    ) -> list[EmbeddingOutput]:
+        """`given`: (text, ids, pooling) of each prompt."""
         answers: dict[str, Vector] = {}
         requests: list[GenerateRequest] = []
-        for number, prompt in enumerate(every, self._requests.take_number(len(every))):
-            ids = self._ids_of(prompt, longest)
-            requests.append(admit_embedding(f"offline-{number}", ids, params, pooling_config, self.report))
-            answers[requests[-1].id] = Vector(EmbeddingOutput(requests[-1].id, prompt.text, ids))
+        for number, (text, ids, params) in enumerate(given, self._requests.take_number(len(given))):
+            requests.append(admit_embedding(f"offline-{number}", ids, params, config, self.report))
+            answers[requests[-1].id] = Vector(EmbeddingOutput(requests[-1].id, text, ids))
         self._collect(requests, answers, use_tqdm)
         return [answers[request.id].output for request in requests]
 

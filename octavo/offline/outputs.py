@@ -120,6 +120,49 @@ class EmbeddingOutput:
         return bool(self.embedding)
 
 
+@dataclass(frozen=True, slots=True)
+class Classification:
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The numbers of a classifier's labels for one prompt."""
+
+    request_id: str
+    prompt: str | None  # None: it was given as token ids
+    prompt_token_ids: list[int]
+    probs: list[float]
+
+    @property
+    def outputs(self) -> Classification:
+        """The same where vLLM has it."""
+        return Classification(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts fit together."""
+
+    request_id: str
+    prompt_token_ids: list[int]  # of both
+    score: float
+
+    @property
+    def outputs(self) -> Score:
+        """The same where vLLM has it."""
+        return Score(self.score)
+
+
 class Vector:
     """Collects one request's embedding."""
 

@@ -79,7 +79,7 @@ class SimulatedReplica:
         self.number, self.epoch, self.settings = number, epoch, settings
         self.cache = SimulatedCache(
             settings.num_pages, settings.page_size, settings.num_host_pages, settings.enable_prefix_caching, None,
-            settings.windows, settings.max_num_batched_tokens,
+            settings.windows, settings.max_num_batched_tokens, eviction=settings.prefix_eviction,
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.cache, settings.max_num_seqs, settings.max_num_batched_tokens, settings.page_size,

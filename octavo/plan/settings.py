@@ -13,6 +13,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True):
     page_size: int = 16
     num_host_pages: int = 0
     enable_prefix_caching: bool = True
+    prefix_eviction: str = "adaptive"
     scheduling_policy: str = "fcfs"
     max_inter_token_ms: float | str = "auto"
     windows: tuple[int, ...] = (0,)

@@ -123,6 +123,14 @@ class LoadEnded(msgspec.Struct, array_like=True, tag=12, gc=False):
     keys: list[bytes]
 
 
+class PrefixesHeld(msgspec.Struct, array_like=True, tag=13, gc=False):
+    """Pages of these keys are evicted last from now on, and those of the others no more."""
+
+    micros: int
+    held: list[bytes]
+    released: list[bytes]
+
+
 class Outcome(msgspec.Struct, array_like=True, gc=False):
     """The result of a step, as far as later plans depend on it."""
 
@@ -186,6 +194,7 @@ Record = (
     | Limited
     | LoadBegan
     | LoadEnded
+    | PrefixesHeld
     | Stepped
     | Ticked
     | Marked
@@ -265,6 +274,8 @@ def wishes_of(params: SamplingParams, with_text: bool, name_of: Callable[[str], 
             del kept[name]
         if "grammar" in kept:
             kept["grammar"] = name_of(kept["grammar"])
+        if "prefix_salt" in kept:
+            kept["prefix_salt"] = name_of(kept["prefix_salt"])
     return kept
 
 

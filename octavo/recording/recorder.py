@@ -30,6 +30,7 @@ from octavo.recording.format import (
     Lost,
     Marked,
     Outcome,
+    PrefixesHeld,
     Prepared,
     Record,
     State,
@@ -141,6 +142,9 @@ class Recorder(StepObserver):
 
     def load_ended(self, ticket: int, count: int, keys: list[bytes], now: float) -> None:
         self._put(LoadEnded(int(now * 1e6), ticket, count, keys))
+
+    def prefixes_held(self, held: list[bytes], released: list[bytes], now: float) -> None:
+        self._put(PrefixesHeld(int(now * 1e6), held, released))
 
     def needs_drain(self) -> bool:
         return self.is_due

@@ -24,6 +24,7 @@ from octavo.recording.format import (
     LoadEnded,
     Marked,
     Outcome,
+    PrefixesHeld,
     Prepared,
     Recording,
     Stepped,
@@ -76,6 +77,7 @@ Happening = (
     | Limited
     | LoadBegan
     | LoadEnded
+    | PrefixesHeld
     | Marked
     | ReplayedPlan
     | ReplayedCommit
@@ -134,6 +136,7 @@ class RecordedKeysCache(KVCache):
             report.windows,
             report.max_num_batched_tokens,
             header.root,
+            report.prefix_eviction,
         )
         self._has_recorded_keys = not header.with_tokens
         self.recorded_keys: deque[bytes] = deque()
@@ -238,6 +241,10 @@ class Replay:
                     yield record
                 case LoadEnded():
                     self.cache.end_load(record.ticket, record.count, record.keys)
+                    yield record
+                case PrefixesHeld():
+                    self.cache.hold(record.held)
+                    self.cache.let_go(record.released)
                     yield record
                 case Limited():
                     self.cache.pool.limit_touched(record.num_warm)

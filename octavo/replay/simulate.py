@@ -43,7 +43,7 @@ class SimulatedRun:
         self._recorded = {recorded.source.id: recorded for recorded in learned.requests}
         self._cache = _Cache(
             settings.num_pages, report.page_size, settings.num_host_pages, settings.enable_prefix_caching,
-            report.num_warm_pages, report.windows, settings.max_num_batched_tokens,
+            report.num_warm_pages, report.windows, settings.max_num_batched_tokens, eviction=settings.prefix_eviction,
         )  # fmt: skip
         self._cache.known, self._cache.has_recorded_keys = learned.keys, not header.with_tokens
         fairness = Fairness(settings.max_num_seqs, settings.max_num_batched_tokens) if settings.fairness else None

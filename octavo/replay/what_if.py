@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from octavo.cache import eviction
 from octavo.config import AUTO
 from octavo.errors import ConfigError
 from octavo.messages import Candidates, FinishReason, GenerateRequest
@@ -32,6 +33,7 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
     scheduling_policy: str
     max_inter_token_ms: float | str  # 0: no limit
     fairness: bool = False  # between the tenants of the recorded requests
+    prefix_eviction: str = "lru"
 
     @classmethod
     def of(cls, recording: Recording) -> "ScheduleSettings":
@@ -45,6 +47,7 @@ class ScheduleSettings(msgspec.Struct, frozen=True):
             report.scheduling_policy,
             report.max_inter_token_ms,
             report.is_fair,
+            report.prefix_eviction,
         )
 
     def changed(self, texts: list[str]) -> "ScheduleSettings":
@@ -76,6 +79,10 @@ def _value_of(name: str, value: str, text: str) -> float | str | bool:
     if name == "scheduling_policy":
         if value not in POLICIES:
             raise ConfigError(f"--what-if {text}: {name} is one of {', '.join(POLICIES)}")
+        return value
+    if name == "prefix_eviction":
+        if value not in eviction.POLICIES:
+            raise ConfigError(f"--what-if {text}: {name} is one of {', '.join(eviction.POLICIES)}")
         return value
     if name == "max_inter_token_ms":
         return _milliseconds(value, text)

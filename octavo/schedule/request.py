@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from octavo.cache.kv_cache import MissReason
 from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
 from octavo.schedule.drafts.base import Drafter
@@ -35,6 +36,7 @@ class Request:
         "late_steps",
         "max_len",
         "min_len",
+        "miss",
         "needs_one_step",
         "num_accepted",
         "num_cached",
@@ -88,6 +90,7 @@ class Request:
         self.capacity = 0  # positions below this can be written without asking the cache
         self.num_published = 0  # positions below this were offered to the prefix cache
         self.num_cached = -1  # prompt tokens found in the prefix cache when it was admitted first; −1: it was not
+        self.miss: MissReason = ""  # why no more of its prompt was found then; no plan depends on it
         self.num_preemptions = 0
         # Logprobs of prompt tokens, from the second on: how many are known, and those that were not sent yet. If a choice has output,
         # an earlier engine has sent them.

@@ -501,7 +501,7 @@ class Scheduler:
         tables = (self.cache.tables.get(request.sequence, ()) for request in younger)
         num_held = sum(len(table.pages) for of_request in tables for table in of_request)
         tokens = primary.tokens if beams is None else primary.tokens[: primary.prompt_len]
-        adapter = primary.params.adapter
+        adapter = primary.params.prefix_space
         return self.cache.num_missing(primary.sequence, tokens, reuse=primary.may_reuse, adapter=adapter) <= num_held
 
     def _admit(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> HeadWaitReason | None:
@@ -535,7 +535,7 @@ class Scheduler:
                 request.tokens if beams is None else request.tokens[: request.prompt_len],
                 spare,
                 reuse=request.may_reuse,
-                adapter=request.params.adapter,
+                adapter=request.params.prefix_space,
             )
             if admission is None:
                 return "pages"
@@ -544,6 +544,7 @@ class Scheduler:
             if request.num_cached < 0:
                 # Output of an earlier engine may be found too, but only the prompt counts.
                 request.num_cached = min(admission.num_cached, request.prompt_len)
+                request.miss = admission.miss
         planned.admitted.append(request)
         self.rows.seat(request)
         if beams is None:

@@ -211,6 +211,7 @@ def _request(state: RequestState, params: SamplingParams, tokens: list[int]) -> 
     request.pending, request.is_finished = 0, False
     request.drafted, request.drafter = 0, None
     request.num_drafted = request.num_accepted = 0  # no plan depends on them
+    request.miss = ""
     request.prompt_logprobs = []  # no plan depends on them
     begun = tokens[request.prompt_len :]
     request.special = request.pooling or loops_of(params.repetition_detection, begun)

@@ -159,7 +159,7 @@ def _wanted_key(scheduler: Scheduler, last: Planned) -> bytes | None:
         return None
     if not cache.prefix_caching:
         return None
-    return cache.next_key(head.sequence, head.tokens, head.params.adapter)
+    return cache.next_key(head.sequence, head.tokens, head.params.prefix_space)
 
 
 def _move_plan(last: Planned, num_steps: int, growths: list[Growth]) -> None:

@@ -67,8 +67,19 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 def _near(request: Request, path: str) -> str:
-    """The route at `path` with the version once before it: clients whose base URL has none, or one too many, ask for the others."""
-    meant = path.removeprefix(VERSION) if path.startswith(VERSION + "/") else VERSION + path
-    scope = {**request.scope, "path": request.scope.get("root_path", "") + meant}
-    has_route = any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes)
-    return meant if has_route else ""
+    """The route that is a typing mistake away from `path`: a plural, a capital letter or a slash; or the version once before it, as
+    clients whose base URL has none, or one too many, leave it out or say it twice."""
+    if _has_route(request, path):  # it found nothing at its own address, a file of the pages for example
+        return ""
+    plain = path.lower().rstrip("/")
+    versioned = plain.removeprefix(VERSION) if plain.startswith(VERSION + "/") else VERSION + plain
+    for near in (plain, versioned):
+        for meant in (near, near + "s", near.removesuffix("s")):
+            if meant != path and _has_route(request, meant):
+                return meant
+    return ""
+
+
+def _has_route(request: Request, path: str) -> bool:
+    scope = {**request.scope, "path": request.scope.get("root_path", "") + path}
+    return any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes)

@@ -28,12 +28,16 @@ def _held(report: EngineReport) -> str:
     return f"{_count(report.num_pages * report.page_size, 'token')}, or "
 
 
+def _labels(count: int) -> str:
+    return f", a classification head with {_count(count, 'label')}" if count else ""
+
+
 def budget_lines(report: EngineReport) -> list[str]:
     if not report.can_generate:
         return [
             f"device {report.device}, {report.dtype}",
             f"weights {report.weights_bytes:,} bytes",
-            f"encoder: embeddings of {report.hidden_size:,} numbers, no KV pages",
+            f"encoder: embeddings of {report.hidden_size:,} numbers{_labels(report.num_labels)}, no KV pages",
             f"in a step: up to {_count(report.max_num_batched_tokens, 'token')} of up to {_count(report.max_num_seqs, 'prompt')}",
             *report.notes,
         ]

@@ -315,6 +315,8 @@ class _Supervisor:
         except OSError as error:
             raise cannot_listen(self._config.server.host, self._config.server.port, error) from None
         self._say(f"model {self._served_name} from {self._source.path}")
+        if self._source.note:
+            self._say(self._source.note)
         if self._is_fleet:
             self._say(f"replicas: {len(self._replicas)} (--data-parallel-size), each as follows")
             for each in self._replicas.values():

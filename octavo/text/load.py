@@ -12,6 +12,7 @@ from octavo.errors import ConfigError, InvalidRequest
 from octavo.gguf import GGUFFile
 from octavo.messages import SamplingParams
 from octavo.text.chat.template import ChatTemplate
+from octavo.text.classifier_config import ClassifierConfig, read_classifier_config
 from octavo.text.formats import choose_formats
 from octavo.text.pooling_config import PoolingConfig, gguf_pooling_config, read_pooling_config
 from octavo.text.text import Text
@@ -37,6 +38,12 @@ _ROLES_OF = {
 _ENDS_OF = {_QWEN_FILE: ("<|im_end|>",)}
 NEUTRAL = "vllm"  # of --generation-config
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GGUF_SAMPLING = {
+    **{name: name for name in ("top_p", "top_k", "min_p")},
+    "temperature": "temp",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Our names → the ends of the keys `general.sampling.…`."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -64,16 +71,22 @@ def load_text(
     override = _template_file(chat_template) if chat_template else None
     generation = _read_json(model_path / "generation_config.json") if model_path.is_dir() else {}
     stop_ids = _ids(generation.get("eos_token_id"))
+    classifier_config: ClassifierConfig | None = None
     if model_path.is_dir():
         overrides = read_json_object(hf_overrides, "--hf-overrides")
-        stop_ids |= _ids({**_read_json(model_path / "config.json"), **overrides}.get("eos_token_id"))
+        config = {**_read_json(model_path / "config.json"), **overrides}
+        stop_ids |= _ids(config.get("eos_token_id"))
+        classifier_config = read_classifier_config(config)
     elif words_path != model_path:  # the model's own stop ids apply whatever the tokenizer
-        stop_ids |= set(gguf_eos_ids(read_vocabulary(GGUFFile(model_path).metadata)))
+        metadata = GGUFFile(model_path).metadata
+        stop_ids |= set(gguf_eos_ids(read_vocabulary(metadata)))
+        generation = _gguf_sampling(metadata)
 
     pooling_config: PoolingConfig | None = None
     if words_path.is_file() and _is_gguf(words_path):
         metadata = GGUFFile(words_path).metadata
-        pooling_config = gguf_pooling_config(metadata) if words_path == model_path else None
+        if words_path == model_path:
+            pooling_config, generation = gguf_pooling_config(metadata), _gguf_sampling(metadata)
         vocabulary = read_vocabulary(metadata)
         words = gguf_tokenizer(vocabulary)
         sources = gguf_chat_templates(metadata)
@@ -96,7 +109,7 @@ def load_text(
             model_path if model_path.is_dir() or _is_gguf(model_path) else model_path.parent
         )
     formats = choose_formats(template, tool_call_parser, reasoning_parser)
-    return Text(words, template, sorted(stop_ids), sampling, pooling_config, formats)
+    return Text(words, template, sorted(stop_ids), sampling, pooling_config, formats, classifier_config)
 
 
 def _is_gguf(path: Path) -> bool:
@@ -275,15 +288,16 @@ def _default_sampling(
 ) -> dict[str, float | int]:
     """`otherwise`: the makers' advice where no file has it. `wish`: --generation-config."""
     if wish == AUTO:
-        return {**otherwise, **_sampling(generation, model_path)}
+        place = model_path / "generation_config.json" if model_path.is_dir() else model_path
+        return {**otherwise, **_sampling(generation, place)}
     if wish == NEUTRAL:
         return {}
-    folder = Path(wish).expanduser()
-    if not (folder / "generation_config.json").is_file():
+    file = Path(wish).expanduser() / "generation_config.json"
+    if not file.is_file():
         raise ConfigError(
             f"--generation-config {wish} has no generation_config.json: give auto, {NEUTRAL} or a folder with one"
         )
-    return _sampling(_read_json(folder / "generation_config.json"), folder)
+    return _sampling(_read_json(file), file)
 
 
 def _overridden(text: str) -> dict[str, float | int]:
@@ -299,9 +313,16 @@ def _overridden(text: str) -> dict[str, float | int]:
     return found
 
 
-def _sampling(generation: dict[str, Any], folder: Path) -> dict[str, float | int]:
-    """The sampling defaults in generation_config.json. An invalid value is skipped with a warning: it is not the operator's
-    mistake, and should not stop the server from starting."""
+def _gguf_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a GGUF file advises, with the names of generation_config.json."""
+    found = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_SAMPLING.items()}
+    # They are stored in 32 bits: 0.7 would be shown as 0.699999988079071.
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in found.items()}
+
+
+def _sampling(generation: dict[str, Any], place: Path) -> dict[str, float | int]:
+    """The sampling defaults in generation_config.json or a GGUF file. An invalid value is skipped with a warning: it is not the
+    operator's mistake, and should not stop the server from starting."""
     advice: dict[str, Any] = {}
     for name in _SAMPLING:
         value: Any = generation.get(name)
@@ -312,7 +333,7 @@ def _sampling(generation: dict[str, Any], folder: Path) -> dict[str, float | int
         try:
             SamplingParams(**{name: value})
         except InvalidRequest as error:
-            log.warning("a value in %s is ignored: %s", folder / "generation_config.json", error.message)
+            log.warning("a value in %s is ignored: %s", place, error.message)
         else:
             advice[name] = value
     return advice

@@ -10,10 +10,11 @@ from octavo.errors import ConfigError, ContextTooLong, Field, InvalidRequest, Re
 from octavo.messages import SamplingParams
 from octavo.text.chat.template import ChatTemplate, DescribedTemplate
 from octavo.text.chat.tool_prompt import spell_out
+from octavo.text.classifier_config import ClassifierConfig
 from octavo.text.formats import AnswerFormats, choose_formats
 from octavo.text.pooling_config import PoolingConfig
 from octavo.text.stream import TextStream
-from octavo.text.tokenize.tokenizer import Tokenizer
+from octavo.text.tokenize.tokenizer import PairForm, Tokenizer
 from octavo.text.tokenize.vocabulary import Vocabulary
 from octavo.text.tokenize.windows import WINDOW
 
@@ -45,11 +46,13 @@ class Text:
         default_sampling: Mapping[str, float | int] | None = None,
         pooling_config: PoolingConfig | None = None,
         formats: AnswerFormats | None = None,
+        classifier_config: ClassifierConfig | None = None,
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.default_sampling: dict[str, float | int] = dict(default_sampling or {})  # names of SamplingParams
         self.pooling_config = pooling_config or PoolingConfig()
+        self.classifier_config = classifier_config or ClassifierConfig({})
         self.formats = formats or choose_formats(template)  # formats of tool calls and reasoning
         self._tokenizer = tokenizer
         self._template = template
@@ -84,6 +87,37 @@ class Text:
         before = next((n for n in range(around + 1) if ids[n : n + len(inner)] == inner), 0)
         kept = inner[: max(0, max_tokens - around)]
         return [*ids[:before], *kept, *ids[before + len(inner) :]][:max_tokens]
+
+    def encode_part(self, text: str, max_tokens: int, *, param: str, is_cut: bool = False) -> list[int]:
+        """Encode one text of a pair, without special tokens. `is_cut`: what is beyond `max_tokens` is left out."""
+        if not text:
+            raise InvalidRequest(Field(param) + " is empty: at least one token is needed")
+        if is_cut:
+            text = text[: max_tokens * self._tokenizer.longest_token * _MAX_SHRINKING]
+        ids = self.encode(text, False, param=param, max_tokens=None if is_cut else max_tokens)
+        return ids[:max_tokens] if is_cut else ids
+
+    @property
+    def pair_form(self) -> PairForm:
+        """How two texts become one prompt. Raises Unsupported if the vocabulary does not say it."""
+        form = self._tokenizer.pair_form
+        if form is None:
+            raise Unsupported(
+                "this model's vocabulary does not say how two texts become one prompt: serve it with its tokenizer.json"
+            )
+        return form
+
+    def join_pair(
+        self, first: Sequence[int], second: Sequence[int], max_tokens: int | None = None
+    ) -> tuple[list[int], int]:
+        """(ids of the pair, position at which tokens of the second type begin; 0: nowhere). `max_tokens`: tokens of the longer text are left
+        out at its end until all fit, as the tokenizers library does by default."""
+        form = self.pair_form
+        if max_tokens is not None:
+            num_first, num_second = _fit_pair(len(first), len(second), max(0, max_tokens - form.num_added))
+            first, second = first[:num_first], second[:num_second]
+        head = [*form.before, *first, *form.between]
+        return [*head, *second, *form.after], len(head) if form.has_types else 0
 
     def _check(self, text: str, param: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * _MAX_SHRINKING:
@@ -175,7 +209,15 @@ class Text:
         shown, own = choose_formats(template), self.formats
         takes_tools = shown.template_takes_tools and shown.tools is own.tools
         formats = AnswerFormats(own.tools, own.thinking, takes_tools)
-        return Text(self._tokenizer, template, self.eos_ids, self.default_sampling, self.pooling_config, formats)
+        return Text(
+            self._tokenizer,
+            template,
+            self.eos_ids,
+            self.default_sampling,
+            self.pooling_config,
+            formats,
+            self.classifier_config,
+        )
 
     @property
     def described_template(self) -> DescribedTemplate | None:
@@ -288,6 +330,15 @@ class Text:
         part of the text."""
         detokenizer = self._tokenizer.detokenizer(prompt_ids, params.skip_special_tokens, marks)
         return TextStream(detokenizer, params, self.eos_ids)
+
+
+def _fit_pair(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept, so that they have `room`: the longer one gives up its own first."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second)
+    kept = (shorter, room - shorter) if shorter <= room - shorter else (room // 2, room - room // 2)
+    return kept if first <= second else (kept[1], kept[0])
 
 
 def _fitting(ids: list[int], text: str, max_tokens: int | None) -> list[int]:

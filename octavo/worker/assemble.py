@@ -137,6 +137,17 @@ def _adapters_of(columns: Columns, rows: RowState) -> tuple[tuple[str, ...], Int
     return tuple(numbers), np.array([numbers.get(name, -1) for name in names], dtype=np.int64)
 
 
+def _second_texts(layout: _Layout, rows: RowState) -> "np.ndarray[tuple[int], np.dtype[np.bool_]] | None":
+    """[T] which tokens are of the second text of a pair; None: no row has a pair."""
+    pooling = [rows.pooling.get(row) for row in layout.rows.tolist()]
+    begins = np.array([0 if each is None else each.second_at for each in pooling], dtype=np.int64)
+    if not begins.any():
+        return None
+    of_tokens = np.repeat(begins, layout.counts)
+    found: np.ndarray[tuple[int], np.dtype[np.bool_]] = (of_tokens > 0) & (layout.positions >= of_tokens)
+    return found
+
+
 def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
     """Build the batch. The plan must advance at least one row, and `rows` must be updated with it already."""
     adapters, of_rows = _adapters_of(columns, rows) if rows.adapters else ((), None)
@@ -188,6 +199,8 @@ def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
         batch.adapters = adapters
         of_tokens = np.array([number_of[row] for row in layout.rows.tolist()], dtype=np.int32)
         batch.adapter_of = torch.from_numpy(np.repeat(of_tokens, layout.counts))
+    if rows.pooling and (is_second := _second_texts(layout, rows)) is not None:
+        batch.is_second = torch.from_numpy(is_second).to(positions_there.device)
     if not one_group:
         batch = batch.in_groups(slots, rows.device_page_tables[:, :, :num_pages].index_select(1, rows_there))
     return Assembled(batch, sample_rows, sample_lens, sample_cells, sample_last, layout.last)

@@ -376,6 +376,7 @@ class Loader:
         fleet = self.config.fleet  # replicas of a machine share its memory
         num_replicas = max(fleet.first_replicas, fleet.max_replicas)
         host_available = pick("cpu").memory_available() // (self._num_local_ranks * num_replicas)
+        host_available = int(host_available * self.config.cache.memory_share)
         adapter_bytes = 0
         if self.adapters is not None:
             adapter_bytes = or_else(self.config.lora.lora_memory_bytes, host_available // 10)
@@ -405,6 +406,7 @@ class Loader:
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
             hidden_size=self.model.vector_size or self.spec.hidden_size,
             can_generate=not self.spec.is_encoder,
+            num_labels=self.spec.num_labels,
             kv_dtype=name_of(self.kv_dtype),
             windows=self.layout.windows,
             stage=self.stage.index,

@@ -1,4 +1,4 @@
-"""Hidden states → one vector for each row that asked for one."""
+"""Hidden states → a vector, every token's vectors, or labels' numbers, for each row that asked for them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from octavo.layers.model import DecoderModel
 from octavo.messages import PoolingParams
+from octavo.messages.params import Activation
 from octavo.sampling.state import Ints
 from octavo.worker.assemble import Assembled
 
@@ -41,14 +42,28 @@ def take_pooled(
 
 
 def _vector(model: DecoderModel, hidden: torch.Tensor, last: int, count: int, how: PoolingParams) -> torch.Tensor:
-    """[D] float32. Each row is computed by itself, so that it does not depend on the rest of the step."""
+    """[D] float32; for every token's vector [T · D], for labels [L]. Each row is computed by itself, so that it does not depend on the
+    rest of the step."""
     first = last + 1 - count
     match how.kind:
-        case "cls":
+        case "cls" | "classify":
             states = hidden[first : first + 1]
-        case "mean":
+        case "mean" | "tokens":
             states = hidden[first : last + 1]
         case "last":
             states = hidden[last : last + 1]
-    vector = model.final(states).float().mean(dim=0)[: how.dimensions or None]
-    return F.normalize(vector, dim=0) if how.normalize else vector
+    if how.kind == "classify":
+        return _activated(model.classify(states)[0], how.activation)
+    final = model.final(states).float()
+    vector = (final if how.kind == "tokens" else final.mean(dim=0))[..., : how.dimensions or None]
+    return (F.normalize(vector, dim=-1) if how.normalize else vector).flatten()
+
+
+def _activated(logits: torch.Tensor, activation: Activation) -> torch.Tensor:
+    match activation:
+        case "none":
+            return logits
+        case "sigmoid":
+            return logits.sigmoid()
+        case "softmax":
+            return logits.softmax(dim=0)

@@ -13,6 +13,7 @@ from tests.e2e.servers import Server
 
 ARTEFACTS = Path(os.environ.get("OCTAVO_TEST_ARTEFACTS", "build/screenshots"))
 KEY = "browser-key"
+PATIENCE_S = 120  # for a click, a page or a condition: a busy machine is slow, and nothing is measured here
 
 
 @pytest.fixture(scope="module")  # not longer: while Playwright runs, no test of this process can have an event loop
@@ -49,6 +50,7 @@ def open_page(browser: Any, server: Any) -> Iterator[Any]:
             http_credentials={"username": "anybody", "password": KEY},
             **({"has_touch": True, "is_mobile": True, "device_scale_factor": 2} if is_phone else {}),
         )
+        context.set_default_timeout(PATIENCE_S * 1000)
         contexts.append(context)
         page = context.new_page()
         watch(page, errors)
@@ -81,7 +83,7 @@ def unnamed(page: Any) -> list[str]:
     return found
 
 
-def until(page: Any, expression: str, seconds: float = 60) -> None:
+def until(page: Any, expression: str, seconds: float = PATIENCE_S) -> None:
     """Poll an expression from outside: the pages' content policy forbids polling inside the page."""
     for _ in range(int(seconds * 10)):
         if page.evaluate(expression):

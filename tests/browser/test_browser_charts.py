@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import keep, unnamed, until
+from tests.browser.conftest import PATIENCE_S, keep, unnamed, until
 from tests.browser.scripted import LoopServer, ScriptedServer
 
 
@@ -61,7 +61,7 @@ def test_axes_values_under_the_pointer_and_a_longer_past(open_page: Any, server:
     page.wait_for_selector("#connection[data-state=live]")
     for thread in load(server, 6, 100):
         thread.join()
-    until(page, "document.getElementById('chart-rate').getAttribute('aria-label').match(/at most [1-9]/) !== null", 20)
+    until(page, "document.getElementById('chart-rate').getAttribute('aria-label').match(/at most [1-9]/) !== null")
     box = page.locator("#chart-rate").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 40)
     words = page.inner_text("#tip")
@@ -106,6 +106,9 @@ def test_under_load_on_a_phone_and_on_a_laptop_nothing_is_clipped(open_page: Any
             """() => [...document.querySelectorAll(".scroll")].filter((node) => !node.closest("details:not([open])") && node.scrollWidth > node.clientWidth + 1).map((node) => node.textContent.slice(0, 60))"""
         )
         assert outside == [], "no table scrolls sideways"
+        assert page.locator("header").bounding_box()["height"] < 60, "the header has one line"
+        lines = page.eval_on_selector_all("#line .more", "all => all.map(one => one.offsetHeight)")
+        assert len(lines) == 8 and max(lines) < 1.5 * min(lines), "no tile has a word too many"
         keep(page, f"cockpit-{'phone' if is_phone else 'laptop'}")
     for thread in threads:
         thread.join()
@@ -120,6 +123,7 @@ def encoder() -> Iterator[ScriptedServer]:
 
 def test_an_encoder_gets_a_page_for_its_vectors(browser: Any, encoder: ScriptedServer) -> None:
     page = browser.new_page(viewport={"width": 1100, "height": 800})
+    page.set_default_timeout(PATIENCE_S * 1000)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(encoder.base + "/play")

@@ -11,6 +11,15 @@ import pytest
 from tests.browser.conftest import keep, unnamed, until
 from tests.browser.scripted import MODEL, SAY, ScriptedServer, turns_of
 
+STORED = """() => new Promise((resolve) => {{
+  const opened = indexedDB.open("octavo");
+  opened.onsuccess = () => {{
+    const read = opened.result.transaction("talks").objectStore("talks").getAll();
+    read.onsuccess = () => resolve(read.result.some((talk) => Object.values(talk.nodes).some((node) => node.stream && node.text === "{text}")));
+  }};
+}})"""
+"""Whether a conversation is stored with an answer that has this text so far, and with the stream that it comes from."""
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptedServer]:
@@ -223,7 +232,7 @@ def test_a_reload_in_the_middle_reads_on(chat: Any, server: ScriptedServer) -> N
     server.hold_after(4)
     ask(chat, SAY + "abcdefgh")
     until(chat, "[...document.querySelectorAll('.message > .text')].at(-1)?.innerText.trim() === 'abcd'")
-    chat.evaluate("() => new Promise(go => setTimeout(go, 1500))")  # what came is stored now and then
+    until(chat, STORED.format(text="abcd"))  # what came is stored now and then
     num_sent = len(server.requests)
     chat.reload()
     ready(chat)

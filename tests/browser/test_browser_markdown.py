@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import until
+from tests.browser.conftest import PATIENCE_S, until
 from tests.browser.scripted import SAY, ScriptedServer
 
 
@@ -19,6 +19,7 @@ def server() -> Iterator[ScriptedServer]:
 @pytest.fixture(scope="module")
 def page(browser: Any, server: ScriptedServer) -> Iterator[Any]:
     page = browser.new_page()
+    page.set_default_timeout(PATIENCE_S * 1000)
     page.goto(server.base + "/play")
     page.wait_for_selector("body[data-ready=yes]")
     yield page

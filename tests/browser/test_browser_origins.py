@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import until
+from tests.browser.conftest import PATIENCE_S, until
 from tests.browser.test_browser_play import ask, ended
 from tests.e2e.servers import Server
 
@@ -36,6 +36,7 @@ def use_both_pages(page: Any, base: str) -> None:
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     page = browser.new_page()
+    page.set_default_timeout(PATIENCE_S * 1000)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     yield page

@@ -16,21 +16,24 @@ from benchmarks.front import SERVE
 from benchmarks.front_engine import MAX_MODEL_LEN, PAGES, STEP_MS, VOCAB_SIZE
 from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import server
-from tests.browser.conftest import keep, until
+from tests.browser.conftest import PATIENCE_S, keep, until
 
 NUM_REQUESTS, NUM_PAGES = 1000, 10_000
+# A request takes minutes, so that all of them run at once before the first one ends, also where the machine is slow.
+STEP_SECONDS, PROMPT_LEN, SHARED_LEN, OUTPUT_LEN = 2.0, 32, 16, 400
+GATHER_SECONDS = 300
 
 
 @pytest.fixture(scope="module")
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server with NUM_REQUESTS requests that come and go."""
+    """The URL of a server with NUM_REQUESTS requests."""
     folder: Path = tmp_path_factory.mktemp("clock")
     write_tokenizer(folder, VOCAB_SIZE)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": VOCAB_SIZE}))
     command = [sys.executable, "-m", "benchmarks.front", SERVE, str(folder), "--port", "0", "--load-format", "dummy"]
     command += ["--max-num-seqs", str(NUM_REQUESTS), "--max-model-len", str(MAX_MODEL_LEN), "--api-processes", "1"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(STEP_MS, "250")
+        patched.setenv(STEP_MS, str(STEP_SECONDS * 1000))
         patched.setenv(PAGES, str(NUM_PAGES))
         running = server(command)
         url, _ = running.__enter__()
@@ -47,7 +50,10 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def ask_all(host: str, port: int, is_over: threading.Event) -> None:
-    tasks = [asyncio.create_task(ask_for_ever(host, port, number)) for number in range(NUM_REQUESTS)]
+    tasks = [
+        asyncio.create_task(ask_for_ever(host, port, number, PROMPT_LEN, SHARED_LEN, OUTPUT_LEN))
+        for number in range(NUM_REQUESTS)
+    ]
     await asyncio.to_thread(is_over.wait)
     for task in tasks:
         task.cancel()
@@ -67,10 +73,12 @@ def last_place(page: Any) -> str:
 
 def test_ten_thousand_pages_and_a_thousand_requests(browser: Any, crowd: str) -> None:
     page = browser.new_page(viewport={"width": 1366, "height": 768})
+    page.set_default_timeout(PATIENCE_S * 1000)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(crowd + "/")
-    until(page, "/^(9[0-9][0-9]|1,000) of 1,000 rows/.test(document.getElementById('batch-note').textContent)")
+    full = "/^(9[0-9][0-9]|1,000) of 1,000 rows/.test(document.getElementById('batch-note').textContent)"
+    until(page, full, GATHER_SECONDS)
     counts = "['free', 'cached', 'shared', 'owned'].map(name => Number(document.getElementById(`count-${name}`).textContent.replace(/\\D/g, '')))"
     assert sum(page.evaluate(counts)) == NUM_PAGES
     page.click("#pause")

@@ -10,12 +10,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+from octavo.cli.chat import RemoteModel
 from octavo.cli.conversation import Conversation, Keyboard
+from octavo.cli.models import OLLAMA_SAMPLING
 from octavo.cli.terminal_markdown import BOLD, CODE, RESET, TerminalMarkdown, clean
 from octavo.errors import RequestFailed
+from octavo.server.dialects.ollama.request import DEFAULTS
 from tests.cli.pseudo_terminal import Terminal
 
 # ── Markdown ────────────────────────────────────────────────────────────────────────────────────────
@@ -219,6 +223,54 @@ def test_questions_of_several_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     keyboard = Keyboard(is_styled=False, history=None)
     assert [keyboard.read() for _ in range(4)] == ["one\ntwo\nthree", "a\nb", "x", "last"]
+
+
+class Listed(http.server.BaseHTTPRequestHandler):
+    """A server of two models, of which one has an opinion about its temperature. It keeps what it is asked."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        cards = [
+            {"id": "calm", "default_sampling": {"temperature": 0.3}},
+            {"id": "silent", "default_sampling": {}},
+            {"id": "foreign"},
+        ]
+        self._answer(json.dumps({"data": cards}).encode())
+
+    def do_POST(self) -> None:
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._answer(b"data: [DONE]\n\n")
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_run_samples_as_ollama_does_where_the_model_says_nothing() -> None:
+    assert OLLAMA_SAMPLING == DEFAULTS
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        for name, given, sent in (
+            ("silent", {}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}),
+            ("silent", {"temperature": 0.0}, {"temperature": 0.0, "top_k": 40, "top_p": 0.9}),
+            ("calm", {}, {"top_k": 40, "top_p": 0.9}),
+            ("foreign", {}, {}),
+        ):
+            model = RemoteModel(f"http://127.0.0.1:{server.server_address[1]}", name, "", given)
+            model.sample_by_default(OLLAMA_SAMPLING)
+            assert list(model.chat([{"role": "user", "content": "x"}])) == []
+            asked = Listed.asked[-1]
+            assert {key: asked[key] for key in asked if key not in ("model", "stream", "messages")} == sent, name
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 # ── in a terminal ───────────────────────────────────────────────────────────────────────────────────

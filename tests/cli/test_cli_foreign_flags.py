@@ -2,10 +2,12 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+import octavo
 from octavo.cli.flags import Parser, add_config_flags, add_settings_file, config_from
 from octavo.cli.main import build_parser
 from octavo.config import Config
@@ -63,6 +65,24 @@ def test_every_flag_of_vllm_is_known_and_takes_a_value_where_it_does_there() -> 
         assert name in ours or name in FOREIGN, f"{name} has no fate"
         takes_value = ours[name].nargs != 0 if name in ours else FOREIGN[name].takes_value
         assert takes_value == (kind == "value"), name
+
+
+def test_the_page_for_vllms_users_names_flags_with_their_fates() -> None:
+    """It once said for a week that a flag is refused which was served."""
+    page = (Path(__file__).parents[2] / "docs" / "get-started" / "from-vllm.md").read_text()
+    ours = parser()._option_string_actions
+
+    def row(fate: str) -> list[str]:
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {fate}")]
+        return re.findall(r"`(--[a-z-]+)", line)
+
+    taken, harmless, refused = row("taken |"), row("taken, with a line"), row("refused, ")
+    assert taken and [name for name in taken if name not in ours] == []
+    assert harmless and [name for name in harmless if not FOREIGN[name].note] == []
+    assert refused and not FOREIGN[refused[0]].note and FOREIGN[refused[0]].why
+    assert [name for name in refused[1:] if name not in ours] == [], "the alternative is ours"
+    (names,) = re.findall(r"^(`LLM`,.*?)have vLLM's names", page, re.S | re.M)
+    assert set(re.findall(r"`(\w+)`", names)) <= set(octavo.__all__)
 
 
 def test_flags_are_read_from_vllms_sources() -> None:

@@ -131,7 +131,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_usage_of_a_command_with_many_flags_names_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for command, usage in (
-        ("serve", "[MODEL] [flags]"),
+        ("serve", "[MODEL ...] [flags]"),
         ("run-batch", "[INPUT] [OUTPUT] [flags]"),
         ("rm", "[-h] NAME [NAME ...]"),
     ):

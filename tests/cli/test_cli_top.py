@@ -194,6 +194,26 @@ def test_a_key_that_became_wrong_is_the_end(url: str) -> None:
     assert code == 1 and "answered 401" in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("miss", "differs_at", "said"),
+    [
+        ("new", 12, "30 → 30  8 cached, differs at token 12  decode 2.25"),
+        ("evicted", None, "30 → 30  8 cached, more was evicted  decode 2.25"),
+        ("new", None, "30 → 30  decode 2.25"),
+        ("", None, "30 → 30  decode 2.25"),
+    ],
+)
+def test_it_says_why_a_prompt_was_computed_again(miss: str, differs_at: int | None, said: str) -> None:
+    screen = Screen()
+    end = {**STATES[-1]["ended"][0], "cached_tokens": 8, "cache_miss": miss, "differs_at": differs_at}
+    pages = base64.b64encode(array("H", [0, 1, 2, 9, 65535, 65534, 0, 0]).tobytes()).decode()
+    kept = {"num_held_pages": 1, "num_loading_pages": 1, "num_tier_pages": 40}
+    screen.take({**state(102.0, 100, pages=pages, ended=[end]), **kept})
+    text = "\n".join(screen.draw(160, 60))
+    assert said in text
+    assert "h 1 of these held" in text and "l 1 loading" in text and "on disk 40" in text and "hl" in text
+
+
 def test_the_replicas_of_a_fleet_have_a_line_each():
     totals = {"prompt_tokens": 100, "cached_tokens": 25}
     one = {"replica": 0, "status": "ready", "place": "cores 0-3", "num_rows": 2, "max_rows": 4, "num_waiting": 1,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from octavo import LLM, LoRARequest, SamplingParams
 from octavo.engine.adapter_traffic import AdapterTraffic
@@ -23,6 +23,7 @@ from tests.adapters import ALL, ATTENTION, merged, weights_of, write_peft
 from tests.doubles import write_byte_tokenizer
 from tests.native import native
 from tests.recording.recorded import header_of
+from tests.small_llama import small_llama
 from tests.weights.gguf_writer import Packed, write_gguf
 
 VOCABULARY = 97
@@ -43,17 +44,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     torch.manual_seed(11)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-    )
-    base = LlamaForCausalLM(config).eval().float()
+    base = small_llama(VOCABULARY)
     place = tmp_path_factory.mktemp("served")
     base.save_pretrained(place / "model")
     weights = weights_of(place / "model")
@@ -65,7 +56,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     ]
     models: list[PreTrainedModel] = []
     for folder in folders:
-        model = LlamaForCausalLM(config).eval().float()
+        model = LlamaForCausalLM(base.config).eval().float()
         model.load_state_dict(merged(weights, folder), strict=False)
         models.append(model)
     rng = random.Random(5)

@@ -4,13 +4,13 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo import LLM, BeamSearchParams, RepetitionDetectionParams, SamplingParams
 from octavo.errors import InvalidRequest
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from tests.engine.beams import Case, check_beams, our_beams, transformers_beams
+from tests.small_llama import small_llama
 
 VOCABULARY = 97
 
@@ -18,17 +18,7 @@ VOCABULARY = 97
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config).eval().float()
+    model = small_llama(VOCABULARY, spread=0.2)
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     return str(folder), model

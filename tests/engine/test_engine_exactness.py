@@ -5,28 +5,15 @@ import random
 import msgspec
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from octavo import LLM, SamplingParams
 from octavo.messages import TokenDelta
 from octavo.schedule.step_costs import StepCosts
 from tests.engine.exactness import Reference, assert_same, check, greedy_references
+from tests.small_llama import small_llama
 
 VOCABULARY = 97
-
-
-def tiny_llama():
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.4,  # far from uniform: near ties are rare
-    )
-    return LlamaForCausalLM(config)
 
 
 def tiny_gpt2():
@@ -34,7 +21,7 @@ def tiny_gpt2():
     return GPT2LMHeadModel(config)
 
 
-@pytest.fixture(scope="module", params=[tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=[small_llama, tiny_gpt2], ids=["llama", "gpt2"])
 def model(request, tmp_path_factory):
     torch.manual_seed(11)
     model = request.param().eval().float()

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo import LLM, Logprob, SamplingParams
 from octavo.errors import InvalidRequest
 from tests.doubles import write_byte_tokenizer
+from tests.small_llama import small_llama
 
 VOCAB = 300
 OPTIONS = {"kv_cache_memory_bytes": 2**21, "max_num_seqs": 8, "page_size": 16, "dtype": "float32"}
@@ -18,19 +18,7 @@ PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(length)] for i, length in enu
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return small_llama(VOCAB, spread=0.2, bos_token_id=None, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")

@@ -115,6 +115,19 @@ VALUES: Mapping[str, Mapping[str, float]] = {
     "octavo:kv_tier_seconds_total": {"load": 0, "store": 0, "saved": 0},
     "octavo:kv_tier_passed_requests_total": {"slower": 0, "late": 0},
     "octavo:kv_tier_files_total": {"bad": 0, "evicted": 0, "failed": 0},
+    "octavo:held_prefixes": {"session": 0, "pin": 0},
+    "octavo:held_prefix_bytes": {"session": 0, "pin": 0},
+    "octavo:held_prefixes_dropped_total": {"": 0},
+    # A's prompt is new, of B's 16 tokens were found, C's does not fill a page.
+    "octavo:prefix_missed_tokens_total": {
+        "tail": 4,
+        "new": 20,
+        "evicted": 0,
+        "window": 0,
+        "short": 5,
+        "needed": 0,
+        "off": 0,
+    },
     "vllm:cache_config_info": {"16,12,0,float32": 1},
     "vllm:prompt_tokens_total": {"": 45},
     "vllm:prompt_tokens_cached_total": {"": 16},
@@ -166,6 +179,9 @@ ELSEWHERE = {
     "octavo:kv_tier_seconds_total": test_observe_metrics.test_a_tier_is_shown,
     "octavo:kv_tier_passed_requests_total": test_observe_metrics.test_a_tier_is_shown,
     "octavo:kv_tier_files_total": test_observe_metrics.test_a_tier_is_shown,
+    "octavo:held_prefixes": test_observe_metrics.test_held_prefixes_are_shown,
+    "octavo:held_prefix_bytes": test_observe_metrics.test_held_prefixes_are_shown,
+    "octavo:held_prefixes_dropped_total": test_observe_metrics.test_held_prefixes_are_shown,
     "octavo:host_step_seconds": test_observe_metrics.test_host_time_and_busy_time_of_overlapping_steps,
 }
 """Those that are 0 here: who knows another value of theirs."""

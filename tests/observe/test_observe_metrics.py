@@ -24,7 +24,7 @@ from octavo.messages import (
 )
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.exposition import Histogram, Scrape
-from octavo.observe.metrics.gauges import EngineState, TierState
+from octavo.observe.metrics.gauges import EngineState, HoldState, TierState
 from octavo.observe.step_observer import Observers, StepObserver, StepTimes
 from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Planned
@@ -197,6 +197,14 @@ def test_a_tier_is_shown() -> None:
     assert seconds == [0.5, 0.25, 2.5]
     assert [found["octavo:kv_tier_passed_requests_total", why] for why in ("slower", "late")] == [3, 4]
     assert [found["octavo:kv_tier_files_total", why] for why in ("bad", "evicted", "failed")] == [1, 2, 3]
+
+
+def test_held_prefixes_are_shown() -> None:
+    holds = HoldState({"session": 3, "pin": 2}, {"session": 700, "pin": 500}, 4)
+    found = samples(EngineMetrics("m", REPORT), EngineState(holds=holds))
+    assert [found["octavo:held_prefixes", kind] for kind in ("session", "pin")] == [3, 2]
+    assert [found["octavo:held_prefix_bytes", kind] for kind in ("session", "pin")] == [700, 500]
+    assert found["octavo:held_prefixes_dropped_total", ""] == 4
 
 
 def test_gauges_show_pages_and_waste() -> None:

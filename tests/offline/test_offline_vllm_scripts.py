@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from octavo.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest, Unsupported
 from tests.doubles import write_byte_tokenizer
+from tests.small_llama import small_llama
 
 SMALL = {"kv_cache_memory_bytes": "2M", "max_num_seqs": 8}
 
@@ -22,11 +22,7 @@ SMALL = {"kv_cache_memory_bytes": "2M", "max_num_seqs": 8}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=2048, initializer_range=0.4, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    small_llama(300, max_position_embeddings=2048, bos_token_id=None, eos_token_id=None).save_pretrained(folder)
     write_byte_tokenizer(folder)
     return str(folder)
 

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from octavo.cache import KVCache
 from octavo.engine.build import build_engine
-from octavo.messages import Abort, EngineReport, StepPlan, StepResult
+from octavo.messages import Abort, EngineReport, GenerateRequest, StepPlan, StepResult
 from octavo.messages.speculation import SpeculationSettings
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.recording.format import FORMAT, Header
@@ -75,6 +77,7 @@ def report_of(load: Workload) -> EngineReport:
         num_stages=load.num_stages,
         scheduling_policy=load.policy,
         is_fair=load.has_tenants,
+        prefix_eviction="adaptive" if load.seed % 3 else "lru",
         # Steps take microseconds (OracleExecutor.clock): with this, prompts are cut.
         max_inter_token_ms=0.05 if load.has_limit else 0,
         # A draft of two tokens that came before is often wrong here, and now and then right.
@@ -109,7 +112,15 @@ class Recorded:
         self.load, self.folder = load, folder
         self.report = report_of(load)
         cache = KVCache(
-            load.num_pages, load.page_size, load.num_host_pages, load.shares, None, load.windows, load.budget, ROOT
+            load.num_pages,
+            load.page_size,
+            load.num_host_pages,
+            load.shares,
+            None,
+            load.windows,
+            load.budget,
+            ROOT,
+            self.report.prefix_eviction,
         )
         policy = POLICIES[load.policy]
         stall_limit = StallLimit.of(self.report.max_inter_token_ms)
@@ -138,6 +149,13 @@ class Recorded:
         self.loop.record(self.recorder)
         self._roll, self._aborts = roll, aborts
 
+    def _held(self, request: GenerateRequest, r: random.Random) -> GenerateRequest:
+        """Of every second workload, some requests ask for their pages to stay, by turns of a few conversations; a part of them for no time."""
+        if self.load.seed % 2 or r.random() < 0.5:
+            return request
+        session, seconds = r.choice(["", "a", "b"]), r.choice([1e-6, 60.0])
+        return msgspec.structs.replace(request, session=session, retain_seconds=seconds)
+
     def run(self, most_turns: int = 10**6) -> None:
         """Run the whole workload, with aborts and resets as in the scheduler's own tests."""
         load, loop = self.load, self.loop
@@ -146,7 +164,7 @@ class Recorded:
         preparing = self.executor.preparing
         while (load.arrivals or loop.has_work or preparing) and turn < most_turns:
             while load.arrivals and load.arrivals[0][0] <= turn:
-                loop.add(load.arrivals.pop(0)[1])
+                loop.add(self._held(load.arrivals.pop(0)[1], r))
             if r.random() < 0.04 * self._aborts and not loop.scheduler.is_idle:
                 victim = r.choice(sorted(loop.scheduler.request_ids()))
                 loop.abort(Abort(victim, r.choice([-1, 0])))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import octavo.cache.eviction
 import octavo.cache.kv_cache
 import octavo.cache.pool
 import octavo.cache.span
@@ -21,10 +22,11 @@ import octavo.schedule.stall_limit
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
+EVICTION = octavo.cache.eviction
 SPAN, REQUEST, ROWS = octavo.cache.span, octavo.schedule.request, octavo.schedule.rows
 BEAMS, POLICY, STALLS = octavo.schedule.beams.group, octavo.schedule.policy, octavo.schedule.stall_limit
 # A module comes after those it imports.
-MODULES = (POOL, SPAN, CACHE, REQUEST, BEAMS, POLICY, ROWS, STALLS, SCHEDULER)
+MODULES = (EVICTION, POOL, SPAN, CACHE, REQUEST, BEAMS, POLICY, ROWS, STALLS, SCHEDULER)
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -67,9 +69,15 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "an evicted page can still be found": (POOL, "del self.index[key]", "pass"),
     "a page is given back twice as free": (
         POOL,
-        "if self.refs[page] == 0:\n                if",
-        "if self.refs[page] <= 1:\n                if",
+        "if self.refs[page] == 0:\n                key",
+        "if self.refs[page] <= 1:\n                key",
     ),
+    "an idle page that has an owner again can be evicted": (
+        EVICTION,
+        "        del self._lists[self._list_of[page]][page]\n        self.count -= 1",
+        "        self.count -= 1",
+    ),
+    "an idle page is in no list": (EVICTION, "            self._recent[page] = None\n", ""),
     "a step of a former life publishes pages": (
         SCHEDULER,
         "if epoch == request.epoch and start + count",

@@ -150,8 +150,9 @@ class Workload:
 
     def _start_engine(self) -> None:
         self.cache = self.cache_type(
-            self.num_pages, self.page_size, self.num_host_pages, self.shares, None, self.windows, self.budget
-        )
+            self.num_pages, self.page_size, self.num_host_pages, self.shares, None, self.windows, self.budget,
+            eviction="adaptive" if self.seed % 2 else "lru",
+        )  # fmt: skip
         policy = POLICIES[self.policy]
         speculation = DiceSpeculation(random.Random(self.seed + 10**10), self.windows) if self.has_drafts else None
         self.scheduler = self.scheduler_type(

@@ -229,11 +229,19 @@ class TestRoutes:
             ("/v1/v1/messages", "/v1/messages"),
             ("/v1/ping", "/ping"),
             ("/v1/chat/complete", ""),
+            ("/v1/completion", "/v1/completions"),  # and not llama.cpp's /completion
+            ("/chat/completion", "/v1/chat/completions"),
+            ("/v1/Chat/Completions/", "/v1/chat/completions"),
+            ("/v1/file", "/v1/files"),
+            ("/pings", "/ping"),
         ],
     )
-    async def test_a_base_url_with_or_without_v1_is_noticed(self, serve: Serve, path: str, meant: str) -> None:
+    async def test_a_route_that_is_nearly_there_is_named(self, serve: Serve, path: str, meant: str) -> None:
         message = error_of(await serve().post(path, json={}), 404)["message"]
         assert message == f"no such route: POST {path}" + (f"; did you mean {meant}?" if meant else "")
+
+    async def test_a_file_that_is_not_there_has_no_other_name(self, serve: Serve) -> None:
+        assert "did you mean" not in (await serve().get("/pages/nothing.js")).text
 
     async def test_wrong_method(self, serve: Serve) -> None:
         response = await serve().get(CHAT)

@@ -62,7 +62,7 @@ async def test_any_other_value_is_refused_by_name(serve: Serve, path: str, stric
         ("/v1/completions", {"suffix": "x"}),
         ("/v1/completions", {"messages": []}),
         ("/v1/chat/completions", {"functions": [{"name": "x"}]}),
-        ("/v1/chat/completions", {"cache_salt": "x"}),
+        ("/v1/chat/completions", {"prompt_embeds": "x"}),
         ("/v1/chat/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"anything_at_all": None}),
     ],

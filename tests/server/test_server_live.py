@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from octavo.cache import KVCache
-from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
+from octavo.cache.page_map import CACHED, FREE, HELD, LOADING, SHARED, owner_code, owners_of, page_map
 from octavo.observe.advice import Standing, advice
 from octavo.observe.history import LEVELS, MAX_SECONDS, History, history_memory
 from octavo.observe.live_state import LiveTotals, changes
@@ -188,6 +188,24 @@ def test_the_map_of_pages_tells_each_state() -> None:
     codes = page_map(cache)
     assert codes.count(CACHED) == 2 and codes.count(FREE) == 10
     assert owner_code(5) != owner_code(6) and 3 <= owner_code(2**40) < 2**16
+
+
+def test_the_map_tells_held_and_loading_pages_from_cached_ones() -> None:
+    cache = KVCache(12, 4)
+    for sequence in (0, 1):
+        assert cache.admit(sequence, list(range(100 * sequence, 100 * sequence + 9))) is not None
+        cache.publish(sequence, list(range(100 * sequence, 100 * sequence + 9)), 8)
+        cache.release(sequence)
+    held = [cache.pool.keys[0], cache.pool.keys[1]]
+    assert None not in held
+    cache.hold([key for key in held if key is not None])
+    before = [key for key in (cache.pool.keys[3],) if key is not None]
+    pages = cache.begin_load(7, before, 2)
+    assert pages is not None
+    codes = page_map(cache)
+    assert [codes[0], codes[1], codes[2]] == [HELD, HELD, CACHED]
+    assert all(codes[page] == LOADING for page in pages) and codes.count(LOADING) == 3, "and the page before them"
+    assert owner_code(LOADING - 3) < LOADING and owner_code(HELD - 3) < LOADING, "no owner has their codes"
 
 
 @pytest.mark.parametrize("seed", range(20))

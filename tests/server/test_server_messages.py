@@ -107,6 +107,35 @@ class TestWhole:
         assert usage["output_tokens"] == 6 and usage["cache_creation_input_tokens"] == 0
         assert "ignored_fields" not in message
 
+    @pytest.mark.parametrize(("ttl", "times"), [({}, (16, 0)), ({"ttl": "5m"}, (16, 0)), ({"ttl": "1h"}, (0, 16))])
+    async def test_what_a_request_adds_to_the_prefix_cache_is_told_where_it_asked_for_it(
+        self, serve: Serve, ttl: dict[str, str], times: tuple[int, int]
+    ) -> None:
+        """Full pages of 16 tokens that were not found. The three numbers add up to the prompt."""
+        system = [{"type": "text", "text": "be kind to all", "cache_control": {"type": "ephemeral", **ttl}}]
+        message = message_of(
+            await serve(ScriptedEngine(says("hello", cached=16))).post(URL, json={**HI, "system": system})
+        )
+        total = len(prompt("system: be kind to all", "user: hi"))
+        assert 32 < total < 48
+        usage = message["usage"]
+        assert usage["cache_read_input_tokens"] == usage["cache_creation_input_tokens"] == 16
+        assert usage["input_tokens"] == total - 32
+        assert tuple(usage["cache_creation"].values()) == times
+        body = (
+            await serve(ScriptedEngine(says("hello", cached=16))).post(
+                URL, json={**HI, "system": system, "stream": True}
+            )
+        ).content
+        first, last = events_of(body)[0]["message"]["usage"], events_of(body)[-2]["usage"]
+        assert first["input_tokens"] == total and first["cache_creation_input_tokens"] == 0, "not known yet"
+        assert last["cache_creation_input_tokens"] == 16 and last["input_tokens"] == total - 32
+
+    async def test_nothing_is_added_without_a_prefix_cache(self, serve: Serve) -> None:
+        body = {**HI, "cache_control": {"type": "ephemeral"}}
+        message = message_of(await serve(enable_prefix_caching=False).post(URL, json=body))
+        assert message["usage"]["cache_creation_input_tokens"] == 0
+
     async def test_the_line_that_a_client_changes_in_every_request_is_left_out_and_named_back(
         self, serve: Serve
     ) -> None:

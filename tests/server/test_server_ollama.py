@@ -109,6 +109,9 @@ async def test_options_become_sampling_parameters(serve: Serve) -> None:
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 0.9, 7, 0.1, 3)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.2, 0.3, 1.2)
     assert (params.max_tokens, list(params.stop)) == (9, ["x"])
+    await serve(engine).post("/api/chat", json=chat(options={"top_k": 3}))
+    params = engine.requests[-1].params
+    assert (params.temperature, params.top_k, params.top_p) == (0.8, 3, 0.9), "Ollama's own defaults"
     for num_predict in (-1, -2, 0, 10_000):
         await serve(engine := ScriptedEngine()).post("/api/chat", json=chat(options={"num_predict": num_predict}))
         request = engine.requests[0]

@@ -435,6 +435,22 @@ def test_gguf_templates_of_the_wrong_types_are_none() -> None:
     assert gguf_chat_templates(named) == {"rag": "x", "default": "y"}
 
 
+def test_a_gguf_file_advises_how_to_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metadata = gguf_of_byte_level(byte_level(), "gpt-2") | {
+        "general.sampling.temp": 0.7, "general.sampling.top_k": 20, "general.sampling.top_p": 0.8,
+        "general.sampling.penalty_repeat": -3.0, "general.sampling.mirostat": 1,
+    }  # fmt: skip
+    file = write_gguf_metadata(tmp_path / "m.gguf", metadata)
+    advice = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    assert load_text(file).default_sampling == advice
+    assert "m.gguf is ignored: repetition_penalty" in caplog.text
+    assert load_text(file, generation_config="vllm").default_sampling == {}
+    assert load_text(file, default_sampling={"min_p": 0.1}).default_sampling == {"min_p": 0.1, **advice}
+    (tmp_path / "own").mkdir()
+    byte_level().save(str(tmp_path / "own" / "tokenizer.json"))
+    assert load_text(file, tokenizer=str(tmp_path / "own")).default_sampling == advice, "whatever the tokenizer"
+
+
 def test_where_default_sampling_comes_from(folder: Path, tmp_path: Path) -> None:
     write(folder, generation_config={"temperature": 0.3, "top_k": 9})
     assert load_text(folder, default_sampling={"top_p": 0.5}).default_sampling == {

@@ -191,6 +191,8 @@ def _typed(value: Any) -> bytes:
             return struct.pack("<I?", 7, value)
         case int():
             return struct.pack("<II", 4, value)
+        case float():
+            return struct.pack("<If", 6, value)
         case str():
             return struct.pack("<I", 8) + _string(value)
         case [str(), *_]:

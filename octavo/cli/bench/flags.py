@@ -8,8 +8,56 @@ from typing import Any
 
 from octavo.cli.flags import OFFLINE, Parser, add_config_flags, count, integer, number, one_of
 from octavo.config import AUTO
+from octavo.errors import ConfigError
+from octavo.foreign_flags import ForeignFlag
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 SLO_NAMES = ("ttft", "tpot", "e2el")
+APIS = {
+    name: api
+    for api, names in {
+        "completions": ("/v1/completions", "vllm", "openai", "openai-comp", "sglang", "sglang-oai", "lmdeploy"),
+        "chat": ("/v1/chat/completions", "openai-chat", "vllm-chat", "sglang-oai-chat", "lmdeploy-chat"),
+    }.items()
+    for name in (api, *names)
+}
+"""Our names of the two APIs, the routes, and what `vllm bench serve` calls backends."""
+
+
+def _noted(note: str, *, takes_value: bool = True, values: str = "", why: str = "") -> ForeignFlag:
+    return ForeignFlag("vLLM", note=note, why=why, takes_value=takes_value, harmless_values=frozenset(values.split()))
+
+
+def _refused(why: str, *, takes_value: bool = True) -> ForeignFlag:
+    return ForeignFlag("vLLM", why=why, takes_value=takes_value)
+
+
+_IN_RESULT = "--result FILE writes all measurements"
+_BY_TRACE = "--trace FILE replays arrivals and lengths of any shape"
+OF_VLLM = {
+    "--served-model-name": ForeignFlag("vLLM", ours="--model"),
+    "--tokenizer": _noted("the server counts the tokens"),
+    "--tokenizer-mode": _noted("the server counts the tokens"),
+    "--trust-remote-code": _noted("no tokenizer is loaded: the server counts the tokens", takes_value=False),
+    "--disable-tqdm": _noted("there is no progress bar", takes_value=False),
+    "--percentile-metrics": _noted("all of them are printed"),
+    "--metric-percentiles": _noted("p50, p90 and p99 are printed; --result FILE has every request"),
+    "--ready-check-timeout-sec": _noted("a server that is not ready is an error"),
+    "--save-detailed": _noted("--result FILE has every request", takes_value=False),
+    "--burstiness": _noted("arrivals are Poisson", values="1 1.0", why=_BY_TRACE),
+    "--random-range-ratio": _noted("lengths are exact", values="0 0.0", why=_BY_TRACE),
+    "--dataset-path": _refused(_BY_TRACE),
+    "--ramp-up-strategy": _refused(_BY_TRACE),
+    "--ramp-up-start-rps": _refused(_BY_TRACE),
+    "--ramp-up-end-rps": _refused(_BY_TRACE),
+    "--save-result": _refused(_IN_RESULT, takes_value=False),
+    "--append-result": _refused(_IN_RESULT, takes_value=False),
+    "--result-dir": _refused(_IN_RESULT),
+    "--result-filename": _refused(_IN_RESULT),
+    "--lora-modules": _refused("give the adapter's name as --model"),
+    "--profile": _refused("journeys (GET /v1/requests/ID) say where a request's time went", takes_value=False),
+}
+"""Flags of `vllm bench serve` that are not ours."""
 
 
 def add_bench(commands: Any) -> None:
@@ -50,6 +98,18 @@ def above_zero(text: str) -> float:
 
 def _processes(text: str) -> int | str:
     return AUTO if text.strip().lower() == AUTO else positive(text)
+
+
+def _api(text: str) -> str:
+    if text not in APIS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither chat nor completions")
+    return APIS[text]
+
+
+def _dataset(text: str) -> str:
+    if text != "random":
+        raise argparse.ArgumentTypeError(f"{text!r} is not offered: prompts are random; {_BY_TRACE}")
+    return text
 
 
 def slo(text: str) -> tuple[str, float]:
@@ -122,11 +182,19 @@ def _add_serve(kinds: Any) -> None:
         "inter-token latency, throughput and goodput.",
     )
     add = parser.add_argument
-    add(
-        "--base-url", default="http://127.0.0.1:8000", metavar="URL", help="the server (default: http://127.0.0.1:8000)"
-    )
+    add("--base-url", metavar="URL", help=f"the server (default: {DEFAULT_URL})")
     add("--model", metavar="NAME", help="model to ask for (default: the first one the server lists)")
-    add("--endpoint", type=one_of(("chat", "completions")), default="completions", metavar="{chat,completions}", help="which API (default: completions)")  # fmt: skip
+    add("--host", metavar="HOST", help="the server's host, in place of --base-url")
+    add("--port", type=integer, metavar="N", help="the server's port, in place of --base-url")
+    add("--endpoint", type=_api, default="completions", metavar="{chat,completions}", help="which API, or its route (default: completions)")  # fmt: skip
+    add("--backend", dest="endpoint", type=_api, default=argparse.SUPPRESS, metavar="NAME", help="the API by vLLM's names: openai-chat is chat; vllm and openai are completions")  # fmt: skip
+    add(
+        "--dataset-name",
+        type=_dataset,
+        default="random",
+        metavar="random",
+        help="prompts are random, or those of --trace",
+    )
     add("--api-key", metavar="KEY", help="the server's API key; environment: OCTAVO_API_KEY")
     add("--num-prompts", type=positive, default=100, metavar="N", help="requests (default: 100)")
     add("--num-warmups", type=integer, default=1, metavar="N", help="requests before measuring (default: 1)")
@@ -154,4 +222,15 @@ def _add_serve(kinds: Any) -> None:
     add("--timeout", type=above_zero, default=600.0, metavar="X", help="seconds after which a request counts as failed (default: 600)")  # fmt: skip
     add("--seed", type=integer, default=0, metavar="N", help="seed of prompts and arrivals (default: 0)")
     _add_result(parser)
-    parser.set_defaults(run=_runs("serve"))
+    parser.takes_foreign_flags, parser.foreign_flags = True, OF_VLLM
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    if arguments.host is not None or arguments.port is not None:
+        if arguments.base_url is not None:
+            raise ConfigError("--base-url names host and port already: leave out --host and --port")
+        host = arguments.host or "127.0.0.1"
+        arguments.base_url = f"http://{f'[{host}]' if ':' in host else host}:{arguments.port or 8000}"
+    arguments.base_url = arguments.base_url or DEFAULT_URL
+    return _runs("serve")(arguments)

@@ -279,6 +279,7 @@ def _replica(
         max_model_len=or_else(wanted, longest),
         page_size=page_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        prefix_eviction=config.cache.prefix_eviction,
         scheduling_policy=scheduler.scheduling_policy,
         max_inter_token_ms=limit if limit == AUTO or not isinstance(limit, str) else 0.0,
         max_waiting_requests=scheduler.max_waiting_requests,

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from octavo.cache.kv_cache import MissReason
 from octavo.messages import Abort, GenerateRequest, StepPlan
+from octavo.observe.journeys.recent_prompts import Difference, RecentPrompts
 from octavo.observe.journeys.stages import (
     MAX_CHUNKS,
     MAX_STAGES,
@@ -59,6 +61,7 @@ class _Track:
         "capped_steps",
         "chunks",
         "computed",
+        "difference",
         "dropped",
         "epoch",
         "first_look",
@@ -69,6 +72,7 @@ class _Track:
         "is_ended",
         "is_first",
         "is_pooled",
+        "missed",
         "name",
         "num_accepted",
         "num_drafted",
@@ -101,6 +105,8 @@ class _Track:
         self.num_output = self.output_at = 0  # tokens now, and when the present stage began
         self.preemptions = 0
         self.num_drafted = self.num_accepted = 0
+        self.missed: MissReason = ""
+        self.difference: Difference | None = None
         self.grammar_wait_since: float | None = None  # None: it does not wait for a grammar
         self.enter_queue(queue_look, step_at)
         self.enter_row(0)
@@ -158,6 +164,7 @@ class EngineJournal(StepObserver):
         self._queue = _Queue()
         self._num_plans = 0
         self._last_commit = 0.0
+        self._prompts = RecentPrompts()
         self._prompting: dict[
             int, _Track
         ] = {}  # row → the choice that computes a prompt there, or will in the next step
@@ -230,6 +237,9 @@ class EngineJournal(StepObserver):
             self._end(committed.ended, reasons, now)
             if committed.let_in:
                 self._let_in(committed.let_in, now)
+
+    def prefixes_reset(self, now: float) -> None:
+        self._prompts.clear()
 
     def dropped(self) -> None:
         self._journeys.clear()
@@ -306,6 +316,8 @@ class EngineJournal(StepObserver):
             name: StageName = "decode" if was_swapped else "recompute" if again else "prefill"
             self._next_stage(track, name, now)
             track.enter_row(plan.starts[column])
+            if is_first and not again:
+                self._note_miss(track, journey.request, request.miss)
             if was_swapped:
                 track.first_look = self._tally.look()
             else:
@@ -314,6 +326,11 @@ class EngineJournal(StepObserver):
                 for other in journey.tracks:
                     if not other.stages and not other.is_ended:
                         self._next_stage(other, "prefill", now)
+
+    def _note_miss(self, track: _Track, source: GenerateRequest, miss: MissReason) -> None:
+        track.missed = miss
+        name = source.http_id or source.id
+        track.difference = self._prompts.add(source.owner, name, source.prompt_ids, compare=miss == "new")
 
     def _fork(self, requests: Iterable[Request], now: float) -> None:
         """Choices that share a computed prompt now, and compute its last token in the next step."""
@@ -424,6 +441,8 @@ class EngineJournal(StepObserver):
             case _:
                 cached, computed = track.cached, track.computed
                 chunks = list(track.chunks)
+                is_prefill = track.name == "prefill"
+                difference = track.difference if is_prefill else None
                 return Stage(
                     track.name,
                     track.start,
@@ -431,6 +450,9 @@ class EngineJournal(StepObserver):
                     output,
                     cached_tokens=cached,
                     computed_tokens=computed,
+                    missed=track.missed if is_prefill else "",
+                    differs_at=None if difference is None else difference.at,
+                    differs_from="" if difference is None else difference.request_id,
                     chunks=chunks,
                     capped_steps=track.capped_steps,
                     grammar_seconds=grammar,

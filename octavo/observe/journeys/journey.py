@@ -49,6 +49,9 @@ class Journey(msgspec.Struct, frozen=True, gc=False):
     status: int = 0  # HTTP; 0: no answer yet. 499: the client left
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_miss: str = (
+        ""  # why no more of the first prompt was found in the prefix cache; empty: all that can be shared was
+    )
     output_tokens: int = 0  # of the answer; the engine may have gone on beyond a stop string (stages say how far)
     preemptions: int = 0
     drafted_tokens: int = 0  # by speculation
@@ -289,6 +292,7 @@ def _totals(
     return {
         "prompt_tokens": prompt_tokens,
         "cached_tokens": 0 if prefill is None else prefill.cached_tokens,
+        "cache_miss": "" if prefill is None else prefill.missed,
         "output_tokens": output_tokens,
         "preemptions": preemptions,
         "drafted_tokens": drafted_tokens,

@@ -57,6 +57,12 @@ class Stage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     dropped_tokens: int = 0  # preempted: dropped, to be computed again
     cached_tokens: int = 0  # prefill, recompute: found in the prefix cache; load: loaded into it
     computed_tokens: int = 0  # prefill, recompute
+    missed: str = ""  # prefill: why the prefix cache had no more of it (cache.kv_cache.MissReason); empty: it had all that can be shared
+    differs_at: int | None = (
+        None  # prefill: first token that differs from the latest prompts of the same API key; None: not known
+    )
+    differs_from: str = ""  # … the request with the longest beginning in common
+    differs_text: str = ""  # … its own text from there on, some tokens of it; shown to its own API key alone
     chunks: list[Chunk] = []  # prefill, recompute
     capped_steps: int = (
         0  # prefill, recompute: steps that computed less of it, or nothing, because streams were running

@@ -6,6 +6,7 @@ from typing import get_args
 
 import msgspec
 
+from octavo.cache.kv_cache import MissReason
 from octavo.messages import Abort, EngineReport, FinishReason, GenerateRequest, Responded, TokenDelta
 from octavo.observe.live_state import LiveTotals
 from octavo.observe.metrics.exposition import Histogram, Scrape
@@ -98,6 +99,7 @@ class EngineMetrics(StepObserver):
         self._generation_tokens = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
+        self._missed: dict[str, int] = dict.fromkeys((reason or "tail" for reason in get_args(MissReason)), 0)
         self._num_drafts = self.draft_tokens = 0
         self._accepted_by_position: list[int] = []
         self._finished: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
@@ -126,7 +128,7 @@ class EngineMetrics(StepObserver):
         for leaver in planned.returned:
             self.preempted(leaver.request.id)
         for request in planned.admitted:
-            self.admitted(request.id, now, request.num_cached)
+            self.admitted(request.id, now, request.num_cached, request.miss)
 
     def planned(self, planned: Planned, now: float) -> None:
         if planned.capped is not None:
@@ -165,7 +167,7 @@ class EngineMetrics(StepObserver):
         """A request joined the queue. `now` counts where the request does not say when it arrived."""
         self._open[request.id] = _Open(request, now)
 
-    def admitted(self, request_id: str, now: float, num_cached_tokens: int) -> None:
+    def admitted(self, request_id: str, now: float, num_cached_tokens: int, miss: MissReason = "") -> None:
         """A request got a row. A later admission, after a preemption, is not a second wait in the queue."""
         request = self._open.get(request_id)
         if request is None or request.admitted:
@@ -176,6 +178,7 @@ class EngineMetrics(StepObserver):
         self._prompt_tokens += request.prompt_len
         self._prefix_queries += request.prompt_len
         self._prefix_hits += num_cached_tokens
+        self._missed[miss or "tail"] += request.prompt_len - num_cached_tokens
 
     def times(self, request_id: str, index: int) -> tuple[float, float]:
         """(arrival, last token) of a choice; 0.0: not known, or not yet."""
@@ -352,6 +355,13 @@ class EngineMetrics(StepObserver):
                 ({"source": "local_compute"}, self._prompt_tokens - self._prefix_hits),
                 ({"source": "local_cache_hit"}, self._prefix_hits),
             ],
+        )
+        scrape.counter(
+            "octavo:prefix_missed_tokens",
+            "Prompt tokens that the prefix cache did not have, by reason. new: no earlier prompt had the same tokens up to there; evicted: their "
+            "pages were needed for others; tail: behind the last full page; short: the prompt does not fill a page; needed: the prompt must be computed; "
+            "window: layers with a window have freed them; off: there is no prefix cache.",
+            [({"reason": reason}, count) for reason, count in self._missed.items()],
         )
         scrape.counter(
             "vllm:prompt_tokens_cached_by_source",

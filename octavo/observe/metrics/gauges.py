@@ -30,6 +30,17 @@ class TierState:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldState:
+    """Prefixes whose pages are evicted last, by why: session (a conversation that may go on), pin (POST /v1/prefix)."""
+
+    num_holds: Mapping[str, int] = field(default_factory=dict)
+    num_bytes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of their pages, in memory or not; one of two holds counts twice
+    num_dropped: int = 0  # since the start
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterState:
     """Adapters (--enable-lora). Counts are since the start."""
 
@@ -71,6 +82,7 @@ class EngineState:
     blocked_seconds: Mapping[str, float] = field(default_factory=dict)  # of the queue's head since the start, by reason
     tier: TierState = TierState()  # all 0: there is none
     adapters: AdapterState | None = None  # None: none are served
+    holds: HoldState = HoldState()
 
 
 def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> None:
@@ -149,6 +161,7 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         counts = [({"reason": reason}, count) for (each, reason), count in state.refusals.items() if each == kind]
         scrape.counter(f"octavo:{kind}_requests", help, counts)
     _write_tier(scrape, report, state.tier)
+    _write_holds(scrape, state.holds)
     if state.adapters is not None:
         _write_adapters(scrape, state.adapters)
 
@@ -176,6 +189,25 @@ def _write_adapters(scrape: Scrape, adapters: AdapterState) -> None:
         "octavo:adapter_wait_seconds",
         "Time for which requests waited for their adapter.",
         [({}, adapters.wait_seconds)],
+    )
+
+
+def _write_holds(scrape: Scrape, holds: HoldState) -> None:
+    kinds = ("session", "pin")
+    scrape.gauge(
+        "octavo:held_prefixes",
+        "Prefixes whose KV pages are evicted last: of conversations that may go on (session), and pinned by POST /v1/prefix (pin).",
+        [({"kind": kind}, holds.num_holds.get(kind, 0)) for kind in kinds],
+    )
+    scrape.gauge(
+        "octavo:held_prefix_bytes",
+        "KV pages of these prefixes; a page of two prefixes counts twice.",
+        [({"kind": kind}, holds.num_bytes.get(kind, 0)) for kind in kinds],
+    )
+    scrape.counter(
+        "octavo:held_prefixes_dropped",
+        "Conversations whose pages lost their place before their time, because half of the KV pages is held at most.",
+        [({}, holds.num_dropped)],
     )
 
 

@@ -26,7 +26,7 @@ from octavo.server.state.owners import Viewer
 from octavo.server.state.pools import FILES
 from octavo.server.state.service import Service
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/score", "/v1/rerank")
 MAX_LIMIT = 100
 MAX_HOURS = 14 * 24
 ROWS_PER_SLOT = 4

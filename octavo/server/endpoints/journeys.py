@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from octavo.errors import EngineUnavailable, InvalidRequest, NotFound
 from octavo.messages import ReadJourneys
 from octavo.observe.journeys.journey import STATES, Journey
-from octavo.observe.journeys.stages import EngineJourney
+from octavo.observe.journeys.stages import EngineJourney, Stage
 from octavo.server.http.sse import viewer_of
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.owners import Viewer
@@ -32,7 +32,8 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/requests/{request_id}")
     async def one(request_id: str, request: Request) -> Response:
-        return _json(await _find(service, request_id, viewer_of(service, request)))
+        viewer = viewer_of(service, request)
+        return _json(_shown(service, await _find(service, request_id, viewer), viewer))
 
     @router.get("/v1/requests")
     async def several(request: Request) -> Response:
@@ -43,9 +44,22 @@ def router(service: Service) -> APIRouter:
         # Requests that were not submitted yet are known only to their own API process, for a few milliseconds.
         if state in ("", "running"):
             found = [journey.as_journey() for journey in service.journeys.still_here(viewer)] + found
-        return _json(JourneyList(found[:limit]))
+        return _json(JourneyList([_shown(service, journey, viewer) for journey in found[:limit]]))
 
     return router
+
+
+def _shown(service: Service, journey: Journey, viewer: Viewer) -> Journey:
+    """Without words of a prompt where the viewer also sees those of other keys."""
+    if not (viewer.sees_all and service.owners.has_several):
+        return journey
+    hidden = [_wordless(stage) for stage in journey.stages]
+    legs = [msgspec.structs.replace(leg, stages=[_wordless(stage) for stage in leg.stages]) for leg in journey.legs]
+    return msgspec.structs.replace(journey, stages=hidden, legs=legs)
+
+
+def _wordless(stage: Stage) -> Stage:
+    return msgspec.structs.replace(stage, differs_text="") if stage.differs_text else stage
 
 
 async def _find(service: Service, request_id: str, viewer: Viewer) -> Journey:

@@ -17,7 +17,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     parent: str | None = None  # of an adapter: the model's name
     object: Literal["model"] = "model"
     owned_by: Literal["octavo"] = "octavo"
-    capabilities: tuple[Literal["chat", "completion", "embedding"], ...] = ()
+    capabilities: tuple[Literal["chat", "completion", "embedding", "classification"], ...] = ()
     default_sampling: dict[str, float] = {}  # where a request sets none; the model's generation_config.json has them
 
 
@@ -52,7 +52,9 @@ def _card(service: Service, name: str) -> ModelCard:
     if name not in service.model_names:  # an adapter
         card = msgspec.structs.replace(card, root=service.adapters.path_of(name), parent=service.model_name)
     if not report.can_generate:
-        return msgspec.structs.replace(card, capabilities=("embedding",))
+        return msgspec.structs.replace(
+            card, capabilities=("embedding", "classification") if report.num_labels else ("embedding",)
+        )
     capabilities = ("chat", "completion", "embedding") if text.has_chat_template else ("completion", "embedding")
     return msgspec.structs.replace(card, capabilities=capabilities, default_sampling=text.default_sampling)
 

@@ -22,7 +22,8 @@ from octavo.server.generate.chat import (
 from octavo.server.generate.messages import MESSAGES, parse_messages
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import Prompt, check_text_len, cut_prompt
-from octavo.server.schema.fields import GenerationFields
+from octavo.server.generate.retention import retention_in
+from octavo.server.schema.fields import GenerationFields, Retention
 from octavo.server.schema.shapes import Messages, ToolChoice, Tools
 from octavo.server.state.service import Service
 from octavo.text import Text
@@ -66,6 +67,10 @@ class ChatFields(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None
+
+    @property
+    def retention(self) -> Retention | None:
+        return self.prompt_cache_retention or retention_in(self.messages, self.tools)
 
 
 @dataclass(frozen=True, slots=True)

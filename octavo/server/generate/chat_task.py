@@ -73,6 +73,7 @@ class ChatTask:
             service.text, is_constrained=bool(form.grammar), include_reasoning=fields.include_reasoning is not False
         )
         self.response_id, self.prompt = response_id, prompt
+        self.retention = fields.retention
         self.params: SamplingParams = request.params
         self.finish_reason: str | None = None  # ┐ of the one choice, set when `parts` has ended
         self.stop_reason: str | int | None = None  # │
@@ -154,6 +155,16 @@ class ChatTask:
     def num_cached_tokens(self) -> int:
         details = self.usage.prompt_tokens_details
         return details.cached_tokens if details else 0
+
+    @property
+    def num_added_tokens(self) -> int:
+        """Prompt tokens that this request has added to the prefix cache, where it asked for that: those of full pages that were not found.
+        0 as long as it is not known what was found."""
+        details = self.usage.prompt_tokens_details
+        if self.retention is None or details is None or not self._service.config.cache.enable_prefix_caching:
+            return 0
+        size = self._service.report.page_size
+        return max(0, self.usage.prompt_tokens // size * size - details.cached_tokens)
 
     @property
     def num_reasoning_tokens(self) -> int:

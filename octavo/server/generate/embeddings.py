@@ -9,7 +9,7 @@ import msgspec
 from octavo.admission.finish_errors import failure_of
 from octavo.admission.validate import RequestSize, admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.errors import Field, InvalidRequest, RequestFailed
-from octavo.messages import GenerateRequest
+from octavo.messages import GenerateRequest, PoolingParams
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import check_text_len, new_id
 from octavo.server.schema.fields import LimitFields, RequestFields
@@ -19,25 +19,37 @@ from octavo.server.state.service import Service
 MAX_INPUTS = 2048
 
 
-class EmbeddingRequest(RequestFields, LimitFields):
+class InputFields(RequestFields, LimitFields):
+    """What all routes share that compute something of prompts."""
+
     input: Prompts
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
     truncate_prompt_tokens: int | None = None  # vLLM's: truncate to this many tokens; -1: to the model's limit
-    normalize: bool | None = None  # vLLM's
-    pooling: str | None = None
     priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
     # A label for the caller's own use: accepted, without effect.
     user: str | None = None
 
 
+class EmbeddingRequest(InputFields):
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None  # vLLM's
+    pooling: str | None = None
+
+
 async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> list[GenerateRequest]:
-    return await offload_prompt(fields.num_bytes, lambda: _parse(service, fields, arrived))
+    def make() -> list[GenerateRequest]:
+        pooling_config, report = service.text.pooling_config, service.report
+        pooling = choose_pooling(pooling_config, report, fields.pooling, fields.normalize, fields.dimensions)
+        return requests_of(service, fields, pooling, arrived, new_id("embd"))
+
+    return await offload_prompt(fields.num_bytes, make)
 
 
-def _parse(service: Service, fields: EmbeddingRequest, arrived: float) -> list[GenerateRequest]:
+def requests_of(
+    service: Service, fields: InputFields, pooling: PoolingParams, arrived: float, response_id: str
+) -> list[GenerateRequest]:
+    """One request for each input. Encodes texts: large ones are to be made in a thread."""
     pooling_config, report = service.text.pooling_config, service.report
-    pooling = choose_pooling(pooling_config, report, fields.pooling, fields.normalize, fields.dimensions)
     longest = longest_embedding(pooling, pooling_config, report)
     cut = cut_to(fields.truncate_prompt_tokens, longest)
     inputs = _inputs(fields.input)
@@ -46,7 +58,6 @@ def _parse(service: Service, fields: EmbeddingRequest, arrived: float) -> list[G
     encoded = {param: _ids(service, item, param, longest, cut) for param, item in inputs.items()}
     num_tokens = sum(map(len, encoded.values()))
     RequestSize(len(inputs), 1, num_tokens, prompt_field=Field("input")).check(service.config.budget)
-    response_id = new_id("embd")
     requests = [
         admit_embedding(
             f"{response_id}-{number}",

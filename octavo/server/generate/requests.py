@@ -13,6 +13,7 @@ from octavo.config import BudgetConfig
 from octavo.errors import ContextTooLong, Field, InvalidRequest, quote
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
 from octavo.observe.journeys.journey import current
+from octavo.server.generate.retention import hold_of, salt_of
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.state.service import Service
 from octavo.text import Text
@@ -53,6 +54,8 @@ def build_requests(
     check_beams(fields, report)
     values = sampling_values(fields, report, text.default_sampling)
     values |= {"logprobs": logprobs, **more}
+    if fields.cache_salt:
+        values["prefix_salt"] = salt_of(fields.cache_salt)
     if fields.bad_words:
         values["bad_word_ids"] = text.bad_word_ids(SamplingParams(bad_words=fields.bad_words).bad_words)
     limit, wanted = _wanted_tokens(fields)
@@ -66,7 +69,7 @@ def build_requests(
     _size_of(prompts, all_max_tokens, fields, report).check(budget)
     label_tenant(fields.user)
     params_by_limit: dict[int | None, SamplingParams] = {}
-    wishes = _wishes(fields, arrived)
+    wishes = _wishes(fields, arrived, budget)
     if len(prompts) > 1:
         wishes["response_id"] = response_id
     requests = []
@@ -183,12 +186,22 @@ def check_beams(fields: GenerationFields, report: EngineReport) -> None:
         )
 
 
-def _wishes(fields: GenerationFields, arrived: float) -> dict[str, Any]:
+def _wishes(fields: GenerationFields, arrived: float, budget: BudgetConfig) -> dict[str, Any]:
     """Rarely used fields of a GenerateRequest."""
-    return {**({"wants_progress": True} if fields.wants_progress else {}), **fields.times(arrived)}
+    hold = hold_of(fields.prompt_cache_key, fields.retention, budget.max_prefix_retention)
+    return {**({"wants_progress": True} if fields.wants_progress else {}), **fields.times(arrived), **hold}
 
 
-_BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "prediction_ids", "structured_outputs", "grammar", "adapter"}
+_BY_ENDPOINT = {
+    "max_tokens",
+    "logprobs",
+    "bad_word_ids",
+    "prediction_ids",
+    "structured_outputs",
+    "grammar",
+    "adapter",
+    "prefix_salt",
+}
 _BY_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT]
 
 

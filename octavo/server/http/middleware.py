@@ -136,7 +136,7 @@ class RequestMiddleware:
             self._check_key(scope, headers, self._metrics_keys)
 
     def _check_key(self, scope: Scope, headers: Headers, more_keys: Sequence[bytes] = ()) -> None:
-        keys, passwords = _secrets(headers)
+        keys, passwords = secrets_of(headers)
         # Every key is compared, in constant time, so that timing reveals nothing about them.
         right, right_passwords = (
             [key for secret in given for key in (*self._keys, *more_keys) if hmac.compare_digest(secret, key)]
@@ -144,7 +144,7 @@ class RequestMiddleware:
         )
         if not right:
             if not right_passwords:
-                raise _unauthorized(scope, is_wrong=any(keys) or any(passwords))
+                raise unauthorized(scope, is_wrong=any(keys) or any(passwords))
             self._origins.check(scope, headers)  # browsers add a stored password to requests of other sites' pages, too
         scope[OWNER] = self._service.owners.of((right or right_passwords)[0])
 
@@ -322,7 +322,7 @@ def new_request_id() -> str:
     return "req-" + os.urandom(12).hex()
 
 
-def _secrets(headers: Headers) -> tuple[list[bytes], list[bytes]]:
+def secrets_of(headers: Headers) -> tuple[list[bytes], list[bytes]]:
     """The keys that a request carries, and the passwords, which browsers add by themselves: OpenAI's clients send a bearer token,
     Anthropic's x-api-key. Raw bytes: `headers` decodes Latin-1, with which a key outside ASCII would never match."""
     keys, passwords = [], []
@@ -345,7 +345,7 @@ def _password(credentials: bytes) -> bytes:
         return b""
 
 
-def _unauthorized(scope: Scope, *, is_wrong: bool) -> Unauthorized:
+def unauthorized(scope: Scope, *, is_wrong: bool) -> Unauthorized:
     """For a page the challenge asks for a password, which browsers prompt for."""
     route = route_of(scope)
     is_page = scope["method"] == "GET" and (route in PAGES or route.startswith(PAGES_FOLDER))

@@ -44,6 +44,8 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
     64,
     512,
 )  # entries, characters: OpenAI's limits for stored objects
+Retention = Literal["in_memory", "in-memory", "24h", "5m", "1h"]
+"""OpenAI's prompt_cache_retention; the last two are Anthropic's."""
 MAX_MILLISECONDS = 10**12  # far beyond any use, and fits a clock
 MAX_REFUSED = 8  # fields that one error lists by name
 MAX_LOGGED = 1000  # field names remembered as logged
@@ -308,11 +310,19 @@ class GenerationFields(SamplingFields, SearchFields, StreamFields):
     response_format: ResponseFormat = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None  # vLLM's: tokens of a choice per stream event, after the first token
+    # How long its pages stay: a hint (server/generate/retention.py).
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Retention | None = None
+    cache_salt: str | None = None  # vLLM's: it shares prefixes only with requests that have the same
     # Labels for the caller's own use: accepted, without effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+
+    @property
+    def retention(self) -> Retention | None:
+        """For how long it asks for its pages to stay."""
+        return self.prompt_cache_retention
 
     @property
     def wants_usage(self) -> bool:

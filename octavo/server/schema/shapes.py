@@ -56,6 +56,8 @@ _CACHE_CONTROL = _any_of(_object(("type",), type=_one_of("ephemeral"), ttl=_one_
 
 Prompts = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _TEXTS, _IDS, _list_of(_IDS, 1)))]
 """A string, a list of strings, a list of token ids, a list of lists of token ids."""
+TextOrTexts = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _TEXTS, _NULL))]
+Documents = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_any_of(_TEXT, _object(("text",), text=_TEXT)), 1)))]
 Stops = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_TEXT), _NULL))]
 
 # ── OpenAI's: chat ──────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from octavo.server.schema.unsupported import LABELS, NOT_OFFERED_WITHIN, WITHOUT_EFFECT, Harmless
+from octavo.server.schema.unsupported import HINTS, LABELS, NOT_OFFERED_WITHIN, WITHOUT_EFFECT, Harmless
 
 MAX_FOUND = 64  # fields of a kind that are listed by name; the rest are counted
 MAX_NAME_LEN = 100
@@ -92,6 +92,9 @@ def build_tree(schema: Mapping[str, Any], not_offered: Mapping[str, Harmless]) -
         for members, name in _places(tree, row):
             if name in members or "." in row:
                 members.setdefault(name, Member()).label = why
+    for row in HINTS:
+        for members, name in _places(tree, row):
+            members.setdefault(name, Member())
     return tree
 
 

@@ -20,7 +20,6 @@ NOT_OFFERED: dict[str, Harmless] = {
     "grammar_triggers": ([],),
     "guided_decoding_backend": (),
     # vLLM: engine
-    "cache_salt": (),
     "kv_transfer_params": (),
     "prompt_embeds": (),
     "request_id": (),
@@ -43,29 +42,21 @@ NOT_OFFERED_WITHIN: dict[str, Harmless] = {
 }
 
 LABELS: dict[str, str] = {
-    "cache_control": "equal prefixes are shared automatically",
     "user": "a label for the caller's own use",
     "metadata": "a label for the caller's own use",
-    "prompt_cache_key": "equal prefixes are shared automatically",
     "safety_identifier": "a label for the caller's own use",
     # in messages that clients send back as they, or their libraries, had them from an earlier answer
-    "messages[].cache_control": "equal prefixes are shared automatically",
     "messages[].parsed": "parsed from content by the client's library",
     "messages[].provider_specific_fields": "private data of the client's library",
-    "messages[].content[].cache_control": "equal prefixes are shared automatically",
     "messages[].content[].caller": "only the model calls tools",
     "messages[].content[].citations": "chat templates have no place for citations",
-    "messages[].content[].content[].cache_control": "equal prefixes are shared automatically",
     "messages[].content[].content[].citations": "chat templates have no place for citations",
     "messages[].content[].signature": "reasoning is plain text here and needs no signature",
     "messages[].content[].toolset_name": "calls use the tool's own name",
     "messages[].tool_calls[].index": "calls are read in the order of the list",
     "messages[].tool_calls[].function.parsed_arguments": "parsed from arguments by the client's library",
-    "system[].cache_control": "equal prefixes are shared automatically",
     "system[].citations": "chat templates have no place for citations",
-    "tools[].cache_control": "equal prefixes are shared automatically",
     "tools[].eager_input_streaming": "arguments are sent in one piece, once they are complete",
-    "tools[].function.cache_control": "equal prefixes are shared automatically",
     # of the Responses API
     "input[].caller": "only the model calls tools",
     "input[].namespace": "calls use the tool's own name",
@@ -87,6 +78,17 @@ LABELS: dict[str, str] = {
     "text.format.strict": "a schema is always enforced",
 }
 """Fields that ask for nothing: accepted silently, and why that is right."""
+
+HINTS: tuple[str, ...] = (
+    "messages[].cache_control",
+    "messages[].content[].cache_control",
+    "messages[].content[].content[].cache_control",
+    "system[].cache_control",
+    "tools[].cache_control",
+    "tools[].function.cache_control",
+)
+"""Members that every dialect takes where it has the object that holds them, whether or not its own schema names them: they ask for pages to stay
+(server/generate/retention.py)."""
 
 _AT_START = "it is decided when the server starts"
 

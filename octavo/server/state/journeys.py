@@ -22,6 +22,8 @@ log = logging.getLogger("octavo.server")
 PATIENCE_SECONDS = 10.0
 """How long to wait for the engine's part of an aborted request's journey: it is sent after the current step."""
 
+SPELLED_TOKENS = 8  # of a prompt, from where it differs on
+
 _encode = msgspec.json.Encoder().encode
 EVENT = b"event: octavo.journey\ndata: %s\n\n"
 
@@ -63,6 +65,8 @@ class Journeys(EngineObserver):
         self._left: set[OpenJourney] = set()  # the connection has ended, the generation has not
         self.on_report: list[Callable[[Journey, OpenJourney], None]] = []
         self._sent = SentJourneys(max_bytes)
+        self.spell: Callable[[list[int]], str] | None = None  # text of token ids; None: no tokenizer
+        self._prompts: dict[str, list[int]] = {}  # of open requests, by id
         engine.observer = self
 
     def begin(self, id: str, method: str, path: str, received: float) -> OpenJourney:
@@ -126,6 +130,7 @@ class Journeys(EngineObserver):
                 del self._open[journey.id]
         for id in journey.requests:
             self._by_request.pop(id, None)
+            self._prompts.pop(id, None)
         final = journey.as_journey()
         responded = Responded(
             [journey.id, *journey.requests],
@@ -143,6 +148,9 @@ class Journeys(EngineObserver):
             journey.ended,
             owner=journey.owner,
             jobs=journey.jobs,
+            cached_tokens=final.cached_tokens,
+            cache_miss=final.cache_miss,
+            differs_at=next((stage.differs_at for stage in final.stages if stage.name == "prefill"), None),
         )
         self._engine.responded(responded)
         if responded.journey:
@@ -185,18 +193,35 @@ class Journeys(EngineObserver):
         if self._keeps_prompts:
             journey.prompts.append(request.prompt_ids)
         self._by_request[request.id] = journey
+        self._prompts[request.id] = request.prompt_ids
 
     def travelled(self, journey_part: bytes) -> None:
         travelled = self._decoder.decode(journey_part)
         journey = self._by_request.get(travelled.id)
         if journey is not None:
-            journey.travelled[travelled.id] = travelled
+            journey.travelled[travelled.id] = self._spelled(travelled)
             if not journey.has_engine_part:
                 return
             if (event := self._waiting.get(journey)) is not None:
                 event.set()
             if journey in self._over:
                 self._report(journey)
+
+    def _spelled(self, part: EngineJourney) -> EngineJourney:
+        """With the words at which a prompt begins to differ from earlier ones."""
+        spell, prompt = self.spell, self._prompts.get(part.id)
+        if spell is None or prompt is None or all(stage.differs_at is None for stage in part.tracks[0].stages):
+            return part
+        first = part.tracks[0]
+        stages = [
+            stage
+            if stage.differs_at is None
+            else msgspec.structs.replace(
+                stage, differs_text=spell(prompt[stage.differs_at : stage.differs_at + SPELLED_TOKENS])
+            )
+            for stage in first.stages
+        ]
+        return msgspec.structs.replace(part, tracks=[msgspec.structs.replace(first, stages=stages), *part.tracks[1:]])
 
 
 class JourneySender:

@@ -46,6 +46,7 @@ class Owners:
         # A single key is everybody's: there is nothing to hide from it.
         self._see_all = accepted if len(accepted) == 1 else self._admins
         self._has_keys = bool(accepted)
+        self.has_several = len(accepted) > 1  # keys, which must not see each other's text
 
     def of(self, key: bytes) -> bytes:
         """The owner of what this key makes."""

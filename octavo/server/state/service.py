@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -62,6 +63,7 @@ class Service:
         self.tenants = Tenants(config, self.owners, engine.origin, num_processes)
         engine.count_usage(self.tenants.accounts)
         self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
+        self.journeys.spell = lambda token_ids: text.decode(token_ids, False)
         self.live = LiveFeed(engine)
         endpoint = config.server.otlp_traces_endpoint
         self.traces = Traces(endpoint, model_name, version()) if endpoint else None
@@ -150,6 +152,8 @@ class Service:
         journey = current.get()
         if journey is not None:
             self.tenants.admit(journey.owner, requests)
+            if self.config.server.prefix_sharing == "key" and journey.owner:
+                requests = [self._salted(each, journey.owner) for each in requests]
             if self.config.scheduler.fairness != "none":
                 tenant, weight = self.tenants.number_of(journey.owner, journey)
                 requests = [msgspec.structs.replace(each, tenant=tenant, weight=weight) for each in requests]
@@ -159,6 +163,18 @@ class Service:
         except BaseException:
             self.release([request.id for request in requests])
             raise
+
+    def _salted(self, request: GenerateRequest, owner: bytes) -> GenerateRequest:
+        params = msgspec.structs.replace(
+            request.params, prefix_salt=self.prefix_salt(owner, request.params.prefix_salt)
+        )
+        return msgspec.structs.replace(request, params=params)
+
+    def prefix_salt(self, owner: bytes, salt: str = "") -> str:
+        """SamplingParams.prefix_salt of this owner's requests. `salt`: what the request itself brings."""
+        if self.config.server.prefix_sharing != "key" or not owner:
+            return salt
+        return hashlib.blake2b(owner + salt.encode(), digest_size=16, person=b"octavo key salt").hexdigest()
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Abort those that have not ended, and forget them all."""

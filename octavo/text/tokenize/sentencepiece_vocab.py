@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import ConfigError
 from octavo.text.tokenize.detokenizer import BytePieces, Detokenizer
 from octavo.text.tokenize.special_token_escape import SpecialTokenEscape, any_of, reads_like_control
-from octavo.text.tokenize.tokenizer import SPACE_MARK, spell_marked
+from octavo.text.tokenize.tokenizer import SPACE_MARK, PairForm, spell_marked
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -78,6 +78,10 @@ class SentencePieceTokenizer:
     def encode(self, text: str, add_special_tokens: bool, max_ids: int | None = None) -> list[int]:
         ids = self._encode(text, _encode)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    @property
+    def pair_form(self) -> PairForm | None:
+        return None
 
     def encode_chat(self, text: str, max_ids: int | None = None) -> list[int]:
         return self._encode(text, self._encode_hidden)

@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tokenizers
 from tokenizers import AddedToken, normalizers
@@ -22,6 +22,19 @@ SPACE_MARK = "▁"  # U+2581: stands for a space in SentencePiece vocabularies
 _LONG_TEXT = 4_000  # characters
 
 
+class PairForm(NamedTuple):
+    """The ids around and between the two texts of a pair, as the vocabulary asks for."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    has_types: bool  # tokens of the second text are of another type
+
+    @property
+    def num_added(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+
 class Tokenizer(Protocol):
     vocab_size: int  # including added tokens
     num_ordinary: int  # without tokens that were added after the vocabulary's own
@@ -34,6 +47,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool, max_ids: int | None = None) -> list[int]:
         """Encode `text`, which is valid Unicode. Text that reads like a control token becomes one. `add_special_tokens`: add the
         BOS and EOS that the vocabulary asks for. `max_ids`: if there are more, some of them may be missing at the end."""
+
+    @property
+    def pair_form(self) -> PairForm | None:
+        """How two texts become one prompt. None: the vocabulary does not say it."""
 
     def encode_chat(self, text: str, max_ids: int | None = None) -> list[int]:
         """Encode a rendered chat with `lookalikes` hidden: hidden look-alikes become ordinary tokens."""
@@ -113,6 +130,25 @@ class LibraryTokenizer:
         inner, ids = self.encode("a", False), self.encode("a", True)
         at = next((at for at in range(len(ids)) if ids[at : at + len(inner)] == inner), 0)
         return ids[:at], ids[at + len(inner) :]
+
+    @functools.cached_property
+    def pair_form(self) -> PairForm | None:
+        if self._before or self._after:  # no post-processor: its form for one text is known, that for two is not
+            return None
+        inner = self.encode("a", False)
+        pair = self._tokenizer.encode("a", "a")
+        ids: list[int] = pair.ids
+        starts = [at for at in range(len(ids)) if ids[at : at + len(inner)] == inner]
+        if not inner or len(starts) < 2:
+            return None
+        first, second = starts[0], starts[-1]
+        types: list[int] = pair.type_ids
+        return PairForm(
+            ids[:first],
+            ids[first + len(inner) : second],
+            ids[second + len(inner) :],
+            types[second] != types[first],
+        )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._pieces is not None:

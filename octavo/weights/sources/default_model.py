@@ -29,6 +29,7 @@ class EmbeddedModel:
     sha256: str
     num_bytes: int
     default_sampling: Mapping[str, float] = field(default_factory=dict)  # the makers' advice, which the file lacks
+    note: str = ""  # what its users should know, for the start
 
     @property
     def file_name(self) -> str:
@@ -43,6 +44,7 @@ SMOLLM2 = EmbeddedModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     num_bytes=98362432,
     default_sampling={"temperature": 0.2, "top_p": 0.9},
+    note="this model is for trying the server: it is small (135M parameters in 4 bits) and often wrong; octavo serve MODEL takes another",
 )
 
 

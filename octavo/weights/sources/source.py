@@ -26,6 +26,7 @@ class ModelSource:
     default_sampling: Mapping[str, float] = field(
         default_factory=dict
     )  # the makers' advice, if none of its files holds it
+    note: str = ""  # what its users should know, for the start
 
 
 def resolve(
@@ -42,9 +43,8 @@ def resolve(
             f"--revision {revision} is only for hub ids, and {name or 'the embedded model'!r} is not one: drop it"
         )
     if not name:
-        return ModelSource(
-            default_model.fetch(), default_model.SMOLLM2.name, "gguf", default_model.SMOLLM2.default_sampling
-        )
+        embedded = default_model.SMOLLM2
+        return ModelSource(default_model.fetch(), embedded.name, "gguf", embedded.default_sampling, embedded.note)
     if path is not None:
         return local(path, allow_missing_weights=allow_missing_weights)
     if hub_name is None:

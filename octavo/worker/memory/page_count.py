@@ -94,6 +94,7 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         hidden_size=first.hidden_size,
         fingerprint=_fingerprint(reports),
         can_generate=first.can_generate,
+        num_labels=first.num_labels,
         num_stages=1 + max(report.stage for report in reports),
         adapter_bytes=first.adapter_bytes,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cpu import compare, engine, hf_folder, loads, peers, perplexity, processes
+from benchmarks.cpu import compare, engine, hf_folder, loads, peers, perplexity, processes, questions
 from benchmarks.cpu.__main__ import main
 from benchmarks.cpu.servers import DidNotStart, Server, started
 from benchmarks.cpu.targets import OCTAVO, OCTAVO_FLOAT32, TARGETS
@@ -322,3 +322,9 @@ def test_limits_growth_and_profile(model: Path, tmp_path: Path, capsys: pytest.C
 def test_parts_that_look_into_octavo_need_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--growth", "--model", str(model), "--servers", "llama.cpp"]) == 2
     assert "--growth measures Octavo: name one of octavo, octavo-float32 in --servers" in capsys.readouterr().err
+
+
+def test_an_answer_is_right_by_its_words_alone() -> None:
+    assert questions.is_right("It has Eight legs.", "eight|8") and questions.is_right("8.", "eight|8")
+    assert not questions.is_right("It has 18 legs.", "eight|8") and not questions.is_right("", "Paris")
+    assert len({question for question, _ in questions.QUESTIONS}) == 48

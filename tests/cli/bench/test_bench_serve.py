@@ -387,3 +387,44 @@ def test_a_result_that_cannot_be_written_is_reported_at_the_start(tmp_path: Path
     file.write_text("earlier")
     report.check_writable(str(file))
     assert file.read_text() == "earlier"
+
+
+def test_flags_of_vllms_benchmark_are_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[argparse.Namespace] = []
+    monkeypatch.setattr("octavo.cli.bench.serve.run", lambda arguments: asked.append(arguments) or 0)
+
+    def bench(text: str) -> int:
+        return main.main(["bench", "serve", *text.split()])
+
+    assert (
+        bench(
+            "--backend vllm --model a --served-model-name b --dataset-name random --random-input-len 8 --host ::1 --port 9"
+        )
+        == 0
+    )
+    assert (asked[-1].base_url, asked[-1].endpoint, asked[-1].model, asked[-1].input_len) == (
+        "http://[::1]:9",
+        "completions",
+        "b",
+        8,
+    )
+    assert (
+        bench(
+            "--backend openai-chat --endpoint /v1/chat/completions --tokenizer x --percentile-metrics ttft,tpot --burstiness 1.0"
+        )
+        == 0
+    )
+    assert (asked[-1].base_url, asked[-1].endpoint) == ("http://127.0.0.1:8000", "chat")
+    assert capsys.readouterr().err.count("has no effect: ") == 3
+    for text, error in (
+        ("--backend tgi", "--backend: 'tgi' is neither chat nor completions"),
+        ("--dataset-name sharegpt", "'sharegpt' is not offered: prompts are random; --trace FILE"),
+        ("--burstiness 0.5", "--burstiness 0.5 is not offered: --trace FILE"),
+        ("--save-result", "--save-result is not offered: --result FILE"),
+    ):
+        with pytest.raises(SystemExit):
+            bench(text)
+        assert error in capsys.readouterr().err
+    assert bench("--port 9 --base-url http://x") == 2 and "leave out" in capsys.readouterr().err

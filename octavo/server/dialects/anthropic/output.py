@@ -37,13 +37,20 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
     thinking_tokens: int
 
 
+class CacheCreation(msgspec.Struct, frozen=True):
+    """Tokens that were added to the prefix cache, by how long they are asked to stay."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(msgspec.Struct, frozen=True):
-    input_tokens: int  # without cached ones
+    input_tokens: int  # neither found in the prefix cache nor added to it at the request's wish
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
-    cache_creation: None = None
+    cache_creation: CacheCreation | None = None
     server_tool_use: None = None
     service_tier: Literal["standard"] = "standard"
 

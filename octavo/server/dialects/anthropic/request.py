@@ -11,6 +11,7 @@ from octavo.server.generate.field_names import FieldNames
 from octavo.server.generate.messages import MESSAGES
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import check_text_len
+from octavo.server.generate.retention import retention_in
 from octavo.server.schema.fields import MAX_STOPS, RequestFields, StreamFields, make_fields
 from octavo.server.schema.lists import AtMost
 from octavo.server.schema.shapes import (
@@ -74,7 +75,7 @@ class CountRequest(RequestFields):
     tool_choice: TurnToolChoice = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl = None  # without effect: equal prefixes are always shared
+    cache_control: CacheControl = None  # how long the pages stay: a hint
 
 
 class MessagesRequest(CountRequest, StreamFields):
@@ -103,6 +104,8 @@ def _chat_fields(service: Service, fields: CountRequest) -> chat_request.ChatFie
         if had_nonce:
             fields.pass_over(Field("system", "x-anthropic-billing-header"), service.config)
     values: dict[str, Any] = {"messages": chat_messages(system, fields.messages)}
+    whole = {"cache_control": fields.cache_control}
+    values["prompt_cache_retention"] = retention_in(whole, fields.system, fields.messages, fields.tools)
     if fields.tools:
         values |= {"tools": chat_tools(fields.tools), "tool_choice": choice, "parallel_tool_calls": is_parallel}
     elif choice not in (None, "auto", "none"):

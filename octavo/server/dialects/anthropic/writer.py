@@ -63,4 +63,10 @@ class MessageWriter:
     def _usage(self) -> output.MessageUsage:
         used, cached = self._task.usage, self._task.num_cached_tokens
         thought = output.OutputTokensDetails(self._task.num_reasoning_tokens)
-        return output.MessageUsage(used.prompt_tokens - cached, used.completion_tokens, thought, cached)
+        added = self._task.num_added_tokens
+        by_time = None
+        if self._task.retention is not None:
+            is_hour = self._task.retention == "1h"
+            by_time = output.CacheCreation(0 if is_hour else added, added if is_hour else 0)
+        rest = used.prompt_tokens - cached - added
+        return output.MessageUsage(rest, used.completion_tokens, thought, cached, added, by_time)

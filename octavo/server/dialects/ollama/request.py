@@ -76,6 +76,9 @@ GENERATE_NOT_OFFERED: dict[str, tuple[object, ...]] = {
 }
 EMBED_NOT_OFFERED = _NOT_OFFERED
 
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""Ollama's, for what neither the request nor the model says: most GGUF files say nothing, and its users expect calmer answers than
+OpenAI's temperature of 1 gives."""
 _SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "stop")
 """Options that a chat request has under the same name."""
 _OF_OPTIONS = {
@@ -191,6 +194,9 @@ class AnswerFields(ModelFields, PlainStreamFields):
             limit = f" must be between 0 and {most} (--max-logprobs), got {quote(self.top_logprobs)}"
             raise InvalidRequest(Field("top_logprobs") + limit)
         values = {**self.chosen.sampling(), **self.limits, "stream": self.stream}
+        for name, default in DEFAULTS.items():
+            if values[name] is None and name not in service.text.default_sampling:
+                values[name] = default
         values |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         values["response_format"] = _response_format(self.format)
         values["structured_outputs"] = self.structured_outputs

@@ -13,6 +13,7 @@ from octavo.server.schema.fields import (
     MAX_METADATA,
     QueueOptions,
     RequestFields,
+    Retention,
     SamplingFields,
     StreamFields,
     check_metadata,
@@ -50,7 +51,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "moderation": (),
     "prompt": (),
     "prompt_cache_options": ({},),
-    "prompt_cache_retention": ("in_memory",),
     "reasoning.context": ("auto",),
     "reasoning.generate_summary": (),
     "reasoning.mode": ("standard",),
@@ -59,7 +59,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "stream_options.include_obfuscation": (False,),
     "text.verbosity": ("medium",),
     # vLLM's own
-    "cache_salt": (),
     "chat_template": (),
     "enable_response_messages": (False,),
     "previous_input_messages": (),
@@ -105,10 +104,13 @@ class InputRequest(SamplingFields):
     store: bool | None = None
     priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    # How long its pages stay: a hint.
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Retention | None = None
+    cache_salt: str | None = None  # vLLM's: it shares prefixes only with requests that have the same
     # Labels for the caller's own use: accepted, without effect.
     user: str | None = None
     metadata: Annotated[dict[str, str] | None, AtMost(MAX_METADATA)] = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
     @property
@@ -175,6 +177,8 @@ def chat_request(fields: InputRequest, messages: list[dict[str, Any]], num_bytes
     """`num_bytes`: of the request, and of the conversation before it."""
     tools, choice = chat_tools(fields)
     values: dict[str, Any] = {"messages": messages, "priority": fields.priority}
+    values |= {"prompt_cache_key": fields.prompt_cache_key, "prompt_cache_retention": fields.prompt_cache_retention}
+    values["cache_salt"] = fields.cache_salt
     if isinstance(fields, ResponsesRequest):
         values |= {"stream": fields.stream, **fields.limits}
     if fields.wants_logprobs:

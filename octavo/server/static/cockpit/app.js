@@ -1,6 +1,6 @@
 // The cockpit: follows the live feed and draws it. It shows what the feed says; the page itself measures nothing.
 
-import { ask, colour, copyButton, count, element, events, fillIcons, find, keyDialog, percent, seconds, theme, url } from "../shared/common.js";
+import { ask, colour, copyButton, count, element, events, fillIcons, find, keyDialog, many, percent, seconds, theme, url } from "../shared/common.js";
 import { icon } from "../shared/icons.js";
 import { Charts, KINDS } from "./charts.js";
 import { Batch, PageMap, drawHost, ownerColour } from "./drawing.js";
@@ -45,6 +45,8 @@ for (const [name, title, tip] of STAGES) {
 find("legend").append(
   ...["free", "cached", "shared"].map((name) => element("span", {}, element("i", { "data-colour": name, class: name }), element("span", { id: `count-${name}`, text: name }))),
   element("span", {}, element("i", { class: "owned" }), element("span", { id: "count-owned", text: "used by one request" })),
+  ...["held", "loading"].map((name) => element("span", { id: `legend-${name}`, class: "hidden" }, element("i", { "data-colour": name, class: name }), element("span", { id: `count-${name}` }))),
+  element("span", { id: "count-tier", class: "hidden" }),
   element("span", { id: "count-host", class: "hidden" }),
   element("span", { id: "count-per", class: "hidden" }),
 );
@@ -180,7 +182,7 @@ function stageMeans() {
 
 function drawLine(rate) {
   const meanOf = stageMeans();
-  const prompts = state.rows.filter((row) => row[3]).length;
+  const prompts = state.rows.filter((row) => row[3]).length, decoding = state.rows.length - prompts;
   const values = {
     receive: [`${count(state.rows.length + state.num_waiting)} open`, `parsed in ${seconds(meanOf("receive", "parse"))}`],
     queue: [`${count(state.num_waiting)} waiting`, state.num_waiting ? `oldest ${seconds(Math.max(...state.lanes.map((lane) => lane[2])))}` : `waited ${seconds(meanOf("queue", "preempted"))}`],
@@ -188,8 +190,8 @@ function drawLine(rate) {
     embed: [`${count(rate.prompt_tokens)}/s`, `${count(rate.cached_tokens)}/s cached`],
     transform: [`${seconds(mean(rate.busy_seconds, rate.steps))}`, `per step · ${rate.steps.toFixed(0)}/s`],
     pages: [percent(used() / Math.max(1, state.num_pages)), `${count(used())} of ${count(state.num_pages)}`],
-    decode: [`${count(rate.generation_tokens)}/s`, `tokens · ${count(state.rows.length - prompts)} rows`],
-    stream: [`${rate.finished.toFixed(1)}/s`, `ended · sent in ${seconds(meanOf("detokenise", "flush"))}`],
+    decode: [`${count(rate.generation_tokens)}/s`, `tokens · ${many(decoding, "row")}`],
+    stream: [`${rate.finished.toFixed(1)}/s`, `ended · sent ${seconds(meanOf("detokenise", "flush"))}`],
   };
   for (const item of find("line").children) {
     const [value, more] = values[item.dataset.stage];
@@ -221,6 +223,12 @@ function drawLegend() {
   write(find("count-cached"), `cached ${count(state.num_cached_pages)}`);
   write(find("count-shared"), `shared ${count(state.num_shared_pages)}`);
   write(find("count-owned"), `used by one request ${count(used() - state.num_shared_pages)}`);
+  find("legend-held").classList.toggle("hidden", !state.num_held_pages);
+  write(find("count-held"), `of the cached ones, held for conversations and pins ${count(state.num_held_pages ?? 0)}`);
+  find("legend-loading").classList.toggle("hidden", !state.num_loading_pages);
+  write(find("count-loading"), `being loaded ${count(state.num_loading_pages ?? 0)}`);
+  find("count-tier").classList.toggle("hidden", !state.num_tier_pages);
+  write(find("count-tier"), `on disk ${count(state.num_tier_pages ?? 0)} (${((state.tier_bytes ?? 0) / 2 ** 20).toFixed(0)} MiB)`);
   find("count-host").classList.toggle("hidden", !state.num_host_pages);
   write(find("count-host"), `swapped out ${count(state.num_host_pages_used)} of ${count(state.num_host_pages)}`);
   find("count-per").classList.toggle("hidden", map.per === 1);
@@ -269,6 +277,12 @@ function drawQueue() {
   );
 }
 
+// Why the prefix cache had no more of a finished request's prompt, where more could have been there.
+function missed(end) {
+  const why = end.cache_miss === "evicted" ? "more was evicted" : end.cache_miss === "new" && end.differs_at != null ? `differs at token ${count(end.differs_at)}` : "";
+  return why ? [element("small", { class: "faint", text: `${count(end.cached_tokens)} cached, ${why}` })] : [];
+}
+
 function drawEnded() {
   find("none-ended").classList.toggle("hidden", ended.length > 0);
   keepRows(
@@ -289,7 +303,7 @@ function drawEnded() {
         element(
           "td",
           { class: "wide" },
-          element("div", { class: "in" }, bar, ...(end.preemptions ? [element("small", { class: "faint", text: `preempted ${end.preemptions} ×` })] : [])),
+          element("div", { class: "in" }, bar, ...missed(end), ...(end.preemptions ? [element("small", { class: "faint", text: `preempted ${end.preemptions} ×` })] : [])),
           element("span", { class: "unseen", text: parts.map(([kind, spent]) => `${kind} ${seconds(spent)}`).join(", ") }),
         ),
       ];

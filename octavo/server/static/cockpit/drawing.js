@@ -2,7 +2,7 @@
 
 import { colour } from "../shared/common.js";
 
-const FREE = 0, CACHED = 1, SHARED = 2;
+const FREE = 0, CACHED = 1, SHARED = 2, LOADING = 65534, HELD = 65535;
 const SMALLEST = 2.5; // pixels of a page's cell; below that one cell shows several pages
 
 // A canvas's drawing context in CSS pixels, sharp on dense screens.
@@ -67,14 +67,14 @@ export class PageMap extends Grid {
     return places;
   }
 
-  // If a place holds several pages, the code of the busiest: shared, then owned, then cached.
+  // If a place holds several pages, the code of the busiest: shared, then owned or loading, then held, then cached.
   code(place) {
     if (this.per === 1) return this.codes[place];
     let found = FREE;
     for (let page = place * this.per; page < Math.min(this.codes.length, (place + 1) * this.per); page++) {
       const code = this.codes[page];
       if (code === SHARED) return SHARED;
-      if (code > SHARED || (code === CACHED && found === FREE)) found = code;
+      if (code === HELD ? found <= CACHED : code > SHARED || (code === CACHED && found === FREE)) found = code;
     }
     return found;
   }
@@ -84,7 +84,7 @@ export class PageMap extends Grid {
     if (!this.codes.length) return;
     const places = this.lay(width, height), { cell, columns } = this;
     const gap = cell >= 5 ? 1 : cell >= 3 ? 0.5 : 0;
-    const fixed = { [FREE]: colour("free"), [CACHED]: colour("cached"), [SHARED]: colour("shared") };
+    const fixed = { [FREE]: colour("free"), [CACHED]: colour("cached"), [SHARED]: colour("shared"), [LOADING]: colour("loading"), [HELD]: colour("held") };
     const known = new Map(), dots = [];
     for (let place = 0; place < places; place++) {
       const code = this.code(place);

@@ -5,7 +5,11 @@ import { facts, waterfall } from "../shared/waterfall.js";
 import { write } from "./rows.js";
 
 const KINDS = ["free", "cached: not in use, kept for prompts with the same prefix", "shared"];
-const FIRST_OWNER = 3;
+const FIRST_OWNER = 3, LOADING = 65534, HELD = 65535;
+const KEPT = {
+  [LOADING]: "loading: being filled from the files of --kv-tier",
+  [HELD]: "held: cached, and kept for a conversation that may go on, or pinned",
+};
 const MAX_NAMED = 12;
 
 // ── journeys ──
@@ -42,6 +46,7 @@ export function touch({ map, batch, rows, redraw }) {
     const [first, last] = map.pages(place), code = map.code(place);
     const name = first === last ? `page ${first}` : `pages ${first} to ${last}`;
     if (code < FIRST_OWNER) return `${name}: ${KINDS[code]}`;
+    if (KEPT[code]) return `${name}: ${KEPT[code]}`;
     const owner = ownerOf(place);
     return `${name}: ` + (owner ? `used by ${owner.name}` : "used by one request");
   }
@@ -52,7 +57,7 @@ export function touch({ map, batch, rows, redraw }) {
   let asked = 0;
   async function namePlace(place, show) {
     show(describePlace(place));
-    if (map.per > 1 || map.code(place) < FIRST_OWNER - 1) return;
+    if (map.per > 1 || map.code(place) < FIRST_OWNER - 1 || KEPT[map.code(place)]) return;
     const turn = ++asked, page = map.pages(place)[0];
     await new Promise((resume) => setTimeout(resume, 120)); // no request for a pointer that only passes
     if (turn !== asked) return;
@@ -119,7 +124,7 @@ export function touch({ map, batch, rows, redraw }) {
     if (owner) openJourney(owner.request);
   };
   const openRow = (place) => rows()[place] && openJourney(rows()[place].request);
-  const mark = (code) => highlight(code >= FIRST_OWNER ? code : 0);
+  const mark = (code) => highlight(code >= FIRST_OWNER && !KEPT[code] ? code : 0);
   hover(map, map.canvas, (place, show) => {
     mark(map.code(place));
     namePlace(place, show);

@@ -16,6 +16,21 @@ const EXPLANATIONS = {
   hand_over: "on its way from the API process to the engine",
 };
 
+// Why the prefix cache had no more of a prompt.
+const MISSES = {
+  new: "no earlier prompt went on like this",
+  evicted: "more was in the prefix cache, and was evicted",
+  window: "more was in the prefix cache, but not in the layers with a window",
+  needed: "the prefix cache was not used: the prompt had to be computed",
+  off: "there is no prefix cache",
+};
+
+function differs(stage) {
+  if (stage.differs_at === undefined) return "";
+  const words = stage.differs_text ? `: “${stage.differs_text}”` : "";
+  return ` (it differs at token ${count(stage.differs_at)} from request ${stage.differs_from}${words})`;
+}
+
 export function waterfall(journey) {
   const whole = Math.max(journey.seconds, 1e-9);
   const list = element("div", { class: "waterfall", role: "list", "aria-label": "stages" });
@@ -49,6 +64,7 @@ function describe(stage) {
   if (stage.swapped_tokens) parts.push(`${count(stage.swapped_tokens)} tokens moved to host pages`);
   if (stage.dropped_tokens) parts.push(`${count(stage.dropped_tokens)} tokens dropped, to be computed again`);
   if (stage.cached_tokens) parts.push(`${count(stage.cached_tokens)} tokens found in the prefix cache`);
+  if (MISSES[stage.missed]) parts.push(MISSES[stage.missed] + differs(stage));
   if (stage.computed_tokens) parts.push(`${count(stage.computed_tokens)} tokens computed in ${chunks(stage)}`);
   if (stage.capped_steps) parts.push(capped(stage));
   if (stage.steps) parts.push(`${count(stage.steps)} steps, ${stage.mean_rows.toFixed(1)} rows on average` + (stage.mixed_steps ? `, ${count(stage.mixed_steps)} with prompts of other requests` : ""));
