@@ -108,13 +108,13 @@ def _fork(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> in
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_run_commands, args=(own, shared, slots))
     thread.start()
-    threading.stack_size(_OTHER_STACK_BYTES)
     thread.join()
     os._exit(1)  # it never returns
 
 
 def _run_commands(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> None:
     """Carry out commands until the socket is closed, or an error ends this process: the rank sees both as its end."""
+    threading.stack_size(_OTHER_STACK_BYTES)  # of the threads that this one starts
     try:
         commands = msgspec.msgpack.Decoder[Command](Command)
         matching = Matching(shared, slots, _limit_time)
