@@ -78,6 +78,7 @@ class Answers:
                 return text.decode()
             text += TOKENS[token]
             assert matcher.consume_token(token), matcher.get_error()
+            ending.last = token
             if is_last:
                 return text.decode()
         return text.decode() if matcher.is_accepting() else None

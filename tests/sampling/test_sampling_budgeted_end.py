@@ -54,6 +54,7 @@ def answer(
             break
         said.append(token)
         assert at.consume_token(token)
+        closing.last = token
         if is_last:
             break
     return b"".join(TOKENS[token] for token in said)
@@ -123,6 +124,7 @@ def words(grammar: str, max_tokens: int, count: int = 60) -> set[tuple[str, bool
                 break
             said.append(token)
             assert at.consume_token(token)
+            closing.last = token
             if is_last:
                 break
         found.add((b"".join(TOKENS[token] for token in said).decode(), is_limited))
@@ -224,6 +226,40 @@ def test_little_is_done_where_no_end_is_in_reach() -> None:
     assert asked["masks"] < max_tokens and asked["tokens"] < 30 * max_tokens
 
 
+class CountedMatcher:
+    """A matcher that counts the questions to it, and to its copies."""
+
+    def __init__(self, matcher: LLMatcher, asked: list[int]) -> None:
+        self._matcher, self._asked = matcher, asked
+
+    def __getattr__(self, name: str) -> object:
+        self._asked[0] += name in ("validate_tokens", "consume_token", "consume_tokens", "unsafe_compute_mask_ptr")
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> "CountedMatcher":
+        return CountedMatcher(self._matcher.deep_copy(), self._asked)
+
+
+def test_an_end_that_is_known_is_followed_and_not_searched_for_at_every_token() -> None:
+    """In a list with an end in reach, and room: most tokens of an answer lead along the known end, or away from it and back."""
+    schema = {"type": "array", "items": SCHEMA}
+    grammar = schema_grammar(schema, VOCABULARY, field=Field("schema"))
+    at = LLMatcher(TOKENIZER, grammar, log_level=0)
+    proposals = ENDS.proposals(grammar, KINDS.fewest_tokens)
+    growth = growth_of_grammar(grammar, KINDS.fewest_tokens)
+    closing = BudgetedEnd.of(ENDS.shortest(at, proposals), proposals, growth, is_regular=True)
+    said = b'[{"names":["Ann","Bob"],"size":12}, {"names": [],"size": 3},{"names":["Christine"],"size":41},{"names":["D'
+    bits, asked, left = np.empty(-(-SIZE // 32), dtype=np.int32), [0], 190
+    for byte in said:
+        at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        before = bits.copy()
+        assert not ENDS.restrict(closing, CountedMatcher(at, asked), bits, left)
+        assert (bits == before).all()
+        assert at.consume_token(TOKENS.index(bytes([byte])))
+        closing.last, left = TOKENS.index(bytes([byte])), left - 1
+    assert asked[0] < 2 * len(said)
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -260,6 +296,7 @@ def test_an_answer_with_a_pattern_is_closed_at_its_limit(pattern: str) -> None:
                 break
             said += VOCABULARY.spell(token)
             assert at.consume_token(token)
+            closing.last = token
             if is_last:
                 break
         assert re.search(pattern, json.loads(said)["a"], re.S), said

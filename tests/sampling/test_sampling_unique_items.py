@@ -97,6 +97,7 @@ def answer(grammar: str, seed: str, max_tokens: int, comes_back: float = 0.0) ->
             break
         said.append(token)
         assert at.consume_token(token)
+        ending.last = token
         if is_last:
             break
     return b"".join((TOKENS + SPECIAL)[token] for token in said)

@@ -7,18 +7,20 @@ the grammar allows only a few tokens, each is tried and those that leave an end 
 chooses; if it allows many, only the end that was found is allowed. All of this follows from the answer's tokens alone, so an
 answer ends in the same way after a preemption.
 
-The search runs within a step that all rows share, so it must be cheap. Validating one token takes less than a microsecond,
-computing the mask of all tokens tens to hundreds of microseconds. The search therefore validates single tokens, and tokens
-that were forced once, such as the rest of a property name, are tried first. If no end is in reach, for example because a
-schema requires 100 items in 100 tokens, the next search comes when half of the remaining tokens are used, so that all
-searches together cost about twice the first. Near the limit the search is given up if the end is farther away than the answer
-can get; other paths are tried if there is a choice.
+The end found last is followed while the answer goes along it, and it is searched for again where the answer may have left it
+for good (known_end.py). The search runs within a step that all rows share, so it must be cheap. Validating one token takes less
+than a microsecond, computing the mask of all tokens tens to hundreds of microseconds. The search therefore validates single
+tokens, and tokens that were forced once, such as the rest of a property name, are tried first. If no end is in reach, for
+example because a schema requires 100 items in 100 tokens, the next search comes when half of the remaining tokens are used, so
+that all searches together cost about twice the first. Near the limit the search is given up if the end is farther away than the
+answer can get; other paths are tried if there is a choice.
 
 If even the shortest answer of a grammar takes many tokens, it is found once, before any row needs it (shortest()). Its length
 says how early to search, and it is the map for all later searches. The code knows no JSON except which characters close and
 which open something."""
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,9 +30,12 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words, is_set, keep_only, tokens_of
 from octavo.sampling.grammar.closing_rank import SIGNS, opens, rank_of, text_rank
+from octavo.sampling.grammar.guarded_matcher import compiled_part
+from octavo.sampling.grammar.known_end import SPACES, KnownEnd, KnownEnds
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.proposals import Proposals, Spell, proposals_of
 from octavo.sampling.grammar.shortest_completion import CONTEXT, LONGEST, ShortestCompletion
+from octavo.sampling.grammar.spelling import Speller
 
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
@@ -65,6 +70,8 @@ _TRIED = ((300, 10), (400, 64), (len(SIGNS), 0))
 _ONWARD = b"01,: " + bytes(sorted({*range(33, 127)} - {*b'01,:"]}'}, key=lambda byte: (chr(byte).isalnum(), byte)))
 _REPEATS = 3  # consecutive tokens that neither close nor are forced: then a way out of a repetition is searched
 _TURNS = 12  # of those characters: the number that is followed for a second step
+_MAX_OBJECTS = 2  # of an answer whose ends are tried again
+_NESTS = re.compile(rb"[\[{]")
 _STRING_SIGNS = frozenset(b'"\\')  # signs with a meaning of their own within a string
 _ONWARD_FROM = 32  # tokens left: such a search takes tenths of a millisecond, and earlier there is still time
 _MAX_ONWARD = 4  # such searches on one path to an end
@@ -84,9 +91,13 @@ class BudgetedEnd:
 
     looks_at: int = _LOOKS_FROM  # tokens left at the next search for an end
     end: list[int] = field(default_factory=list)  # remaining tokens of the end, once the answer must end
-    known: list[int] = field(default_factory=list)  # the end found last
-    known_at: int = -1  # tokens left when that was known to be one
-    last: int = -1  # the token generated last
+    known: KnownEnd | None = None  # the end found last
+    known_at: int = -1  # tokens left when that was known to be one; −1: none was found in this answer
+    last: int = -1  # the token generated last; −1: there was none, or several since the last call
+    # Tokens that an end takes at most, about, since the answer has left `known`. 0: it has not.
+    num_away: int = 0
+    has_begun: bool = False  # since then, a value
+    objects: list[bytes] = field(default_factory=list)  # texts from the beginning of an object to the end found there
     place: int = 0  # in the text of the shortest answer: the end found last goes on there
     is_regular: bool = False  # what follows a value does not depend on what the value is
     num_masks: int = 0  # full masks in failed searches, and tokens found to be forced
@@ -115,7 +126,7 @@ class BudgetedEnd:
         map_to_end = shortest if shortest.looks_from > _LOOKS_FROM else None  # a short one is of no use later on
         return BudgetedEnd(
             looks_from,
-            known=shortest.tokens,
+            known=shortest.known,
             shortest=map_to_end,
             num_missed=0,
             proposals=proposals,
@@ -127,7 +138,8 @@ class BudgetedEnd:
 class Ends:
     """Finds ends with the tokens of one vocabulary. The constructor looks at every token and takes a while."""
 
-    def __init__(self, vocabulary: "Vocabulary", vocab_size: int) -> None:
+    def __init__(self, vocabulary: "Vocabulary", vocab_size: int, speller: Speller | None = None) -> None:
+        """`speller`: of the same vocabulary; None: one is made."""
         self._vocab_size = vocab_size
         self._spell = vocabulary.spell
         self._text_signs: list[int] = []  # tokens that may all follow only inside a string
@@ -136,6 +148,7 @@ class Ends:
         ranks = [[_NEVER] * vocab_size for _ in range(3)]
         opening, blank, leaving, partial = (bytearray(-(-vocab_size // WORD) * WORD) for _ in range(4))
         single: dict[bytes, int] = {}
+        self._pieces = [b""] * (vocab_size + 1)  # bytes of each token; empty: it is a control token, or −1 for none
         for token in range(min(vocab_size, vocabulary.size)):
             if token not in vocabulary.special_ids and (piece := vocabulary.spell(token)):
                 rank = rank_of(piece)
@@ -148,9 +161,13 @@ class Ends:
                 partial[token] = not piece.isascii() and not _is_text(piece)
                 if len(piece) == 1:
                     single.setdefault(piece, token)
+                self._pieces[token] = piece
                 if piece in (b"}", b"q"):
                     self._text_signs.append(token)
         self._ranks = np.array(ranks, dtype=np.int32)
+        self._known_ends = KnownEnds(
+            speller or Speller((token, piece) for token, piece in enumerate(self._pieces) if piece)
+        )
         self._opens: Words = np.packbits(np.frombuffer(opening, np.uint8), bitorder="little").view(np.int32)
         # Tokens that end a string and begin something after it.
         self._leaves: Words = np.packbits(np.frombuffer(leaving, np.uint8), bitorder="little").view(np.int32)
@@ -166,6 +183,7 @@ class Ends:
         self._joined_at = 0  # in the text of a shortest answer: where the end found last goes on
         self._content = ~(self._opens | self._blank)
         self._comma = [single[b","]] if b"," in single else []
+        self._quote = [single[b'"']] if b'"' in single else []
         self._openers = [single[sign] for sign in (b",", b"[", b"{") if sign in single]
         self._closers = [self._tried(order, single, -_NEVER, below, 0) for order, below in enumerate(_CLOSE)]
         self._goers = [
@@ -206,13 +224,19 @@ class Ends:
             return self._next_of_end(ending, bits)
         if num_left > ending.looks_at:
             return False
+        # Where a single token may begin a part that takes more than the room, each is looked at.
+        zone = max(_OPENS_NOTHING, ending.growth)
+        known = self._follow(ending, matcher, num_left)
+        if known is not None and num_left - (ending.num_away or len(known)) > zone:
+            ending.looks_at = num_left - 1
+            return False
         before = self._num_masks + self._num_spelled
         end = None if ending.is_far else self._end_of(ending, matcher, num_left)
         room = num_left - len(end or ())
-        # Where a single token may begin a part that takes more than the room, each is looked at.
-        zone = max(_OPENS_NOTHING, ending.growth)
         ending.num_missed = ending.num_missed + 1 if end is None else 0
         pause = _pause(end, room - zone, num_left, ending.growth, ending.num_missed)
+        if end is not None and end.has_text:  # it is followed
+            pause = 1
         ending.looks_at = max(num_left - pause, min(_NEAR, num_left - 1))
         if end is None:
             if num_left <= _NEAR:
@@ -240,12 +264,12 @@ class Ends:
             if (harmless & ~self._blank).any():  # else only space could follow, where a comma or a bracket is due
                 bits[:] = harmless
             else:
-                keep_only(bits, end[:1])
+                keep_only(bits, end.first(1))
             return False
         if not end:
             return self._may_end(ending, matcher, bits, num_left)
         if len(end) > 1 and len(tokens_of(bits, self._vocab_size)) > _FEW:
-            ending.end, ending.is_cut = list(end), True
+            ending.end, ending.is_cut = list(end.tokens()), True
             return self._next_of_end(ending, bits)
         self._narrow(ending, bits, self._fitting(ending, matcher, bits, end, num_left))
         return False
@@ -274,7 +298,7 @@ class Ends:
         is_text = np.count_nonzero(visible) > _FEW
         if ending.is_far and (is_text or self._forced(tokens_of(visible, self._vocab_size)) >= 0):
             return
-        if fitting := self._fitting(ending, matcher, visible if visible.any() else bits, [], num_left):
+        if fitting := self._fitting(ending, matcher, visible if visible.any() else bits, None, num_left):
             ending.is_far = False
             self._narrow(ending, bits, fitting)
         elif is_text:  # the string must be longer than the tokens left
@@ -289,7 +313,7 @@ class Ends:
         others = tokens_of(bits, self._vocab_size, self._eos_ids)
         if not len(others):  # the grammar ends here; it counts as cut if the limit has steered the answer here
             return ending.is_cut
-        fitting = self._fitting(ending, matcher, bits, [], num_left)
+        fitting = self._fitting(ending, matcher, bits, None, num_left)
         if not fitting:
             keep_only(bits, self._eos_ids)
             return True
@@ -301,67 +325,190 @@ class Ends:
         ending.is_cut |= len(tokens_of(bits, self._vocab_size)) > len(tokens)
         keep_only(bits, tokens)
 
-    def _fitting(self, ending: BudgetedEnd, matcher: Matcher, bits: Words, end: list[int], num_left: int) -> list[int]:
+    def _fitting(
+        self, ending: BudgetedEnd, matcher: Matcher, bits: Words, end: KnownEnd | None, num_left: int
+    ) -> list[int]:
         """Tokens after which an end is still in reach, among the first _FEW that `bits` allows: common tokens have low ids.
         `end`: a known end, whose first token is one of them."""
-        fitting = end[:1]
+        fitting = [] if end is None else end.first(1)
         num_looked_for, most = 0, self._num_masks + 2 * _LOOKED_FOR
         # A search for a long end takes longer.
-        most_looked_for = max(_LEAST_LOOKED_FOR, min(_LOOKED_FOR, _LOOKED_FOR * _LOOKS_FROM // max(1, len(end))))
-        is_within_text = self._is_text(matcher)
+        most_looked_for = max(_LEAST_LOOKED_FOR, min(_LOOKED_FOR, _LOOKED_FOR * _LOOKS_FROM // max(1, len(end or ()))))
         for token in tokens_of(bits, self._vocab_size, [*self._eos_ids, *fitting])[:_FEW].tolist():
+            if end and self._beside(end, matcher, token, num_left - 1) is not None:
+                fitting.append(token)
+                continue
             after = matcher.deep_copy()
             if not after.consume_token(token):  # its bit was set for a stop token, not by the grammar
                 continue
-            is_space = ending.is_regular and not is_within_text and is_set(self._blank, token)
-            if not after.is_accepting() and not (
-                0 < len(end) < num_left and (_may_follow(end[:2], after) if is_space else _is_end(end, after))
-            ):
+            if not after.is_accepting() and not self._stays(ending, end, matcher, after, token, num_left):
                 num_looked_for += 1
                 if num_left == 1 or num_looked_for > most_looked_for or self._num_masks > most:
                     continue
-                if self._find(ending, after, num_left - 1) is None:
+                if self._find(ending, after, num_left - 1, end) is None:
                     continue
             fitting.append(token)
         return fitting
 
-    def _end_of(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> list[int] | None:
-        """The end found last, if it still is one: while a string goes on, the tokens that close it stay the same. Or its first token
-        may just have been generated. Else search."""
-        if matcher.is_accepting():
-            return []
-        found = self._still_known(ending, matcher, num_left)
-        if found is None:
-            self._joined_at = ending.place
-            found = self._find(ending, matcher, num_left)
-            ending.place = self._joined_at  # an answer never goes back
-        if found is None and num_left <= _NEAR:  # every token counts: leave a repetition after one token
-            thrifty = self._try(ending, matcher.deep_copy(), 2, num_left, num_left, repeats=1)
-            found = None if isinstance(thrifty, _Miss) else thrifty
-        ending.known, ending.known_at = found or [], num_left
-        return found
+    def _stays(
+        self, ending: BudgetedEnd, end: KnownEnd | None, matcher: Matcher, after: Matcher, token: int, num_left: int
+    ) -> bool:
+        """Whether a known end that is not followed by its text stays an end after a token. `after`: has consumed it."""
+        if end is None or end.has_text or not 0 < len(end) < num_left:
+            return False
+        if ending.is_regular and is_set(self._blank, token) and not self._is_text(matcher):
+            return _may_follow(end.first(2), after)
+        return self.is_end(end.tokens(), after)
 
-    def _still_known(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> list[int] | None:
-        """The end found last, or its rest. None: it is none any more. An end may take thousands of tokens, so all of them are
-        validated only where it is not clear without: after its own first token, and while a string goes on or white space comes in a
-        grammar where what follows a value does not depend on it."""
-        known = ending.known
-        if known and ending.known_at == num_left + 1:
-            if ending.last == known[0]:
-                return known[1:]
-            is_space = ending.last >= 0 and is_set(self._blank, ending.last) and not self._is_text(matcher)
-            if ending.is_regular and is_space and len(known) <= num_left and _may_follow(known[:2], matcher):
-                return known
-            is_in_string = _STRING_SIGNS.isdisjoint(self._spell(ending.last)) and self._spell(known[0])[:1] == b'"'
-            if ending.is_regular and is_in_string and len(known) <= num_left and self._is_text(matcher):
-                return known if _may_follow(known[:2], matcher) else None
-        for one in (known, known[1:]):
-            if 0 < len(one) <= num_left and _is_end(one, matcher):
-                return one
+    def _follow(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> KnownEnd | None:
+        """Follow the known end by the token generated last. Where the answer leaves it, it mostly comes back behind the value that it
+        writes, so that a search can wait while there is room for what the value may take. None: the end cannot be followed, or a search
+        now spares others: a new object has many values, each of which would lead away from this end."""
+        known, last = ending.known, ending.last
+        if known is None or ending.known_at != num_left + 1 or last < 0 or not known.has_text:
+            return None
+        ending.known_at = num_left
+        piece = self._pieces[last]
+        if not ending.num_away:
+            after = known.after(last, piece)
+            if after is None:
+                after = self._goes_on(ending, known, matcher, last, piece)
+            if after is not None:
+                ending.known = after
+                return after
+        for end in known.back(piece):
+            if self.is_end(end.tokens(), matcher):
+                ending.known, ending.num_away = end, 0
+                return end
+        if not ending.num_away:
+            tail = next(iter(known.tails()), None) if ending.is_regular else known
+            ending.num_away, ending.has_begun = _NEVER if tail is None else len(tail), False
+        # An item that follows another takes its place; one within another adds to it.
+        begins = _NESTS.search(piece) or (not ending.has_begun and (b'"' in piece or opens(piece)))
+        ending.num_away += ending.growth if begins else _GROWTH
+        ending.has_begun |= bool(begins)
+        return None if b"{" in piece or b":" in piece else known
+
+    def _goes_on(
+        self, ending: BudgetedEnd, known: KnownEnd, matcher: Matcher, token: int, piece: bytes
+    ) -> KnownEnd | None:
+        """The known end, if it stays the same because a string goes on, or what is left of it behind white space."""
+        if known.closes_value and _STRING_SIGNS.isdisjoint(piece):
+            stays = _may_follow(known.first_two, matcher) if ending.is_regular else self.is_end(known.tokens(), matcher)
+            return known if stays else None
+        squeezed = piece.translate(None, SPACES)
+        if len(squeezed) == len(piece):
+            return None
+        rest = known.after(token, squeezed) if squeezed else known
+        return rest if rest is not None and len(rest) and self.is_end(rest.tokens(), matcher) else None
+
+    def _end_of(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> KnownEnd | None:
+        """The rest of the end found last, or one beside it. Else search."""
+        if matcher.is_accepting():
+            return KnownEnd(())
+        end = self._still_known(ending, matcher, num_left)
+        if end is None:
+            end = self._like_earlier(ending, matcher, num_left)
+        if end is None:
+            self._joined_at = ending.place
+            found = self._find(ending, matcher, num_left, ending.known)
+            ending.place = self._joined_at  # an answer never goes back
+            if found is None and num_left <= _NEAR:  # every token counts: leave a repetition after one token
+                thrifty = self._try(ending, matcher.deep_copy(), 2, num_left, num_left, repeats=1)
+                found = None if isinstance(thrifty, _Miss) else thrifty
+            if found is not None:
+                text = b"" if self._has_control(found) else self._text_of(found)
+                end = self._known_ends.of_tokens(found, text)
+                if b"{" in (piece := self._pieces[ending.last]) and end.has_text:
+                    ending.objects = [piece[piece.rindex(b"{") :] + text, *ending.objects[: _MAX_OBJECTS - 1]]
+        if end is None:  # the known one cannot be followed from here, but what follows a value may still be as before
+            ending.known_at = -1
+        else:
+            ending.known, ending.known_at, ending.num_away = end, num_left, 0
+        return end
+
+    def _like_earlier(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> KnownEnd | None:
+        """The end that was found when an object was begun earlier in this answer, if it is one here, as with the next item of a list."""
+        piece = self._pieces[ending.last]
+        if b"{" not in piece and b"," not in piece:
+            return None
+        for text in ending.objects:
+            sizes = range(min(len(piece), len(text)), 0, -1)
+            num_begun = next((size for size in sizes if text.startswith(piece[-size:])), 0)
+            end = self._known_ends.of_text(text[num_begun:])
+            if end is not None and 0 < len(end) <= num_left and self.is_end(end.tokens(), matcher):
+                return end
         return None
 
-    def _find(self, ending: BudgetedEnd, matcher: Matcher, longest: int) -> list[int] | None:
-        """Search for at most `longest` tokens after which the answer may end. None: not found."""
+    def _still_known(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> KnownEnd | None:
+        """The end found last, if it is one here, or an end beside it. None: there is none of at most so many tokens."""
+        known = ending.known
+        if known is None:
+            return None
+        if ending.known_at == num_left:  # it was followed
+            if not ending.num_away:
+                return known if 0 < len(known) <= num_left else None
+            return self._beside(known, matcher, ending.last, num_left, is_taken=True)
+        if ending.known_at == num_left + 1 and ending.last >= 0:
+            after = known.after(ending.last, self._pieces[ending.last])
+            if after is not None:
+                return after if 0 < len(after) <= num_left else None
+        return self._still_known_by_tokens(ending, known, matcher, num_left)
+
+    def _still_known_by_tokens(
+        self, ending: BudgetedEnd, known: KnownEnd, matcher: Matcher, num_left: int
+    ) -> KnownEnd | None:
+        """An end may take thousands of tokens, so all of them are validated only where it is not clear without: while a string goes on or
+        white space comes in a grammar where what follows a value does not depend on it."""
+        if ending.is_regular and ending.known_at == num_left + 1 and len(known) <= num_left:
+            first = known.first(2)
+            is_space = ending.last >= 0 and is_set(self._blank, ending.last) and not self._is_text(matcher)
+            if is_space and _may_follow(first, matcher):
+                return known
+            is_in_string = _STRING_SIGNS.isdisjoint(self._spell(ending.last)) and self._spell(first[0])[:1] == b'"'
+            if is_in_string and self._is_text(matcher):
+                return known if _may_follow(first, matcher) else None
+        return known if 0 < len(known) <= num_left and self.is_end(known.tokens(), matcher) else None
+
+    def _beside(
+        self, known: KnownEnd, matcher: Matcher, token: int, longest: int, *, is_taken: bool = False
+    ) -> KnownEnd | None:
+        """The end of at most `longest` tokens that is left of a known one after `token`, or that leads to one of its tails: a string, a
+        number or white space goes on, or was begun. None: that takes a search. `is_taken`: the matcher has consumed the token."""
+        piece = self._pieces[token]
+        before = [] if is_taken else [token]
+        if not is_taken and (after := known.after(token, piece)) is not None:
+            return after if len(after) <= longest else None
+        if not piece:
+            return None
+        for end in known.beside(piece):
+            if len(end) <= longest and self.is_end([*before, *end.tokens()], matcher):
+                return end
+        for tail in known.tails():
+            if len(tail) <= longest and self.is_end([*before, *tail.tokens()], matcher):
+                return tail
+            if len(tail) < longest and self.is_end([*before, *self._quote, *tail.tokens()], matcher):
+                return self._known_ends.joined(b'"', tail)
+        return None
+
+    def is_end(self, end: list[int], matcher: Matcher) -> bool:
+        """Whether the answer may end after these tokens. Validating them takes a tenth of the time of consuming them."""
+        if not self._eos_ids:
+            after = matcher.deep_copy()
+            return _may_follow(end, matcher) and after.consume_tokens(end) and after.is_accepting()
+        compiled = compiled_part(matcher)  # a guard does not know the end of an answer
+        is_end = compiled.validate_tokens([*end, self._eos_ids[0]]) > len(end)
+        return is_end and (compiled is matcher or _may_follow(end, matcher))
+
+    def _find(
+        self, ending: BudgetedEnd, matcher: Matcher, longest: int, known: KnownEnd | None = None
+    ) -> list[int] | None:
+        """Search for at most `longest` tokens after which the answer may end. None: not found. `known`: an end whose tails it may lead
+        to."""
+        if known is not None and known.has_text:
+            found = self._try(ending, matcher.deep_copy(), 2, longest, _LONGEST_TEXT, tails=known.tails())
+            if not isinstance(found, _Miss):
+                return found
         # The shortest answer may be a detour from here: with few tokens left, search without it too.
         for shortest in [ending.shortest] + [None] * (ending.shortest is not None and longest <= _LOOKS_FROM):
             for text_order, longest_text in ((2, _LONGEST_TEXT), (1, _LONGEST_TEXT), (2, longest)):
@@ -381,12 +528,16 @@ class Ends:
         longest_text: int,
         shortest: ShortestCompletion | None = None,
         repeats: int = _REPEATS,
+        tails: Sequence[KnownEnd] = (),
     ) -> list[int] | _Miss:
         found: list[int] = []
         seen: set[object] = set()
         num_in_text = num_circles = num_not_closing = num_onward = 0
         most = longest if ending.proposals is None else longest + longest // 4 + 4  # fewer tokens may spell the same
         while not matcher.is_accepting():
+            if found and tails and (tail := self._fitting_tail(tails, matcher)) is not None:
+                found += tail.tokens()
+                break
             if len(found) >= most:
                 return _Miss.TEXT if num_in_text else _Miss.FAR
             before, spelled, is_text = self._num_masks, self._num_spelled, False
@@ -427,9 +578,16 @@ class Ends:
             found = ending.proposals.spell(self._text_of(found)) or found
         return found if len(found) <= longest else _Miss.FAR
 
+    def _fitting_tail(self, tails: Sequence[KnownEnd], matcher: Matcher) -> KnownEnd | None:
+        """Of the ends that may follow a value, the first that fits here."""
+        for tail in tails:
+            if matcher.validate_tokens(tail.first(1)) and self.is_end(tail.tokens(), matcher):
+                return tail
+        return None
+
     def _has_control(self, tokens: list[int]) -> bool:
         """Whether there are control tokens among them: no text stands for those."""
-        return bool((self._ranks[0][tokens] == _NEVER).any())
+        return not all(self._pieces[token] for token in tokens)
 
     def _text_of(self, tokens: list[int]) -> bytes:
         return b"".join(map(self._spell, tokens))
@@ -510,10 +668,6 @@ def _may_follow(tokens: list[int], matcher: Matcher) -> bool:
     return matcher.validate_tokens(tokens) == len(tokens)
 
 
-def _is_end(end: list[int], matcher: Matcher) -> bool:
-    return _may_follow(end, matcher) and (after := matcher.deep_copy()).consume_tokens(end) and after.is_accepting()
-
-
 def _is_text(piece: bytes) -> bool:
     try:
         piece.decode()
@@ -522,7 +676,7 @@ def _is_text(piece: bytes) -> bool:
     return True
 
 
-def _pause(end: list[int] | None, room: int, num_left: int, growth: int, num_missed: int) -> int:
+def _pause(end: KnownEnd | None, room: int, num_left: int, growth: int, num_missed: int) -> int:
     """Tokens until the next search. `room`: tokens left, without those of the end and those that a part may take. A search may
     fail at one place, as within a character, so the next one comes soon; the more have failed, the later."""
     if end is None:

@@ -2,8 +2,10 @@
 call here needs to be short: the process is ended if one takes too long."""
 
 import functools
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ _MAX_THREADS = 8
 _MAX_AHEAD = 0.005  # seconds for the masks behind a row's drafts
 _LONGEST_TEXT = 16_384  # bytes of a shortest answer; one that takes more is not known
 _MANY_TOKENS = 64  # that may follow: an answer is not at the end of a frame
+_LARGE = 16_384  # characters of a grammar that is read beside its compilation
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
@@ -47,8 +50,8 @@ class SharedVocabulary:
         spell = lambda token_id: tokens[token_id] if 0 <= token_id < len(tokens) else b""  # noqa: E731
         vocabulary = Vocabulary(len(tokens), spell, frozenset(begin.special_ids), tuple(begin.eos_ids))
         self.tokenizer = vocabulary.tokenizer(begin.vocab_size)
-        self.ends = Ends(vocabulary, begin.vocab_size)
         self.kinds = TokenKinds(vocabulary, begin.vocab_size)
+        self.ends = Ends(vocabulary, begin.vocab_size, self.kinds.speller)
         self.eos_ids = [i for i in begin.eos_ids if i < begin.vocab_size]
         self.special_ids = frozenset(begin.special_ids)
 
@@ -95,18 +98,25 @@ class Matching:
         from llguidance import LLMatcher
 
         self._limit(self._shared.begin.compile_seconds)
+        kinds = self._shared.kinds
+        # The compiler does not hold Python's lock: a large grammar is read meanwhile.
+        reading: Future[_Reading] = Future()
+        read = functools.partial(_read, reading, grammar, kinds)
+        beside = threading.Thread(target=read) if len(grammar) >= _LARGE else None
+        if beside is not None:
+            beside.start()
         compiled = LLMatcher(self._shared.tokenizer, grammar, log_level=0, limits=parser_limits())
         if compiled.is_error():
             return Compiled(error_of(compiled), 0)
-        self._is_json = framed_schema(grammar) is not None
+        if beside is None:
+            read()
+        found = reading.result()
+        self._growth, self._is_json = found.growth, found.framed is not None
         self._can_repeat = self._is_json and "\nstart: part+" in grammar
-        self._proposals, self._growth = (
-            self._ends.proposals(grammar, self._shared.kinds.fewest_tokens),
-            growth_of_grammar(grammar, self._shared.kinds.fewest_tokens),
-        )
-        self._compiled = guarded(compiled, grammar, self._shared.kinds)
-        self._shortest = shortest_answer(self._ends, self._shared.kinds, self._compiled, grammar, self._proposals)
-        self._is_regular = not isinstance(self._compiled, GuardedMatcher) and has_clear_values(grammar)
+        self._proposals = self._ends.proposals(grammar, kinds.fewest_tokens)
+        self._compiled = guarded(compiled, grammar, kinds)
+        self._shortest = _verified_answer(self._ends, kinds, self._compiled, found, self._proposals)
+        self._is_regular = not isinstance(self._compiled, GuardedMatcher) and found.has_clear_values
         self._limit(0)
         return Compiled("", BudgetedEnd.of(self._shortest, growth=self._growth).looks_at)
 
@@ -328,18 +338,59 @@ class Matching:
         return LLExecutor(self._num_threads)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What the text of a grammar says about its answers."""
+
+    growth: int  # tokens that a part of it may take
+    framed: Framed | None  # its schema and what stands around it; None: its answers are not values of one schema
+    has_clear_values: bool
+    shortest: ShortestCompletion | None  # the shortest answer by the schema; to be verified
+
+
+def _reading(grammar: str, kinds: TokenKinds) -> _Reading:
+    framed = framed_schema(grammar)
+    return _Reading(
+        growth_of_grammar(grammar, kinds.fewest_tokens),
+        framed,
+        has_clear_values(grammar),
+        _proposed_answer(kinds, framed, is_guess=False),
+    )
+
+
+def _read(reading: "Future[_Reading]", grammar: str, kinds: TokenKinds) -> None:
+    try:
+        found = _reading(grammar, kinds)
+    except BaseException as error:
+        reading.set_exception(error)
+    else:
+        reading.set_result(found)
+
+
 def shortest_answer(
     ends: Ends, kinds: TokenKinds, matcher: Matcher, grammar: str, proposals: Proposals
 ) -> ShortestCompletion | None:
     """The shortest answer of a grammar, as far as one was found. The one of its schema is made first, then one of what is known of the
     schema; if the grammar accepts neither, an end is searched for."""
-    framed = framed_schema(grammar)
-    for is_guess in (False, True):
-        text = None if framed is None else shortest_text(framed.schema, kinds.num_tokens, is_guess=is_guess)
-        if framed is not None and text is not None and len(text) <= _LONGEST_TEXT:
-            found, at = _completion(kinds, framed, text), matcher.deep_copy()
-            if found.tokens and at.consume_tokens(found.tokens) and at.is_accepting():
-                return found
+    return _verified_answer(ends, kinds, matcher, _reading(grammar, kinds), proposals)
+
+
+def _proposed_answer(kinds: TokenKinds, framed: Framed | None, is_guess: bool) -> ShortestCompletion | None:
+    text = None if framed is None else shortest_text(framed.schema, kinds.num_tokens, is_guess=is_guess)
+    if framed is None or text is None or len(text) > _LONGEST_TEXT:
+        return None
+    found = _completion(kinds, framed, text)
+    return found if found.tokens else None
+
+
+def _verified_answer(
+    ends: Ends, kinds: TokenKinds, matcher: Matcher, reading: _Reading, proposals: Proposals
+) -> ShortestCompletion | None:
+    if reading.shortest is not None and ends.is_end(reading.shortest.tokens, matcher):
+        return reading.shortest
+    guess = _proposed_answer(kinds, reading.framed, is_guess=True)
+    if guess is not None and ends.is_end(guess.tokens, matcher):
+        return guess
     return ends.shortest(matcher, proposals)
 
 

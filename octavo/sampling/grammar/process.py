@@ -40,6 +40,7 @@ from octavo.sampling.grammar.protocol import (
 
 # The compiler recurses on chains of references. In 256 KiB of text there is room for chains that take less than 64 MiB.
 _STACK_BYTES = 256 * 2**20
+_OTHER_STACK_BYTES = 16 * 2**20  # of a thread beside it, which runs only Python
 # Exit codes that are kept until the rank asks for them. It asks for those of processes that ended by themselves.
 _MAX_ENDED = 256
 
@@ -113,6 +114,7 @@ def _fork(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> in
 
 def _run_commands(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> None:
     """Carry out commands until the socket is closed, or an error ends this process: the rank sees both as its end."""
+    threading.stack_size(_OTHER_STACK_BYTES)  # of the threads that this one starts
     try:
         commands = msgspec.msgpack.Decoder[Command](Command)
         matching = Matching(shared, slots, _limit_time)
@@ -147,7 +149,7 @@ def _limit_memory(num_bytes: int) -> None:
         return
     status = Path("/proc/self/status").read_text()
     now = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
-    limit = now + _STACK_BYTES + num_bytes
+    limit = now + _STACK_BYTES + _OTHER_STACK_BYTES + num_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 

@@ -4,6 +4,7 @@ with the same grammar share it; it is never changed."""
 import bisect
 import re
 
+from octavo.sampling.grammar.known_end import LONGEST_FOLLOWED, KnownEnd
 from octavo.sampling.grammar.matcher import Matcher
 from octavo.sampling.grammar.spelling import Speller, Spelling
 
@@ -24,6 +25,7 @@ class ShortestCompletion:
             self.spelling = speller.spell(text)
             tokens = self.spelling.rest() or tokens
         self.tokens = tokens
+        self.known = KnownEnd(tokens, self.spelling if len(text) <= LONGEST_FOLLOWED else None)
         # Tokens left at the first search for an answer's end. With a margin: the answer may be longer than necessary by then.
         self.looks_from = len(tokens) + len(tokens) // 4 + 32
         # Places in the text after which a comma or a bracket follows: there a value is complete.

@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -393,18 +393,28 @@ def check_size(value: object, field: Field, max_bytes: int) -> None:
 
 def _least_size(value: object, enough: int) -> int:
     """A lower bound of a value's size as JSON. Stops counting above `enough`."""
-    size, open_values = 0, [value]
-    while open_values and size <= enough:
-        match open_values.pop():
-            case str(text):
-                size += len(text)
-            case Mapping() as mapping:
-                size += sum(map(len, mapping)) + len(mapping)
-                open_values.extend(mapping.values())
-            case list() | tuple() as many:
-                size += len(many)
-                open_values.extend(many)
-            case _:
+    if isinstance(value, str):
+        return len(value)
+    size, containers = 0, [value]
+    while containers and size <= enough:
+        container = containers.pop()
+        inside: Iterable[object] = ()
+        if isinstance(container, Mapping):
+            size += sum(map(len, container)) + len(container)
+            inside = container.values()
+        elif isinstance(container, list | tuple):
+            size += len(container)
+            inside = container
+        else:
+            size += 1
+        if size > enough:
+            break
+        for part in inside:
+            if isinstance(part, str):
+                size += len(part)
+            elif isinstance(part, dict | list | tuple | Mapping):
+                containers.append(part)
+            else:
                 size += 1
     return size
 
