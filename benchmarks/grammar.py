@@ -35,14 +35,16 @@ PERSON = {
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}  # longer than any answer here
 OPEN_PEOPLE = {"type": "array", "items": PERSON}
 NAMES = {"type": "array", "items": {"type": "string", "minLength": 3}, "uniqueItems": True, "minItems": 100}
+# A schema whose shortest answer has no room is refused. A grammar around schemas is not.
+ENDLESS_PEOPLE = f'start: "[" (person ", "){{99}} person "]"\nperson: %json {json.dumps(PERSON)}'
 LONG = 4000  # max_tokens with room for the shortest answer of a large schema
-FAR, NEAR = 1000, 150  # max_tokens: ends are searched for from about 200 tokens before it on
-# Name of a side → its schema, max_tokens, and what it may cost of a step; None: it has no target.
+FAR, NEAR = LONG, 150  # max_tokens: ends are searched for from about 200 tokens before it on
+# Name of a side → its grammar, max_tokens, and what it may cost of a step; None: it has no target.
 SIDES: dict[str, tuple[dict[str, Any], int, float | None]] = {
-    "schema, limit is far": (PEOPLE, FAR, 0.04),
-    "an end in reach": (OPEN_PEOPLE, NEAR, 0.04),
-    "no end in reach": (PEOPLE, NEAR, 0.08),
-    "items that differ": (NAMES, FAR, None),
+    "schema, limit is far": ({"json": PEOPLE}, FAR, 0.04),
+    "an end in reach": ({"json": OPEN_PEOPLE}, NEAR, 0.04),
+    "no end in reach": ({"grammar": ENDLESS_PEOPLE}, NEAR, 0.08),
+    "items that differ": ({"json": NAMES}, FAR, None),
 }
 MAX_FIRST_TOKEN_MS = 130  # added by a schema of 100 kB
 PROMPT = "List the people who work here, with their age and address, as JSON, one after the other. This is number {}: "
@@ -191,7 +193,7 @@ def main() -> None:
     options = parser.parse_args()
     with LLM(options.model or None, max_num_seqs=options.rows) as llm:
         rows, tokens = options.rows, options.tokens
-        for wish in (None, {"json": PEOPLE}):
+        for wish in (None, {"json": OPEN_PEOPLE}):
             llm.generate(
                 [PROMPT.format(n) for n in range(rows)],
                 SamplingParams(max_tokens=4, structured_outputs=wish),
@@ -202,10 +204,10 @@ def main() -> None:
             {
                 "no grammar": lambda number: per_step(llm, rows, tokens, None, FAR, number),
                 **{
-                    name: lambda number, schema=schema, limit=limit: per_step(  # type: ignore[misc]
-                        llm, rows, tokens, {"json": schema}, limit, number
+                    name: lambda number, wish=wish, limit=limit: per_step(  # type: ignore[misc]
+                        llm, rows, tokens, wish, limit, number
                     )
-                    for name, (schema, limit, _) in SIDES.items()
+                    for name, (wish, limit, _) in SIDES.items()
                 },
             },
         )
