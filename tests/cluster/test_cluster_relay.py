@@ -139,7 +139,10 @@ def test_streams_survive_a_node_that_is_stopped_and_none_is_answered_twice(
         if is_alive(pid):
             os.kill(pid, signal.SIGCONT)
     wait_for(server, "ready", "ready")
-    assert not any(is_alive(pid) for pid in victims), "its agent ended it"
+    deadline = time.monotonic() + 30
+    while any(is_alive(pid) for pid in victims):
+        assert time.monotonic() < deadline, "its agent ends it"
+        time.sleep(0.05)
 
 
 def test_a_replica_without_room_waits_for_a_node(server: Server, room: Path, untroubled: list[tuple]) -> None:

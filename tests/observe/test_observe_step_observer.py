@@ -56,6 +56,9 @@ def load_and_limit(recorded: Recorded) -> None:
         observers.load_ended(ticket, 1, [])
         observers.waited_for_load("none", 0.0, 0)
         observers.waited_for_adapter("none", 0.0)
+        cache.hold([])
+        cache.let_go([])
+        observers.prefixes_held([], [])
         cache.pool.limit_touched(cache.pool.num_pages)
         observers.idle_limited(cache.pool.num_pages)
 
