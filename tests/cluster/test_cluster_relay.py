@@ -110,7 +110,7 @@ def test_streams_survive_a_node_that_is_cut_off(server: Server, untroubled: list
         for pid in victims:  # all at once, as a power cut
             os.kill(pid, signal.SIGKILL)
 
-    answers = asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS))
+    answers = asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS, is_early=True))
     assert answers == untroubled
     # Whichever is noticed first: the connection's end, or that of the actor.
     lost = re.compile(
@@ -133,7 +133,7 @@ def test_streams_survive_a_node_that_is_stopped_and_none_is_answered_twice(
         for pid in victims:
             os.kill(pid, signal.SIGSTOP)
 
-    answers = asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS))
+    answers = asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS, is_early=True))
     assert answers == untroubled
     for pid in victims:
         if is_alive(pid):
@@ -177,6 +177,6 @@ def test_a_replica_over_several_nodes_gives_the_same_bytes_and_survives_a_rank(
 
         is_tensor = sizes[0] == "--tensor-parallel-size"
         expected = asyncio.run(stories(server, num_streams=NUM_STREAMS)) if is_tensor else untroubled
-        assert asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS)) == expected
+        assert asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS, is_early=True)) == expected
         assert any("rank" in line and "killed by signal 9" in line for line in server.lines), server.lines
         assert server.terminate() == 0, server.lines

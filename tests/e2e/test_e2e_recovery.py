@@ -67,17 +67,23 @@ async def story(
 
 
 async def stories(
-    server: Server, fault=None, at: int = 0, num_streams: int = NUM_STREAMS, keeps_errors: bool = False
+    server: Server,
+    fault=None,
+    at: int = 0,
+    num_streams: int = NUM_STREAMS,
+    keeps_errors: bool = False,
+    is_early: bool = False,
 ) -> list[tuple]:
-    """The first of them; `fault` comes when every stream has begun and all together have had `at` events."""
+    """The first of them; `fault` comes when every stream has begun and all together have had `at` events. `is_early`: it does not wait
+    for the last ones to begin, and comes before any has ended."""
     begun = [0] * num_streams
     async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=120) as client:
         tasks = [asyncio.create_task(story(client, number, begun)) for number in range(num_streams)]
         if fault is not None:
-            while not (all(begun) and sum(begun) >= at):
+            while not ((all(begun) or is_early) and sum(begun) >= at):
                 assert not any(task.done() and task.exception() for task in tasks)
                 await asyncio.sleep(0.01)
-            assert sum(task.done() for task in tasks) < NUM_STREAMS
+            assert sum(task.done() for task in tasks) < (1 if is_early else NUM_STREAMS)
             fault()
         return await asyncio.gather(*tasks, return_exceptions=keeps_errors)
 

@@ -118,7 +118,9 @@ def test_mistakes_are_named(llm, folder):
         LLM(folder, max_modle_len=3)
     with pytest.raises(ConfigError, match="max_model_len: '8kk' is not a count"):
         LLM(folder, max_model_len="8kk")
-    with pytest.raises(ConfigError, match="enable_sleep_mode=True is not offered: a server of one model keeps it loaded"):
+    with pytest.raises(
+        ConfigError, match="enable_sleep_mode=True is not offered: a server of one model keeps it loaded"
+    ):
         LLM(folder, enable_sleep_mode=True)
     with pytest.raises(ConfigError, match="port is an option of the server"):
         LLM(folder, port=3)

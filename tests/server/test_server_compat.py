@@ -110,6 +110,7 @@ RICH: dict[str, list[dict[str, Any]]] = {
     "/v1/messages/count_tokens": [TURNS],
     "/api/chat": [{"messages": OLLAMA, "tools": CHAT["tools"], "options": {}, "stream": False, **WISH}],
     "/api/generate": [{"prompt": "a", "options": {}, "stream": False, **WISH}],
+    "/completion": [{"prompt": "a", **WISH}],
     "/apply-template": [CHAT],
 }
 """Bodies that have every object in which fields within others are."""
