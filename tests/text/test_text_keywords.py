@@ -322,6 +322,25 @@ def test_the_wish_says_whether_the_answer_is_checked():
         build_wish({"json": schema, "unenforced": "maybe"}, VOCABULARY)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, "not": {"$ref": "#/$defs/a"}},
+        {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/a"},
+        },
+    ],
+    ids=["not", "propertyNames"],
+)
+def test_references_without_an_end_are_refused(schema: Any):
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        built(schema)
+    with pytest.raises(RequestError, match="refers to itself"):
+        built(schema, may_leave_out=True)
+
+
 @pytest.mark.parametrize("text", ["", "[1", "NaN", "[1, 1]", '{"a": Infinity}', "[" * 100_000])
 def test_what_is_no_json_or_no_value_of_the_schema_is_not_valid(text: str):
     assert not is_valid({"uniqueItems": True}, text)

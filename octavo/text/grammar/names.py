@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.text.grammar.negate import CannotNegate, once
 from octavo.text.grammar.regex import ascii_classes
 
 _KNOWN = {"type", "enum", "const", "pattern", "minLength", "maxLength"}
@@ -39,7 +40,12 @@ def allowed_names(schema: Any, resolve: Callable[[str], Any]) -> Names:
     if isinstance(schema, bool):
         return Names() if schema else Names(listed=[])
     if [*schema] == ["$ref"]:
-        return allowed_names(resolve(schema["$ref"]), resolve)
+        reference = schema["$ref"]
+        try:
+            target = resolve(reference)
+        except CannotNegate:
+            raise NamesUnknown("'$ref' in it") from None
+        return allowed_names(target, once(resolve, reference))
     if unknown := schema.keys() - _KNOWN:
         raise NamesUnknown(f"{min(unknown)!r} in it")
     types = schema.get("type", "string")

@@ -209,7 +209,18 @@ def _any_of(parts: Any, types: Sequence[str], resolve: Resolve) -> list[Schema]:
 
 
 def _reference(value: Any, types: Sequence[str], resolve: Resolve) -> list[Schema]:
-    return negated(resolve(value), types, resolve)
+    return negated(resolve(value), types, once(resolve, value))
+
+
+def once(resolve: Resolve, reference: str) -> Resolve:
+    """`resolve` within the schema of `reference`, where that reference has no end."""
+
+    def within(wanted: str) -> Schema | bool:
+        if wanted == reference:
+            raise CannotNegate("$ref")
+        return resolve(wanted)
+
+    return within
 
 
 _NUMBERS = ("number", "integer")
