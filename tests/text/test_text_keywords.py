@@ -322,6 +322,13 @@ def test_the_wish_says_whether_the_answer_is_checked():
         build_wish({"json": schema, "unenforced": "maybe"}, VOCABULARY)
 
 
+def test_parts_that_are_referred_to_twice_at_every_level_are_read_once():
+    """Thirty levels would be a billion parts."""
+    parts = {f"a{at}": {"allOf": [{"$ref": f"#/$defs/a{at + 1}"}] * 2} for at in range(30)}
+    parts["a30"] = {"properties": {"x": {"type": "null"}}}
+    assert built({"$defs": parts, "$ref": "#/$defs/a0", "type": "object", "unevaluatedProperties": False}).grammar
+
+
 @pytest.mark.parametrize(
     "schema",
     [

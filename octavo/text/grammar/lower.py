@@ -634,7 +634,7 @@ class _Lowering:
         if not (_OPAQUE - {"unevaluatedProperties"}).isdisjoint(given):
             raise Unenforced(at.place, "unevaluatedProperties", "beside a choice of schemas")
         rest = self._strictly(given["unevaluatedProperties"], at.step("unevaluatedProperties"))
-        names, patterns, is_open = self._evaluated({**core, "allOf": [*core.get("allOf", []), *more]}, at, 0)
+        names, patterns, is_open = self._evaluated({**core, "allOf": [*core.get("allOf", []), *more]}, at, 0, set())
         if not is_open:
             more.append(
                 {
@@ -644,8 +644,11 @@ class _Lowering:
                 }
             )
 
-    def _evaluated(self, schema: Schema | bool, at: At, depth: int) -> tuple[list[str], list[str], bool]:
-        """Names and patterns of properties that a schema speaks of, and whether it speaks of all."""
+    def _evaluated(
+        self, schema: Schema | bool, at: At, depth: int, seen: set[str]
+    ) -> tuple[list[str], list[str], bool]:
+        """Names and patterns of properties that a schema speaks of, and whether it speaks of all. `seen`: references that need not be
+        followed again."""
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return [], [], False
         if id(schema) in self._opaque or "anyOf" in schema:
@@ -653,10 +656,11 @@ class _Lowering:
         names, patterns = [*schema.get("properties", {})], [*schema.get("patternProperties", {})]
         is_open = "additionalProperties" in schema
         parts = list(schema.get("allOf", []))
-        if "$ref" in schema:
+        if "$ref" in schema and schema["$ref"] not in seen:
+            seen.add(schema["$ref"])
             parts.append(self._resolve(schema["$ref"]) if schema["$ref"] != ROOT else _unknown_root())
         for part in parts:
-            more_names, more_patterns, is_open_too = self._evaluated(part, at, depth + 1)
+            more_names, more_patterns, is_open_too = self._evaluated(part, at, depth + 1, seen)
             names, patterns, is_open = names + more_names, patterns + more_patterns, is_open or is_open_too
         return names, patterns, is_open
 
