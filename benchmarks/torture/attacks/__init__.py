@@ -1,6 +1,6 @@
 """The catalogue of attacks: one list per theme, one entry per attack."""
 
-from benchmarks.torture.attacks import connections, files, grammars, heads, lists, prompts, sites
+from benchmarks.torture.attacks import connections, files, grammars, heads, lists, pairs, prompts, sites
 from benchmarks.torture.attacks.base import Attack
 
 CATALOGUE: list[Attack] = [
@@ -9,6 +9,7 @@ CATALOGUE: list[Attack] = [
     *connections.ATTACKS,
     *lists.ATTACKS,
     *prompts.ATTACKS,
+    *pairs.ATTACKS,
     *files.ATTACKS,
     *grammars.ATTACKS,
 ]
