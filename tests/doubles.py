@@ -22,6 +22,7 @@ from octavo.messages import (
     FinishReason,
     GenerateRequest,
     Hello,
+    HoldPrefix,
     LeaveQueue,
     Ping,
     ReadHistory,
@@ -30,7 +31,9 @@ from octavo.messages import (
     ReadMetrics,
     ReadPage,
     ReadPlace,
+    ReadPrefixes,
     ReadProgress,
+    ReleasePrefix,
     Reply,
     ResetPrefixCache,
     StepDeltas,
@@ -210,6 +213,9 @@ class ScriptedEngine(EngineClient):
                 | ReadHistory()
                 | ReadLive()
                 | ReadPage()
+                | HoldPrefix()
+                | ReleasePrefix()
+                | ReadPrefixes()
             ):
                 self.num_pings += isinstance(message, Ping)
                 if self.answers_control:
@@ -221,6 +227,7 @@ class ScriptedEngine(EngineClient):
                         ReadHistory: '{"time":0,"interval":1,"since":0,"points":[]}',
                         ReadLive: msgspec.json.encode(IDLE_LOOK).decode(),
                         ReadPage: "[]",
+                        **dict.fromkeys((HoldPrefix, ReleasePrefix, ReadPrefixes), "{}"),
                     }
                     body = bodies.get(type(message), "pong")
                     asyncio.get_running_loop().call_soon(self._receive, Reply(message.call, body))
