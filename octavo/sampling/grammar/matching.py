@@ -170,7 +170,8 @@ class Matching:
                 self._end_work(row, started)
         self._limit(0)
         self._limited_at = -math.inf
-        return Filled(results)
+        is_plain = not any(result.is_last or result.failure or result.num_ahead for result in results)
+        return Filled() if is_plain else Filled(results)
 
     def _fill_together(self, pairs: list[tuple[_Row, RowToFill]]) -> list[FilledRow]:
         ready = []
