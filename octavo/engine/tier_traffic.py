@@ -10,7 +10,7 @@ and without a limit while it is idle."""
 
 import logging
 import queue
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,6 +100,10 @@ class TierTraffic(StepObserver):
         self._loading: dict[bytes, int] = {}  # key → ticket
         self._by_id: dict[str, _Held] = {}
         self._next_ticket = 0
+        # Steps that were submitted and committed. A step in flight may still write to pages that were free when a load took them, for a
+        # request that has left: a load begins when the steps that were submitted before it are committed.
+        self._num_submitted = self._num_committed = 0
+        self._not_begun: deque[tuple[int, int, list[bytes], list[int]]] = deque()  # (steps, ticket, keys, pages)
         self._page_seconds = 0.0  # of a load; 0: not measured
         self._num_empty = 0  # loads in a row that found nothing
         self._paused_until = 0.0
@@ -185,8 +189,14 @@ class TierTraffic(StepObserver):
         self._loads[ticket] = _Load(wanted, [held], found)
         self._loading.update(dict.fromkeys(wanted, ticket))
         held.until = self._clock() + max(LEAST_PATIENCE, 4 * load_seconds)
-        self._mover.load(ticket, wanted, pages)
+        self._not_begun.append((self._num_submitted, ticket, wanted, pages))
+        self._begin_loads()
         return True
+
+    def _begin_loads(self) -> None:
+        while self._not_begun and self._not_begun[0][0] <= self._num_committed:
+            _, ticket, keys, pages = self._not_begun.popleft()
+            self._mover.load(ticket, keys, pages)
 
     def _room(self, held: list[bytes]) -> int:
         """Pages that a load may take, beside those that are held for it: a page stays free for each running request, and loads beside another one
@@ -312,9 +322,12 @@ class TierTraffic(StepObserver):
     # ── stores ──
 
     def planned(self, planned: Planned, now: float) -> None:
+        self._num_submitted += not planned.is_empty
         self._note(planned.pages.stored)
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
+        self._num_committed += 1
+        self._begin_loads()
         self._note(committed.pages.stored)
 
     def _note(self, stored: Iterable[bytes]) -> None:

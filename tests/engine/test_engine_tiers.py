@@ -34,17 +34,18 @@ CELL = struct.Struct("<qq")
 
 
 class OracleExecutor:
-    """Carries plans out at once; their results may wait."""
+    """Carries plans out in their order: at once, or as late as their results are asked for, as a device does that computes in the background."""
 
-    def __init__(self, device: OracleDevice, overlap: bool) -> None:
-        self.device, self.overlap = device, overlap
-        self._results: deque[StepResult] = deque()
+    def __init__(self, device: OracleDevice, overlap: bool, is_late: bool = False) -> None:
+        self.device, self.overlap, self.is_late = device, overlap, is_late
+        self._steps: deque[StepPlan | StepResult] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        self._results.append(self.device.run(plan))
+        self._steps.append(plan if self.is_late else self.device.run(plan))
 
     def collect(self) -> StepResult:
-        return self._results.popleft()
+        step = self._steps.popleft()
+        return self.device.run(step) if isinstance(step, StepPlan) else step
 
     def close(self) -> None:
         pass
@@ -163,7 +164,8 @@ class Case:
         )
         self.mover.laziness = 0.95 if self.is_slow else 0.5
         observers = Observers([Loads()], lambda: self.now)
-        self.loop = EngineLoop(scheduler, OracleExecutor(device, self.overlap), observers)
+        executor = OracleExecutor(device, self.overlap, is_late=self.dice.random() < 0.5)
+        self.loop = EngineLoop(scheduler, executor, observers)
         self.loop.open_tier(self.traffic_type(scheduler, self.mover, observers, lambda: self.now))
         self.recorder: Recorder | None = None
         if self.record_to is not None:
@@ -316,7 +318,7 @@ def test_a_copy_of_a_page_that_was_evicted_meanwhile_is_not_stored(tmp_path):
             Case(seed, tmp_path / str(seed), True, Careless).run()
 
 
-def build(tmp_path: Path, costs: StepCosts | None, num_pages: int = 64):
+def build(tmp_path: Path, costs: StepCosts | None, num_pages: int = 64, is_late: bool = False):
     cache = KVCache(num_pages, 2, root=ROOT)
     scheduler = Scheduler(cache, 4, 16)
     if costs is not None:
@@ -326,7 +328,7 @@ def build(tmp_path: Path, costs: StepCosts | None, num_pages: int = 64):
     mover = OracleMover(device, TierFolder(tmp_path, 10**6, "layout", 2 * CELL.size), random.Random(0))
     now = [0.0]
     observers = Observers([], lambda: now[0])
-    loop = EngineLoop(scheduler, OracleExecutor(device, False), observers)
+    loop = EngineLoop(scheduler, OracleExecutor(device, is_late, is_late), observers)
     loop.open_tier(TierTraffic(scheduler, mover, observers, lambda: now[0]))
     loop.take_tier_events()
     return loop, mover, now
@@ -375,6 +377,26 @@ def test_a_request_does_not_wait_for_a_disk_that_hangs(tmp_path):
         mover.tick()
     loop.take_tier_events()
     assert not loop.scheduler.cache.loads
+
+
+def test_a_load_waits_for_the_step_that_may_still_write_to_its_pages(tmp_path):
+    """A request that is aborted gives its pages back at once, while a step that is being computed still writes to them."""
+    filled(tmp_path)
+    loop, mover, _ = build(tmp_path, None, num_pages=11, is_late=True)
+    mover.laziness = -1.0
+    loop.add(GenerateRequest("gone", [7, 7, 7], SamplingParams(seed=1, max_tokens=40), []))
+    loop.step()
+    loop.step()
+    loop.abort(Abort("gone"))
+    loop.add(request("a", PROMPT))
+    assert loop.tier.num_held == 1
+    got: list[int] = []
+    while loop.has_work:
+        while mover.jobs:
+            mover.tick()
+        got += [token for delta in loop.step() if delta.request_id == "a" for token in delta.token_ids]
+    assert loop.tier.stats.loaded_pages == 9
+    assert got == reference(PROMPT, choice_seed(0, 0), 1, [], 0)
 
 
 def test_a_journey_shows_the_load(tmp_path):
