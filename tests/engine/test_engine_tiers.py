@@ -15,9 +15,10 @@ from octavo.engine import tier_traffic
 from octavo.engine.loop import EngineLoop
 from octavo.engine.tier_traffic import TierTraffic
 from octavo.kv_tier.folder import TierFolder, folder_secret
+from octavo.kv_tier.ram_slots import RamSlots
 from octavo.messages import Abort, EngineReport, GenerateRequest, SamplingParams, StepPlan, StepResult
 from octavo.messages.params import choice_seed
-from octavo.messages.tiers import Copied, Loaded, TierFailed, TierKnown
+from octavo.messages.tiers import IN_RAM, Copied, Loaded, TierCounts, TierFailed, TierKnown
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.step_observer import Observers, StepObserver
 from octavo.recording.format import Limited, LoadEnded, read
@@ -52,32 +53,40 @@ class OracleExecutor:
 
 
 class OracleMover:
-    """Moves the oracle's cells to files and back, a little at each tick. What a load has not brought is filled with rubbish."""
+    """Moves the oracle's cells to files, and to memory with slots, and back, a little at each tick. What a load has not brought is filled with
+    rubbish."""
 
-    def __init__(self, device: OracleDevice, folder: TierFolder, dice: random.Random) -> None:
+    def __init__(
+        self, device: OracleDevice, folder: TierFolder | None, dice: random.Random, num_ram_pages: int = 0
+    ) -> None:
         self.device, self.folder, self.dice = device, folder, dice
+        self.num_ram_pages, self.has_disk = num_ram_pages, folder is not None
+        self.ram, self.memory = RamSlots(num_ram_pages), [b""] * num_ram_pages
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.on_event = lambda: None
         self.jobs: deque = deque()
-        self.copies: list[bytes] = []
         self.fails, self.laziness = False, 0.5
-        self.events.put(TierKnown(*folder.look(), 0))
+        if folder is not None:
+            self.events.put(TierKnown(*folder.look()))
 
     def load(self, ticket, keys, pages):
         self.jobs.append(("load", ticket, keys, pages))
 
-    def store(self, keys, pages):
-        self.jobs.append(("copy", keys, pages))
+    def store(self, keys, pages, level="disk"):
+        self.jobs.append(("copy", keys, pages, level))
 
     def approve(self, are_right):
-        self.jobs.append(("write", [key for key, right in zip(self.keys, are_right, strict=True) if right],
-                          [copy for copy, right in zip(self.copies, are_right, strict=True) if right]))  # fmt: skip
+        self.jobs.append(("write", are_right))
 
     def delete_all(self):
-        self.folder.delete_all()
+        self.ram.clear()
+        if self.folder is not None:
+            self.folder.delete_all()
 
     def counts(self):
-        return self.folder.num_bytes, self.folder.num_bad, self.folder.num_evicted
+        if self.folder is None:
+            return TierCounts(ram_bytes=len(self.ram))
+        return TierCounts(self.folder.num_bytes, self.folder.num_bad, self.folder.num_evicted, len(self.ram))
 
     def close(self):
         pass
@@ -90,29 +99,60 @@ class OracleMover:
 
     def _load(self, ticket, keys, pages):
         size = self.device.page_size
-        buffers = [bytearray(size * CELL.size) for _ in pages]
-        count, changes = self.folder.read(keys, [[memoryview(each)] for each in buffers])
-        for number, (page, content) in enumerate(zip(pages, buffers, strict=True)):
+        done, num_from_ram, dropped = 0, 0, []
+        contents: list[bytes] = []
+        while done < len(keys):
+            slots = self.ram.begin_read(keys[done:])
+            contents += [self.memory[slot] for slot in slots]
+            self.ram.end_read(slots)
+            num_from_ram, done = num_from_ram + len(slots), done + len(slots)
+            wanted = self.ram.num_missing(keys[done:])
+            buffers = [bytearray(size * CELL.size) for _ in range(wanted)]
+            count = 0
+            if self.folder is not None:
+                count, changes = self.folder.read(keys[done : done + wanted], [[memoryview(each)] for each in buffers])
+                dropped += changes.dropped
+            contents += map(bytes, buffers[:count])
+            done += count
+            if count < wanted:
+                break
+        for number, page in enumerate(pages):
             for offset in range(size):
-                cell = CELL.unpack_from(content, offset * CELL.size) if number < count else (-9, -9)
+                cell = CELL.unpack_from(contents[number], offset * CELL.size) if number < done else (-9, -9)
                 self.device.cells[page, offset] = cell
-        self.events.put(Loaded(ticket, count, changes.dropped, 0.001))
+        self.events.put(Loaded(ticket, done, dropped, 0.001, num_from_ram, 0.0005))
 
-    def _copy(self, keys, pages):
-        self.keys = keys
-        cells = self.device.cells
-        self.copies = [
-            b"".join(CELL.pack(*cells.get((page, offset), (-8, -8))) for offset in range(self.device.page_size))
-            for page in pages
-        ]
+    def _copy(self, keys, pages, level):
+        self.keys, self.level = keys, level
+        self.copies = []
+        for key, page in zip(keys, pages, strict=True):
+            if page == IN_RAM:
+                slots = self.ram.begin_read([key])
+                self.copies.append(self.memory[slots[0]] if slots else b"")
+                self.ram.end_read(slots)
+            else:
+                cells = (self.device.cells.get((page, offset), (-8, -8)) for offset in range(self.device.page_size))
+                self.copies.append(b"".join(CELL.pack(*cell) for cell in cells))
+        if level == "ram":
+            self.slots, self.dropped = self.ram.reserve(len(keys))
         self.events.put(Copied())
 
-    def _write(self, keys, copies):
+    def _write(self, are_right):
+        if self.level == "ram":
+            count = len(self.slots)
+            for slot, copy in zip(self.slots, self.copies, strict=False):
+                self.memory[slot] = copy
+            stored = self.ram.fill(self.keys[:count], self.slots, are_right[:count])
+            self.events.put(TierKnown(stored, self.dropped, 0.001, True, "ram"))
+            return
+        right = [at for at, is_right in enumerate(are_right) if is_right and self.copies[at]]
+        keys = [self.keys[at] for at in right]
         if self.fails:
             self.events.put(TierFailed(keys, 3.0))
             return
-        changes = self.folder.write(keys, [[memoryview(copy)] for copy in copies]) if keys else ([], [])
-        self.events.put(TierKnown(*changes, 0, 0.001, True))
+        copies = [[memoryview(self.copies[at])] for at in right]
+        changes = self.folder.write(keys, copies) if keys else ([], [])
+        self.events.put(TierKnown(*changes, 0.001, True))
 
 
 class Loads(StepObserver):
@@ -139,6 +179,8 @@ class Case:
         if is_slow:
             self.num_pages = 8
         self.max_bytes = r.choice([10**7, 5000 * 6])
+        self.num_ram_pages = r.choice([0, 0, 3, 8, 60])
+        self.has_disk = self.num_ram_pages < 8 or r.random() < 0.5
         bases = [[r.randrange(7) for _ in range(r.randrange(4, 20))] for _ in range(3)]
         self.sources: list[GenerateRequest] = []
         for number in range(40):
@@ -149,7 +191,8 @@ class Case:
         self.got: dict[str, list[int]] = {source.id: [] for source in self.sources}
         self.finished: set[str] = set()
         self.aborted: set[str] = set()
-        self.totals = {"loaded": 0, "missed": 0, "held": 0, "deaths": 0, "failures": 0, "late": 0, "damaged": 0}
+        self.totals = {"loaded": 0, "missed": 0, "held": 0, "deaths": 0, "failures": 0, "late": 0, "damaged": 0,
+                       "from ram": 0}  # fmt: skip
         self.start_engine()
 
     def start_engine(self) -> None:
@@ -159,9 +202,8 @@ class Case:
         if self.dice.random() < 0.7:
             scheduler.learn(StepCosts(1.0, 1.0, 1.0, 0.0, 0.0))
         device = OracleDevice(self.page_size, self.rows)
-        self.mover = OracleMover(
-            device, TierFolder(self.path, self.max_bytes, "layout", self.page_size * CELL.size), self.dice
-        )
+        folder = TierFolder(self.path, self.max_bytes, "layout", self.page_size * CELL.size) if self.has_disk else None
+        self.mover = OracleMover(device, folder, self.dice, self.num_ram_pages)
         self.mover.laziness = 0.95 if self.is_slow else 0.5
         observers = Observers([Loads()], lambda: self.now)
         executor = OracleExecutor(device, self.overlap, is_late=self.dice.random() < 0.5)
@@ -260,6 +302,7 @@ class Case:
         self.totals["missed"] += stats.missed_pages
         self.totals["failures"] += stats.failures
         self.totals["late"] += stats.late
+        self.totals["from ram"] += stats.ram_loaded_pages
 
     def die(self, arrivals) -> None:
         """The engine ends, in the midst of anything; another goes on with the tokens that clients have."""
@@ -275,7 +318,7 @@ class Case:
 
 def test_answers_are_the_same_with_tiers_whatever_happens_to_them(tmp_path):
     totals: dict[str, int] = {}
-    for seed in range(30):
+    for seed in range(40):
         case = Case(seed, tmp_path / str(seed), seed % 3 == 0)
         try:
             case.run()
@@ -284,7 +327,7 @@ def test_answers_are_the_same_with_tiers_whatever_happens_to_them(tmp_path):
             raise
         for name, count in case.totals.items():
             totals[name] = totals.get(name, 0) + count
-    assert all(totals[name] for name in ("loaded", "missed", "deaths", "failures", "damaged")), totals
+    assert all(totals[name] for name in ("loaded", "missed", "deaths", "failures", "damaged", "from ram")), totals
 
 
 def test_plans_beside_loads_and_scarce_memory_are_made_again_from_a_recording(tmp_path):
