@@ -21,6 +21,7 @@ from octavo.engine.cost_meter import CostMeter
 from octavo.engine.idle_memory import IdleMemory
 from octavo.engine.live_view import LiveView
 from octavo.engine.loop import EngineLoop
+from octavo.engine.pin_files import PinFiles
 from octavo.engine.prefix_holds import PrefixHolds
 from octavo.engine.step_heartbeat import StepHeartbeat
 from octavo.engine.tier_traffic import TierTraffic
@@ -62,9 +63,11 @@ def start_engine(
     member: FleetMember | None = None,
     epoch: int = 0,
     ranks: PlacedRanks | None = None,
+    pin_files: PinFiles | None = None,
 ) -> Engine:
     """Load the model and be ready to step. Raises ConfigError for what a person must change. `member`: its place in a fleet, of which it
-    is engine number `epoch`; None: it is alone. `ranks`: where they are, if that is not this machine's to decide."""
+    is engine number `epoch`; None: it is alone. `ranks`: where they are, if that is not this machine's to decide. `pin_files`: of pinned prefixes
+    that this engine takes over; None: there are none."""
     executor = load_executor(config, source) if ranks is None else load_executor(config, source, ranks)
     try:
         policy = config.scheduler.scheduling_policy
@@ -125,6 +128,7 @@ def start_engine(
         max_ring_bytes=max_ring_bytes,
         history=history,
         idle_memory=None if report.num_warm_pages is None else IdleMemory(cache.pool, report.page_bytes),
+        pin_files=pin_files,
     )
     if report.adapter_bytes:
         _open_adapters(config, engine, executor)
@@ -227,10 +231,11 @@ def build_engine(
     max_ring_bytes: int = MAX_RING_BYTES,
     history: History | None = None,
     idle_memory: IdleMemory | None = None,
+    pin_files: PinFiles | None = None,
 ) -> Engine:
     """Put an engine together around an executor that has started. `heartbeat`: None: nothing outside this process reads it.
     `queue_limit`: None: any number of requests may wait. `history`: None: it ends with this engine. `idle_memory`: None: idle prefixes
-    keep their memory."""
+    keep their memory. `pin_files`: None: pins end with this engine."""
     heartbeat = Heartbeat() if heartbeat is None else heartbeat
     queue_limit = QueueLimit() if queue_limit is None else queue_limit
     history = History() if history is None else history
@@ -247,8 +252,9 @@ def build_engine(
         cost_meter,
     ]
     hearing = Observers(observers, clock)
-    holds = PrefixHolds(scheduler.cache, hearing, metrics.report.page_bytes, clock)
+    holds = PrefixHolds(scheduler.cache, hearing, metrics.report.page_bytes, clock, pin_files)
     hearing.add(holds)
+    holds.restore()
     loop = EngineLoop(scheduler, executor, hearing, cost_meter, idle_memory, holds)
     ring = JourneyRing(max_ring_bytes)
     control = EngineControl(loop, metrics, journal, live_view, queue_limit, heartbeat, ring, clock)
