@@ -42,6 +42,8 @@ BUSY_SHARE, HIT_SHARE = (
 MAX_CREDIT = 0.5  # seconds of storing that a pause can save up
 MAX_DROPS = 3  # loads in a row that found nothing, after which tier and loads pause
 DROP_PAUSE = 30.0
+BULK_TOKENS = 256  # of a step whose pace is that of prompts
+PACE_DRIFT = 0.02
 SCAN_SECONDS = 0.05  # between two looks at which pages would be evicted next
 RAM_WINDOW = 0.5  # of the pages that fit into memory of the host: as many of the next evicted pages are to be there
 MAX_CUTS = 64  # places where a prefix goes on in another level, that are weighed
@@ -115,6 +117,7 @@ class TierTraffic(StepObserver):
         # request that has left: a load begins when the steps that were submitted before it are committed.
         self._num_submitted = self._num_committed = 0
         self._not_begun: deque[tuple[int, int, list[bytes], list[int]]] = deque()  # (steps, ticket, keys, pages)
+        self._token_seconds = 0.0  # the best pace of steps that compute many tokens, slowly forgotten; 0: not measured
         self._num_empty = 0  # loads in a row that found nothing
         self._paused_until = 0.0
         self._unstored: OrderedDict[bytes, int] = OrderedDict()  # key → step whose commit completes the page
@@ -259,13 +262,15 @@ class TierTraffic(StepObserver):
         return free // 2 if self._loads else free - len(self._scheduler.running) - 1
 
     def _compute_seconds(self, start: int, count: int) -> float:
-        """What computing these pages takes, by the measured costs of steps. Infinite: not known yet."""
+        """What computing these pages takes, by the measured costs of steps, and no less than at the best pace that was measured: the costs are
+        fitted to all steps, and may be far off for prompts where most steps have none. Infinite: not known yet."""
         costs: StepCosts | None = self._scheduler.costs
         if costs is None:
             return float("inf")
-        size = self._cache.page_size
-        num_steps = -(-count * size // self._scheduler.max_step_tokens)
-        return num_steps * costs.step + costs.chunk_seconds(start * size, count * size)
+        num_tokens = count * self._cache.page_size
+        num_steps = -(-num_tokens // self._scheduler.max_step_tokens)
+        seconds = num_steps * costs.step + costs.chunk_seconds(start * self._cache.page_size, num_tokens)
+        return max(seconds, num_tokens * self._token_seconds)
 
     def drop(self, abort: Abort) -> tuple[bool, GenerateRequest | None]:
         """A held request is aborted: (whether it was held, the request that is to be added first, because some choices go on)."""
@@ -392,6 +397,9 @@ class TierTraffic(StepObserver):
     def committed(self, committed: Committed, times: StepTimes) -> None:
         self._num_committed += 1
         self._begin_loads()
+        if committed.num_tokens >= BULK_TOKENS and times.compute_seconds > 0:
+            pace, known = times.compute_seconds / committed.num_tokens, self._token_seconds
+            self._token_seconds = pace if pace < known or not known else known + PACE_DRIFT * (pace - known)
         self._note(committed.pages.stored)
 
     def _note(self, stored: Iterable[bytes]) -> None:

@@ -20,12 +20,13 @@ from octavo.messages import Abort, EngineReport, GenerateRequest, SamplingParams
 from octavo.messages.params import choice_seed
 from octavo.messages.tiers import IN_RAM, Copied, Loaded, TierCounts, TierFailed, TierKnown
 from octavo.observe.journeys.journal import EngineJournal
-from octavo.observe.step_observer import Observers, StepObserver
+from octavo.observe.step_observer import Observers, StepObserver, StepTimes
 from octavo.recording.format import Limited, LoadEnded, read
 from octavo.recording.recorder import Recorder, Segments
 from octavo.recording.ring import RecordingRing
 from octavo.replay.replay import Replay
 from octavo.schedule import Scheduler
+from octavo.schedule.results import Committed
 from octavo.schedule.step_costs import StepCosts
 from tests.recording.recorded import header_of
 from tests.schedule.oracle import OracleDevice, reference
@@ -400,6 +401,17 @@ def test_a_prefix_that_is_computed_faster_is_not_loaded(tmp_path):
     loop, _, _ = build(tmp_path, StepCosts(1.0, 1e-6, 1e-6, 0.0, 0.0))
     loop.add(request("a", PROMPT))
     assert not loop.scheduler.has("a") and loop.has("a") and loop.has_work
+
+
+def test_a_fit_that_takes_prompts_for_free_is_held_against_measured_steps(tmp_path):
+    """Beside many decoding rows the fitted costs of prompts can come out far too low."""
+    filled(tmp_path)
+    loop, _, _ = build(tmp_path, StepCosts(1e-6, 1e-6, 1e-9, 0.0, 0.0))
+    for num_tokens, seconds in ((512, 0.64), (256, 0.5), (4, 1e-9)):
+        plan = StepPlan(0, [], [], [], [], [], [], [], [], [], [], [])
+        loop.tier.committed(Committed(plan, StepResult(0, []), num_tokens, [], [], [], []), StepTimes(0.0, seconds))
+    loop.add(request("a", PROMPT))
+    assert not loop.scheduler.has("a") and not loop.tier.stats.slower, "18 tokens took 22 ms, not 20 µs"
 
 
 def test_a_request_does_not_wait_for_a_disk_that_hangs(tmp_path):

@@ -24,13 +24,13 @@ def test_a_load_takes_pages_from_memory_and_from_files(tmp_path):
 
 
 def start(folder, tier: str) -> LLM:
-    return LLM(str(folder), device="cuda", dtype="float32", deterministic=True, block_size=16, max_num_seqs=4, max_model_len=96,
+    return LLM(str(folder), device="cuda", dtype="bfloat16", deterministic=True, block_size=16, max_num_seqs=4, max_model_len=96,
                kv_cache_memory_bytes="26k", kv_tier=tier, enforce_eager=True)  # fmt: skip
 
 
 def test_tokens_are_the_same_from_memory_and_from_files(tmp_path, monkeypatch):
     load_always(monkeypatch)
-    write_tiny_llama(tmp_path / "m")
+    write_tiny_llama(tmp_path / "m", num_heads=2)
     write_byte_tokenizer(tmp_path / "m")
     with start(tmp_path / "m", "") as llm:
         expected = one_by_one(llm)

@@ -141,7 +141,11 @@ MARK = {"type": "ephemeral", "ttl": "1h"}
 )  # fmt: skip
 async def test_every_dialect_passes_the_wish_on(serve: Serve, path: str, body: dict[str, Any], seconds: float) -> None:
     scripted = ScriptedEngine()
-    given = {} if path in ("/v1/completions", "/v1/responses", "/v1/responses/compact") else {"messages": [{"role": "user", "content": "hi"}]}
+    given = (
+        {}
+        if path in ("/v1/completions", "/v1/responses", "/v1/responses/compact")
+        else {"messages": [{"role": "user", "content": "hi"}]}
+    )
     response = await serve(scripted).post(path, json={**given, **body})
     assert response.status_code == 200, response.text
     assert "ignored_fields" not in response.json()
