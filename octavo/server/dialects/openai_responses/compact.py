@@ -14,8 +14,7 @@ from octavo.server.dialects.openai_responses.output import item_id
 from octavo.server.dialects.openai_responses.request import InputRequest
 from octavo.server.dialects.openai_responses.summary import write_summary
 from octavo.server.generate.chat_task import ChatTask
-from octavo.server.generate.retention import Retention
-from octavo.server.schema.fields import RequestFields, SamplingFields, make_fields
+from octavo.server.schema.fields import RequestFields, Retention, SamplingFields, make_fields
 from octavo.server.schema.shapes import Input
 
 DEFAULT_MAX_TOKENS = 1024
