@@ -1,5 +1,6 @@
 """Masks over logits: torch's, the CPU's native kernels' and the GPU's choose the same tokens, and follow the rows' own state."""
 
+import ctypes
 import itertools
 import json
 import os
@@ -221,6 +222,56 @@ def test_masks_are_asked_for_as_soon_as_a_step_is_done(found):
     assert left(found.masks(rows(0), rows(5))) == {"b", "c", *ENDS}
     assert found.rows[0].process.num_unanswered == 0 and not found.rows[0].process.retired
     assert len(found._free_slots) == len({*found._free_slots})
+
+
+def at_addresses(masks: Masks) -> list[list[int]]:
+    num_words = masks.num_words
+    return [[*(ctypes.c_int32 * num_words).from_address(address)] for address in masks.addresses().tolist()]
+
+
+def test_a_step_in_which_every_row_goes_on_reads_masks_where_they_were_written(found):
+    """Any other step gets copies, of the same masks."""
+    more = {"b", "c", *ENDS}
+    for row, max_tokens in enumerate((50, 50, 4)):
+        found.enter(row, params(max_tokens=max_tokens), 3, [], [*ENDS])
+    first = found.masks(rows(0, 1, 2), rows(3, 3, 3))
+    assert first.copies is not None and at_addresses(first) == first.bits.tolist()
+    found.started(Done(*b"aaa"))
+    masks = found.masks(rows(0, 1, 2), rows(4, 4, 4))
+    assert masks.copies is None and masks.at.tolist() == [0, 1, 2]
+    written = at_addresses(masks)
+    assert [left(masks, number) for number in range(3)] == [more] * 3 and written == masks.bits.tolist()
+    found.started(Done(*b"bcb"))
+    masks = found.masks(rows(1, 0), rows(5, 5))  # one sits out
+    assert masks.copies is not None and left(masks, 0) == ENDS and left(masks, 1) == more
+    found.started(Done(EOS, *b"b"))
+    masks = found.masks(rows(0, 2, 7), rows(6, 5, 9))  # one without a grammar comes in
+    assert masks.copies is not None and masks.at.tolist() == [0, 1] and left(masks, 0) == left(masks, 1) == more
+    found.started(Done(*b"bb", 9))
+    assert found.masks(rows(0, 2, 7), rows(7, 6, 10)).copies is None
+    found.started(Done(*b"bb", 9))  # one comes to its limit
+    assert found.masks(rows(0, 7), rows(8, 11)).copies is not None
+    found.started(Done(*b"b", 9))
+    assert found.masks(rows(0, 7), rows(9, 12)).copies is None
+    found.started(Done(*b"b", 9))
+    found.enter(0, params(HEAD + 'start: "x"+', max_tokens=50), 3, [], [*ENDS])
+    masks = found.masks(rows(0, 7), rows(3, 13))
+    assert left(masks) == {"x"}
+
+
+def test_a_process_that_ends_between_two_steps_changes_no_mask(found):
+    for row in range(2):
+        found.enter(row, params(max_tokens=50), 3, [], [*ENDS])
+    found.masks(rows(0, 1), rows(3, 3))
+    found.started(Done(*b"aa"))
+    assert found.masks(rows(0, 1), rows(4, 4)).copies is None
+    os.kill(found.rows[0].process.pid, signal.SIGKILL)
+    found.started(Done(*b"bc"))
+    for _ in range(2000):  # rows are late until another process has taken them in
+        masks = found.masks(rows(0, 1), rows(5, 5))
+        if not masks.late:
+            break
+    assert left(masks, 0) == {"b", "c", *ENDS} and left(masks, 1) == ENDS
 
 
 def test_slots_come_back_from_a_grammar_without_rows(make_grammars):

@@ -1,5 +1,9 @@
 """A grammar in its process: what its text says about its answers is known once it is compiled, however large it is."""
 
+import time
+
+from msgspec import structs
+
 from octavo.errors import Field
 from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.matching import Matching, SharedVocabulary
@@ -28,3 +32,35 @@ def test_the_shortest_answer_of_a_large_grammar_is_known_as_that_of_a_small_one(
         assert not failure(num_properties, 100_000)
         words = failure(num_properties, 20)
         assert "the shortest one that the grammar allows takes" in words and "max_tokens is 20" in words
+
+
+def test_the_rows_of_a_step_share_one_limit_of_time() -> None:
+    limits: list[float] = []
+    matching = Matching(SharedVocabulary(structs.replace(BEGIN, step_seconds=1e6)), MaskSlots(SIZE, 8), limits.append)
+    assert not matching.compile(schema_grammar({"type": "string"}, VOCABULARY, field=Field("schema"))).error
+    for number in range(8):
+        matching.enter(Enter(number, number, [EOS], 5, 0, 100, False, True))
+    limits.clear()
+    filled = matching.fill(Fill([RowToFill(number, [], 5) for number in range(8)]))
+    assert not filled.rows, "all are as usual"
+    assert limits == [1e6, 0]
+    failed, other = matching.fill(Fill([RowToFill(0, [0], 6), RowToFill(1, [ord('"')], 6)])).rows
+    assert failed.failure and not other.failure, "each is answered for if one is not as usual"
+
+
+def test_work_that_takes_long_is_charged_by_its_processor_time() -> None:
+    """And no other row is charged for it."""
+    matching = Matching(SharedVocabulary(BEGIN), MaskSlots(SIZE, 8), lambda seconds: None)
+    matching.compile(schema_grammar({"type": "string"}, VOCABULARY, field=Field("schema")))
+    for number in range(3):
+        matching.enter(Enter(number, number, [EOS], 5, 0, 100, False, True))
+    matching.fill(Fill([RowToFill(number, [], 5) for number in range(3)]))
+    before = {number: row.credit for number, row in matching._rows.items()}
+    for number, row in matching._rows.items():
+        started = matching._begin_work(row)
+        until = time.thread_time() + (0.05 if number == 1 else 0)
+        while time.thread_time() < until:
+            pass
+        matching._end_work(row, started)
+    used = [before[number] - row.credit for number, row in matching._rows.items()]
+    assert 0.045 < used[1] < 0.1 and used[0] < 0.005 and used[2] < 0.005

@@ -22,6 +22,7 @@ from octavo.text.grammar.lower import MAX_NOTED
 from octavo.text.grammar.multiples import Budget
 from octavo.text.grammar.regex import ascii_classes, slashed, without_anchors
 from octavo.text.grammar.schema_tree import rebuilt
+from octavo.text.grammar.shared_parts import shared
 from octavo.text.grammar.structural_tag import are_followed, tags_rules
 from octavo.text.tokenize.vocabulary import Vocabulary
 
@@ -246,8 +247,8 @@ def _schema_rule(
     return rule
 
 
-def _json_rule(guidance: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': guidance, **schema}, ensure_ascii=False)}"
+def _json_rule(guidance: Mapping[str, Any], schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': guidance, **shared(schema)}, ensure_ascii=False)}"
 
 
 def _pattern_problem(pattern: str, vocabulary: Vocabulary) -> str:

@@ -44,7 +44,8 @@ _LABEL = "[a-zA-Z0-9]+(-+[a-zA-Z0-9]+)*"
 _ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 _OCTET = "([0-9]|[1-9][0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-5])"
 _EMAIL = f"{_ATOM}(\\.{_ATOM})*@({_LABEL}(\\.{_LABEL})*|\\[({_OCTET}\\.){{3}}{_OCTET}\\])"
-_PATTERNS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "email": _EMAIL}
+_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$", "email": f"^{_EMAIL}$"}
+_OWN_PATTERNS = frozenset(_PATTERNS.values())  # have neither classes nor look-ahead to translate
 _UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 _MOST = ("maxLength", "maxItems", "maxProperties")
 _NO_LIMIT = 2**24  # characters or items: more than any answer has
@@ -229,7 +230,7 @@ class _Checker:
             raise self._invalid(here, f"must be {words}")
         if will_do is _is_count and isinstance(value, float):
             return int(value)  # 2.0 is a valid count too
-        if key == "pattern" and isinstance(value, str):
+        if key == "pattern" and isinstance(value, str) and value not in _OWN_PATTERNS:
             return ascii_classes(without_look_ahead(value))
         if key == "multipleOf" and is_number(value) and not self._budget.spend(value):
             raise self._invalid(here, f"is too large: the sum of all multipleOf values must be at most {MAX_MULTIPLE}")
@@ -384,7 +385,7 @@ def _with_patterns(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Turn the formats of dates, times and addresses into patterns."""
     found = dict(schema)
     if found.get("format") in _PATTERNS and isinstance(found.get("allOf", []), list):
-        pattern = f"^{_PATTERNS[found.pop('format')]}$"
+        pattern = _PATTERNS[found.pop("format")]
         if "pattern" in found:
             found["allOf"] = [*found.get("allOf", []), {"pattern": pattern}]
         else:
