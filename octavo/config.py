@@ -725,6 +725,11 @@ class BatchConfig:
         "",
         "folder for /v1/files and /v1/batches, which are kept across restarts; empty: a temporary folder, removed at exit",
     )
+    files_part: str = knob(
+        "",
+        "name of this server's part of --files-folder, where several servers share the folder: files and what keys have used are common to "
+        "all of them, batches are each server's own. Empty: no other server uses the folder",
+    )
     max_file_bytes: int | str = knob(200 * 2**20, "largest file that may be uploaded", kind="bytes", least=1)
     max_files_bytes: int | str = knob(
         2 * 2**30, "most bytes of all files together, including the outputs of batches", kind="bytes", least=1
@@ -740,6 +745,11 @@ class BatchConfig:
     @property
     def file_limit(self) -> int:
         return int(self.max_file_bytes)
+
+    @property
+    def own_folder(self) -> str:
+        """For what servers that share --files-folder do not share."""
+        return f"{self.files_folder}/part-{self.files_part}" if self.files_part else self.files_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -817,6 +827,7 @@ class Config:
         read_json_object(self.scheduler.speculative_config, "--speculative-config")
         read_json_object(self.models.model_settings, "--model-settings")
         self._check_models()
+        self._check_part()
         read_tier(self.cache.kv_tier)
         self._check_access()
         self._check_fairness()
@@ -835,6 +846,15 @@ class Config:
                 raise ConfigError(f"{flag} is for several models: name them with --models, or leave it out")
         if models.are_several and self.model.model:
             raise ConfigError(f"--model {self.model.model} beside --models: put it into --models")
+
+    def _check_part(self) -> None:
+        part = self.batches.files_part
+        if part and not re.fullmatch(r"[\w-][\w.-]{0,99}", part, re.ASCII):
+            raise ConfigError(
+                f"--files-part {part[:120]!r} must have 1 to 100 letters, digits, _, - and ., and no . at its beginning"
+            )
+        if part and not self.batches.files_folder:
+            raise ConfigError("--files-part is a part of --files-folder: give that as well")
 
     def _check_lora(self) -> None:
         lora = self.lora

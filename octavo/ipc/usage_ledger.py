@@ -328,4 +328,3 @@ class Account:
         now, full_at = self._full_at(word)
         left = limit - -(-(full_at - now) * limit // _MINUTE)
         return Remaining(limit, max(0, left), (full_at - now) / 1e9)
-

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.config import BatchConfig
 from octavo.errors import Unsupported
 from octavo.server.batch.batches import BatchStore
 from octavo.server.batch.files import FileStore
@@ -12,7 +13,7 @@ from octavo.server.state.service import Service
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    root: Path
+    root: Path  # of what servers that share the files do not share
     files: FileStore
     batches: BatchStore
 
@@ -26,7 +27,11 @@ def open_stores(service: Service) -> Callable[[], Stores]:
             raise Unsupported("files and batches are not available: this server has no folder for them")
 
         return refuse
-    root = Path(config.files_folder)
-    files = FileStore(root, config.file_limit, int(config.max_files_bytes), config.max_files)
-    stores = Stores(root, files, BatchStore(root))
+    stores = make_stores(config)
     return lambda: stores
+
+
+def make_stores(config: BatchConfig) -> Stores:
+    own = Path(config.own_folder)
+    files = FileStore(Path(config.files_folder), config.file_limit, int(config.max_files_bytes), config.max_files)
+    return Stores(own, files, BatchStore(own))
