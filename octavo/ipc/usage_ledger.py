@@ -278,6 +278,10 @@ class Account:
             return Remaining(budget, max(0, budget - self._today()), self.seconds_of_day())
         return None
 
+    def is_spent(self) -> bool:
+        """Whether nothing is left of the day's budget."""
+        return bool(self.settings.budget_tokens) and self._today() >= self.settings.budget_tokens
+
     def forget_ended(self) -> None:
         """Forget what processes had open that have ended without closing it."""
         ledger = self._ledger

@@ -156,7 +156,7 @@ class _Passage:
         self._scope = scope
         self._headers = Headers(scope=scope)
         self._status = 0
-        self.request_id = _request_id(self._headers.get("x-request-id", ""))
+        self.request_id = request_id_of(self._headers.get("x-request-id", ""))
         self.journey = service.journeys.begin(self.request_id, scope["method"], scope["path"][:MAX_PATH_LEN], started)
         self._body = BodyReader(
             scope, route_of(scope), receive, door.bodies, service, lambda: self.journey.reach("receive")
@@ -215,7 +215,7 @@ class _Passage:
         self._journeys.end(journey)
 
 
-def _request_id(given: str) -> str:
+def request_id_of(given: str) -> str:
     """The client's own id where it is safe in a header and a log line; else a new one."""
     if given and len(given) <= MAX_REQUEST_ID_LEN and given.isascii() and given.isprintable():
         return given
