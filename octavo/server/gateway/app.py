@@ -3,9 +3,11 @@ about all of them: /v1/models, /health, /metrics, /v1/requests, /sleep, /wake_up
 (shared.py)."""
 
 import asyncio
+import functools
 import hmac
 import json
 import logging
+import operator
 import re
 import time
 from typing import Any
@@ -27,7 +29,8 @@ from octavo.errors import (
 )
 from octavo.observe.journeys.journey import Journey
 from octavo.server.endpoints import llama_cpp, messages, ollama_chat  # noqa: F401 (the shapes of their errors)
-from octavo.server.endpoints.journeys import JourneyList, read_query
+from octavo.server.endpoints.journeys import read_query
+from octavo.server.gateway.fresh import Fresh
 from octavo.server.gateway.metrics import LABEL, escaped, merged
 from octavo.server.gateway.model_server import ModelServer
 from octavo.server.gateway.passage import STREAMS, ClientLeft, Passage
@@ -47,13 +50,14 @@ COMMENT_SECONDS = 2.0  # between two comments in a stream that waits for its mod
 HEALTH_SECONDS = 10.0  # that a model's server has to say how it is
 MAX_WAITING_OF_KEY = 256  # requests of one key that wait for models to be loaded
 RETRY_SECONDS = 2
+HEALTH_FRESH_SECONDS = 0.2  # that a server's word counts for others that ask
+HEALTH_STALE_SECONDS = 3.0  # that it counts while the server is asked again
+METRICS_FRESH_SECONDS = 0.5
+MAX_FAN_OUT = 4  # requests at a time that all servers are asked about
 _BY_ID = re.compile(r"/v1/(responses|stream|requests)/[^/]+(/(input_items|cancel))?")
 """Routes of things that one of the servers has, whichever."""
 _NO_IDS = frozenset({"/v1/responses/compact", "/v1/responses/input_tokens"})
 _LISTS = frozenset({"/api/tags", "/api/ps"})
-
-_journeys = msgspec.json.Decoder(JourneyList)
-_journey = msgspec.json.Decoder(Journey)
 
 
 class Gateway:
@@ -69,6 +73,13 @@ class Gateway:
         self._bodies = BodyLimits(int(budget.max_body_bytes), int(budget.max_bodies_bytes), shared.body_limits)
         self._entrance = Entrance()
         self._waits = Waits()
+        self._fan_out = asyncio.Semaphore(MAX_FAN_OUT)
+        self._healths = {
+            name: Fresh(functools.partial(self._ask_health, server), HEALTH_FRESH_SECONDS, HEALTH_STALE_SECONDS)
+            for name, server in pool.servers.items()
+        }
+        self._metrics_text = Fresh(self._merge_metrics, METRICS_FRESH_SECONDS)
+        self._metrics_headers: list[tuple[bytes, bytes]] = []  # of the last request with the right key
         self.num_open = 0
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
@@ -202,6 +213,9 @@ class Gateway:
     async def _state(self, server: ModelServer) -> dict[str, Any]:
         if server.state != "ready":
             return {"status": server.state, **({"message": server.why} if server.why else {})}
+        return await self._healths[server.name].get()
+
+    async def _ask_health(self, server: ModelServer) -> dict[str, Any]:
         try:
             status, body = await server.upstream.ask(b"/health", [(b"host", b"localhost")], HEALTH_SECONDS)
         except UpstreamGone as error:
@@ -215,9 +229,14 @@ class Gateway:
         return {"status": "unavailable", "message": message}
 
     async def _metrics(self, passage: Passage) -> None:
+        self._metrics_headers = passage.forwarded()
+        text = await self._metrics_text.get()
+        await passage.respond(Response(text, media_type="text/plain; version=0.0.4; charset=utf-8"))
+
+    async def _merge_metrics(self) -> str:
         servers = self._pool.servers.values()
         ready = [server for server in servers if server.state == "ready"]
-        asked = (server.upstream.ask(b"/metrics", passage.forwarded()) for server in ready)
+        asked = (server.upstream.ask(b"/metrics", self._metrics_headers) for server in ready)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         texts = {
             server.name: answer[1].decode()
@@ -238,8 +257,7 @@ class Gateway:
             "# TYPE octavo:model_load_seconds gauge",
             *(_sample("octavo:model_load_seconds", each.name, round(each.load_seconds, 3)) for each in servers),
         ]
-        text = merged(texts) + "\n".join(own) + "\n" + self._shared.tenants.metrics()
-        await passage.respond(Response(text, media_type="text/plain; version=0.0.4; charset=utf-8"))
+        return merged(texts) + "\n".join(own) + "\n" + self._shared.tenants.metrics()
 
     async def _sleep_or_wake(self, passage: Passage) -> None:
         await passage.read()
@@ -254,13 +272,19 @@ class Gateway:
         state, limit = read_query(passage.query)
         viewer = self._shared.owners.viewer(passage.owner)
         ready = [each for each in self._pool.servers.values() if each.state == "ready"]
-        asked = (each.upstream.ask(passage.target, passage.forwarded()) for each in ready)
-        found = self._waiting(passage) if state in ("", "waiting") else []
-        for server, answer in zip(ready, await asyncio.gather(*asked, return_exceptions=True), strict=True):
-            if isinstance(answer, tuple) and answer[0] == 200:
-                found += self._waits.joined(_journeys.decode(answer[1]).data, viewer, server.name)
-        found.sort(key=lambda journey: journey.received_at, reverse=True)
-        body = msgspec.json.encode(JourneyList(found[:limit]))
+        waiting = self._waiting(passage) if state in ("", "waiting") else []
+        found = [(journey.received_at, msgspec.json.encode(journey)) for journey in waiting]
+        async with self._fan_out:
+            for server in ready:  # one after the other: each has up to a thousand, with all their stages
+                try:
+                    status, body = await server.upstream.ask(passage.target, passage.forwarded())
+                except UpstreamGone:
+                    continue
+                if status == 200:
+                    found += self._waits.joined(body, viewer, server.name)
+                    await asyncio.sleep(0)  # others have their turn
+        found.sort(key=operator.itemgetter(0), reverse=True)
+        body = b'{"data":[' + b",".join(journey for _, journey in found[:limit]) + b'],"object":"list"}'
         await passage.respond(Response(body, media_type="application/json"))
 
     def _waiting(self, passage: Passage, request_id: str = "") -> list[Journey]:
@@ -292,11 +316,11 @@ class Gateway:
         """An id that does not tell its model, or an adapter's name: the first server that knows it answers."""
         if passage.route.startswith("/v1/requests/"):
             return await self._journey(passage, servers)
+        if not servers:
+            raise NotFound("no model is loaded, and what is not stored in files was unloaded with its model")
         for server in servers[:-1]:
             if await self._pass_to(server, passage, unless=404):
                 return None
-        if not servers:
-            raise NotFound("no model is loaded, and what is not stored in files was unloaded with its model")
         await self._pass_to(servers[-1], passage)
         return None
 
@@ -314,8 +338,8 @@ class Gateway:
                 except UpstreamGone:
                     continue
                 if status == 200:
-                    (journey,) = self._waits.joined([_journey.decode(body)], viewer, server.name)
-                    return await passage.respond(Response(msgspec.json.encode(journey), media_type="application/json"))
+                    body = self._waits.join(body, viewer, server.name)
+                    return await passage.respond(Response(body, media_type="application/json"))
         if not status:
             raise NotFound(f"no request {request_id[:200]!r} waits for a model, and no model is loaded")
         return await passage.respond(Response(body, status, media_type="application/json"))

@@ -205,12 +205,9 @@ class Pool:
                 if server.state != "unloading" and len(others) < self._max_loaded:
                     server.state, server.is_put_to_sleep = "loading", False
                     return
-                now = time.monotonic()
-                leaving = [each for each in others if each.state == "unloading"]
-                if not leaving:
-                    stayed = [e for e in others if e.state == "ready" and now - e.ready_at >= self._min_seconds]
-                    if stayed:
-                        leaver = min(stayed, key=lambda each: (each.open > 0, each.has_batches, each.last_used))
+                if not any(each.state == "unloading" for each in others):
+                    leaver = self._leaver(others)
+                    if leaver is not None:
                         log.info(
                             "model %s leaves for %s when its %d responses have ended",
                             leaver.name,
@@ -220,6 +217,15 @@ class Pool:
                         self._begin_leaving(leaver)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
+
+    def _leaver(self, others: Sequence[ModelServer]) -> ModelServer | None:
+        """The model that leaves for another: one without responses and batches before others, then the one that was used least recently.
+        None: it has to stay for longer."""
+        ready = [each for each in others if each.state == "ready"]
+        first = min(ready, key=lambda each: (each.open > 0, each.has_batches, each.last_used), default=None)
+        if first is None or time.monotonic() - first.ready_at < self._min_seconds:
+            return None
+        return first
 
     def _begin_leaving(self, server: ModelServer) -> "asyncio.Task[None]":
         """Take no more requests for a model, and unload it when its responses have ended."""

@@ -1,7 +1,7 @@
 """Waits: requests that wait for their model to be loaded, and those that have waited, as part of their journeys."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -63,28 +63,50 @@ class Waits:
             if viewer.may_see(each.owner) and request_id in ("", each.id)
         ]  # fmt: skip
 
-    def joined(self, journeys: Iterable[Journey], viewer: Viewer, model: str) -> list[Journey]:
-        """Journeys at a model's server, with the time that they waited for it before."""
-        return [self._joined(journey, viewer, model) for journey in journeys]
+    def joined(self, listed: bytes, viewer: Viewer, model: str) -> list[tuple[float, bytes]]:
+        """A server's list of journeys: when each began, and its text with the time that it waited for the model before."""
+        found = []
+        for raw in _list.decode(listed).data:
+            head = _head.decode(raw)
+            wait = self._over.get((viewer.only, head.id)) if self._over else None
+            if wait is None or wait.model != model:
+                found.append((head.received_at, bytes(raw)))
+            else:
+                found.append((wait.received_at, _with_wait(raw, wait)))
+        return found
 
-    def _joined(self, journey: Journey, viewer: Viewer, model: str) -> Journey:
-        found = self._over.get((viewer.only, journey.id))
-        if found is None or found.model != model:
-            return journey
-        late = found.seconds
-        stages = [_stage(late), *(_later(stage, late) for stage in journey.stages)]
-        legs = [
-            msgspec.structs.replace(leg, stages=[_later(stage, late) for stage in leg.stages]) for leg in journey.legs
-        ]
-        first = journey.first_byte_seconds
-        return msgspec.structs.replace(
-            journey,
-            received_at=found.received_at,
-            seconds=round(journey.seconds + late, DIGITS),
-            first_byte_seconds=None if first is None else round(first + late, DIGITS),
-            stages=stages,
-            legs=legs,
-        )
+    def join(self, journey: bytes, viewer: Viewer, model: str) -> bytes:
+        wait = self._over.get((viewer.only, _head.decode(journey).id))
+        return journey if wait is None or wait.model != model else _with_wait(journey, wait)
+
+
+class _Head(msgspec.Struct):
+    id: str
+    received_at: float
+
+
+class _List(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+_head, _list = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_List)
+_journey = msgspec.json.Decoder(Journey)
+
+
+def _with_wait(text: bytes | msgspec.Raw, found: Wait) -> bytes:
+    journey, late = _journey.decode(text), found.seconds
+    stages = [_stage(late), *(_later(stage, late) for stage in journey.stages)]
+    legs = [msgspec.structs.replace(leg, stages=[_later(stage, late) for stage in leg.stages]) for leg in journey.legs]
+    first = journey.first_byte_seconds
+    changed = msgspec.structs.replace(
+        journey,
+        received_at=found.received_at,
+        seconds=round(journey.seconds + late, DIGITS),
+        first_byte_seconds=None if first is None else round(first + late, DIGITS),
+        stages=stages,
+        legs=legs,
+    )
+    return msgspec.json.encode(changed)
 
 
 def _stage(seconds: float) -> Stage:
