@@ -792,6 +792,12 @@ class ModelsConfig:
         "finishes its responses first. 0: all of them",
         least=0,
     )
+    keep_loaded: str = knob(
+        "",
+        "names of models that are loaded at the start and stay: they do not leave for others, nor because they are idle. For several, repeat the "
+        "flag or separate them by commas",
+        kind="list",
+    )
     load_on_demand: bool = knob(False, "load each model when a request asks for it, none at the start")
     model_idle_seconds: float = seconds(0.0, "without a request after which a model is unloaded; 0: never")
     model_min_seconds: float = seconds(
@@ -840,6 +846,7 @@ class Config:
             ("--model-settings", models.model_settings),
             ("--max-loaded-models", models.max_loaded_models),
             ("--model-idle-seconds", models.model_idle_seconds),
+            ("--keep-loaded", models.keep_loaded),
         )
         for flag, value in given:
             if value and not models.are_several:

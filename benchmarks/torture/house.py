@@ -59,7 +59,7 @@ def gateway_models(folder: Path) -> list[str]:
         write_model(folder / name, 4096)
     models = [f"chat={resolve('').path}", *(f"{name}={folder / name}" for name in TINY)]
     small = json.dumps({name: {"kv_cache_memory_bytes": "64M", "api_processes": 1, "cpu_threads": 1} for name in TINY})
-    turns = ["--max-loaded-models", "2", "--model-min-seconds", "2", "--model-settings", small]
+    turns = ["--max-loaded-models", "2", "--keep-loaded", "chat", "--model-min-seconds", "2", "--model-settings", small]
     return [*models, *turns, "--files-folder", str(folder / "files")]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from octavo.config import Config, replace
+from octavo.config import Config, replace, split_list
 from octavo.engine.in_process_client import InProcessClient
 from octavo.server.app import build_app
 from octavo.server.gateway.app import Gateway
@@ -114,7 +114,7 @@ async def gateway(
 
         pool = Pool(
             served, wishes.max_loaded_models, wishes.model_idle_seconds, wishes.model_min_seconds, wishes.load_on_demand,
-            find_batches, lambda model: LocalServer(model, seconds, gate),
+            find_batches, lambda model: LocalServer(model, seconds, gate), split_list(wishes.keep_loaded),
         )  # fmt: skip
         await pool.begin()
         watching = [asyncio.create_task(work()) for work in (pool.watch, pool.watch_batches)]

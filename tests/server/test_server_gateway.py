@@ -59,6 +59,8 @@ def test_each_model_gets_its_share_and_its_settings(tmp_path: Path) -> None:
         (("a", "b", "--served-model-name", "c"), "--served-model-name is for one model"),
         (("a", "b", "--model-settings", '{"c": {}}'), "'c', which is none of the models: a, b"),
         (("a", "b", "--model-settings", '{"b": {"port": 1}}'), "port is of the whole server"),
+        (("a", "b", "--keep-loaded", "c"), "--keep-loaded has 'c'"),
+        (("a", "b", "--keep-loaded", "a", "--max-loaded-models", "1"), "could never be loaded"),
         (("a", "b", "--model-settings", '{"b": 3}'), "must be an object of flags"),
         (("a", "b", "--model-settings", '{"b": {"max_num_seq": 3}}'), "model 'b': .*max_num_seqs"),
     ],

@@ -234,6 +234,28 @@ class TestWaiting:
             assert (house.pool.servers["one"].num_loads, house.pool.servers["two"].num_loads) == (1, 2)
 
 
+class TestTurns:
+    async def test_a_model_with_responses_stays_where_an_idle_one_may_leave_soon(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"models": "one=x,two=y,three=z", "max_loaded_models": 2, "model_min_seconds": 0.5}
+        async with gateway(tmp_path, seconds=0.01, **options) as house:
+            body = json.dumps(ask(model="one", max_tokens=250, stream=True)).encode()
+            call = AsgiCall(house.app, "POST", COMPLETIONS, body)
+            await call.until(lambda call: bool(call.sent))
+            house.server("two").ready_at += 1.0  # it has to stay for longer than the one with a response
+            assert (await house.http.post(COMPLETIONS, json=ask(model="three"))).status_code == 200
+            assert (house.server("one").state, house.server("two").state) == ("ready", "unloaded")
+            await call.done()
+
+    async def test_a_model_that_is_kept_does_not_leave(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"models": "one=x,two=y,three=z", "max_loaded_models": 2, "model_min_seconds": 0.0}
+        async with gateway(tmp_path, keep_loaded="two", model_idle_seconds=0.2, **options) as house:
+            assert house.server("two").num_loads == 1
+            for name in ("one", "three", "one"):
+                assert (await house.http.post(COMPLETIONS, json=ask(model=name))).status_code == 200
+            await house.until("one", "unloaded")
+            assert (house.server("two").state, house.server("two").num_loads) == ("ready", 1)
+
+
 class TestIds:
     async def test_a_response_goes_on_at_the_model_that_has_it(self, tmp_path: Path) -> None:
         async with gateway(tmp_path, **KEYS) as house:

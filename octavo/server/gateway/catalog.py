@@ -13,7 +13,7 @@ _NAMED = re.compile(r"(?P<name>[\w.:/@-]{1,200})=(?P<model>.+)", re.ASCII)
 # What the one address has, or what belongs to the gateway: not for one model's server.
 _SHARED = frozenset(
     {"host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "models", "max_loaded_models", "load_on_demand",
-     "model_idle_seconds", "model_min_seconds", "model_settings", "api_key", "api_key_file", "key_settings", "admin_key",
+     "model_idle_seconds", "model_min_seconds", "model_settings", "keep_loaded", "api_key", "api_key_file", "key_settings", "admin_key",
      "metrics_key", "metrics_open", "served_model_name", "files_folder", "files_part", "root_path", "allowed_hosts", "allowed_origins"}
 )  # fmt: skip
 
@@ -44,6 +44,14 @@ def read_models(config: Config, folder: Path) -> list[ServedModel]:
     settings = read_json_object(config.models.model_settings, "--model-settings")
     if unknown := [name for name in settings if name not in names]:
         raise ConfigError(f"--model-settings has {unknown[0]!r}, which is none of the models: {', '.join(names)}")
+    kept = split_list(config.models.keep_loaded)
+    if unknown := [name for name in kept if name not in names]:
+        raise ConfigError(f"--keep-loaded has {unknown[0]!r}, which is none of the models: {', '.join(names)}")
+    if config.models.max_loaded_models and len(names) > config.models.max_loaded_models <= len(kept):
+        raise ConfigError(
+            f"--keep-loaded keeps {len(kept)} models in all {config.models.max_loaded_models} places of --max-loaded-models: the others could "
+            "never be loaded"
+        )
     share = 1 / (config.models.max_loaded_models or len(names))
     return [
         ServedModel(name, _own_config(config, name, model, folder / f"{number}.sock", share, settings.get(name, {})))
@@ -89,6 +97,7 @@ def _own_config(config: Config, name: str, model: str, socket: Path, share: floa
         "load_on_demand": False,
         "model_idle_seconds": 0.0,
         "model_settings": "",
+        "keep_loaded": "",
     }
     if isinstance(config.cache.kv_cache_memory_bytes, int):
         own["kv_cache_memory_bytes"] = max(1, int(config.cache.kv_cache_memory_bytes * share))

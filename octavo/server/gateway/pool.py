@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from octavo.errors import EngineUnavailable, Overloaded
 from octavo.server.gateway.catalog import ServedModel
@@ -23,7 +23,8 @@ FIRST_DELAY, MAX_DELAY = 1.0, 30.0  # seconds before a server that has ended is 
 
 class Pool:
     """`max_loaded`: models in memory at once; 0: all. `idle_seconds`: without a request after which a model is unloaded; 0: never.
-    `min_seconds`: that a model stays once it is loaded. `find_batches`: names of models that have batches to run; called in a thread."""
+    `min_seconds`: that a model stays once it is loaded. `find_batches`: names of models that have batches to run; called in a thread.
+    `keep`: names of models that stay loaded."""
 
     def __init__(
         self,
@@ -34,8 +35,10 @@ class Pool:
         on_demand: bool,
         find_batches: Callable[[], set[str]] = set,
         make: Callable[[ServedModel], ModelServer] = ModelServer,
+        keep: Collection[str] = (),
     ) -> None:
         self.servers = {model.name: make(model) for model in models}
+        self._keep = keep
         self.default = next(iter(self.servers.values()))
         self._max_loaded, self._idle_seconds, self._min_seconds = max_loaded or len(models), idle_seconds, min_seconds
         self.is_kept = not on_demand and not idle_seconds and not max_loaded  # all models are to be there all the time
@@ -49,9 +52,10 @@ class Pool:
 
     async def begin(self) -> None:
         """Load what is to be loaded at the start, one after the other: each measures the memory that is left. Raises EngineUnavailable."""
-        if not self._on_demand:
-            for server in [*self.servers.values()][: self._max_loaded]:
-                await self._load(server)
+        kept = [self.servers[name] for name in self._keep]
+        others = [] if self._on_demand else [each for each in self.servers.values() if each not in kept]
+        for server in [*kept, *others][: max(len(kept), self._max_loaded)]:
+            await self._load(server)
 
     async def acquire(self, server: ModelServer) -> None:
         """Have a response in progress at a server, which is loaded first if it is not. Raises EngineUnavailable. To be followed by
@@ -124,6 +128,7 @@ class Pool:
         if len(occupying) < self._max_loaded:
             return True
         quiet = max(self._min_seconds, BATCH_QUIET_SECONDS)
+        occupying = [each for each in occupying if each.name not in self._keep]
         return any(not e.open and not e.has_batches and now - max(e.last_used, e.ready_at) >= quiet for e in occupying)
 
     async def close(self) -> None:
@@ -147,9 +152,12 @@ class Pool:
     def _is_due(self, server: ModelServer) -> bool:
         """Whether a server that has ended is to be started again now."""
         has_failed = server.state == "failed" and server.name not in self._loads
-        return has_failed and self.is_kept and self._retry_in(server) <= 0
+        is_wanted = self.is_kept or server.name in self._keep
+        return has_failed and is_wanted and self._retry_in(server) <= 0
 
     def _is_idle(self, server: ModelServer, now: float) -> bool:
+        if server.name in self._keep:
+            return False
         is_unused = not server.open and not server.has_batches and now - server.last_used >= self._idle_seconds
         return bool(self._idle_seconds) and is_unused and now - server.ready_at >= self._min_seconds
 
@@ -221,7 +229,7 @@ class Pool:
     def _leaver(self, others: Sequence[ModelServer]) -> ModelServer | None:
         """The model that leaves for another: one without responses and batches before others, then the one that was used least recently.
         None: it has to stay for longer."""
-        ready = [each for each in others if each.state == "ready"]
+        ready = [each for each in others if each.state == "ready" and each.name not in self._keep]
         first = min(ready, key=lambda each: (each.open > 0, each.has_batches, each.last_used), default=None)
         if first is None or time.monotonic() - first.ready_at < self._min_seconds:
             return None

@@ -98,6 +98,7 @@ async def _run(config: Config, models: list[ServedModel], listener: socket.socke
         wishes.model_min_seconds,
         wishes.load_on_demand,
         shared.models_with_batches,
+        keep=split_list(wishes.keep_loaded),
     )
     hurry = asyncio.Event()
 
