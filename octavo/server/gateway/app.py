@@ -25,6 +25,7 @@ from octavo.errors import (
     NotFound,
     OctavoError,
     Overloaded,
+    Unsupported,
     quote,
 )
 from octavo.observe.journeys.journey import Journey
@@ -262,6 +263,11 @@ class Gateway:
     async def _sleep_or_wake(self, passage: Passage) -> None:
         await passage.read()
         asked = self._asked(passage)
+        if passage.route == "/sleep" and (level := passage.query.get("level", "2")) != "2":
+            raise Unsupported(
+                f"level must be 2, got {level[:20]!r}: a model that sleeps drops its weights, and reads them from the page cache again",
+                param="level",
+            )
         for server in self._pool.servers.values() if asked is None else [asked]:
             work = self._pool.sleep(server) if passage.route == "/sleep" else self._pool.wake(server)
             await passage.unless_left(work)

@@ -26,6 +26,7 @@ from octavo.server.gateway.pool import Pool
 from octavo.server.gateway.shared import Shared
 from octavo.server.http.connections import http_options
 from octavo.server.http.protocol import Connection, Malformed
+from octavo.server.process import loop_factory
 from octavo.server.state.tenants import LIMIT_HEADERS
 from octavo.supervisor.acceptor import raise_descriptor_limit
 from octavo.supervisor.listen import access_note, cannot_listen, check_certificates, listen, url_of
@@ -71,8 +72,8 @@ def serve_models(config: Config) -> int:
         with files_folder(_with_part(config, folder), folder.path) as config:
             models = read_models(config, folder.path)
             listener = listen(config.server.host, config.server.port)
-            with listener:
-                return asyncio.run(_run(config, models, listener, folder))
+            with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
+                return runner.run(_run(config, models, listener, folder))
     finally:
         folder.close()
         settle_standard_error()

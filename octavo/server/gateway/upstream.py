@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import cast
 
 import httptools
 
@@ -53,8 +54,7 @@ class Exchange(asyncio.Protocol):
     # ── asyncio's callbacks ──
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         if not self._is_begun:
