@@ -181,9 +181,11 @@ class CacheConfig:
     enable_prefix_caching: bool = knob(True, "reuse the KV pages of prompt prefixes that were computed before")
     kv_tier: str = knob(
         "",
-        "where prefixes outlive the KV store, and the server: disk:50GiB:/path keeps KV pages in a folder of this user alone, within "
-        "so many bytes. Pages of a prompt that was computed before are read from there if that is faster than computing them. Needs a CPU, "
-        "one rank, and a model without sliding windows",
+        "where prefixes outlive the KV store; two tiers are given by two flags. ram:8GiB keeps KV pages that a GPU needs for others in pinned "
+        "memory of the host. disk:50GiB:/path keeps KV pages in a folder of this user alone, within so many bytes, and they outlive the "
+        "server. Pages of a prompt that was computed before come from there if that is faster than computing them. Needs one rank and a "
+        "model without sliding windows",
+        kind="list",
     )
     prefix_eviction: str = knob(
         "adaptive",
@@ -834,7 +836,7 @@ class Config:
         read_json_object(self.models.model_settings, "--model-settings")
         self._check_models()
         self._check_part()
-        read_tier(self.cache.kv_tier)
+        read_tiers(self.cache.kv_tier)
         self._check_access()
         self._check_fairness()
         self._check_fleet()
@@ -891,12 +893,11 @@ class Config:
             )
         if fleet.ray_address and not self.parallel.uses_ray:
             raise ConfigError("--ray-address needs --distributed-executor-backend ray: give both, or neither")
-        if self.parallel.uses_ray and self.cache.kv_tier:
+        has_disk = read_tiers(self.cache.kv_tier).disk is not None
+        if self.parallel.uses_ray and has_disk:
             raise ConfigError(
-                "--kv-tier keeps pages on this machine's disk and cannot be used by replicas that Ray places: leave it out"
+                "--kv-tier disk keeps pages on this machine's disk and cannot be used by replicas that Ray places: leave it out"
             )
-        if fleet.is_fleet and self.cache.kv_tier:
-            raise ConfigError("--kv-tier cannot be used by a fleet of replicas yet: leave it out, or serve one replica")
 
     def _check_access(self) -> None:
         """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""
@@ -1050,22 +1051,34 @@ class DiskTier(NamedTuple):
     folder: str
 
 
-def read_tier(text: str) -> DiskTier | None:
-    """The value of --kv-tier. None: there is no tier. Raises ConfigError."""
-    if not text:
-        return None
-    kind, _, rest = text.partition(":")
-    size_text, _, folder = rest.partition(":")
-    if kind == "ram":
-        raise ConfigError(
-            "--kv-tier ram: on a CPU pages are in memory already (--kv-cache-memory-bytes), and GPUs have no tier yet: use disk:SIZE:FOLDER"
+class KVTiers(NamedTuple):
+    """The value of --kv-tier."""
+
+    ram_bytes: int = 0  # 0: there is no such tier
+    disk: DiskTier | None = None
+
+    def __bool__(self) -> bool:
+        return self.ram_bytes > 0 or self.disk is not None
+
+
+def read_tiers(text: str) -> KVTiers:
+    """The value of --kv-tier. Raises ConfigError."""
+    tiers = KVTiers()
+    for part in re.split(r",(?=\s*(?:ram|disk):)", text) if text else []:
+        kind, _, rest = part.strip().partition(":")
+        size_text, _, folder = rest.partition(":")
+        num_bytes = read_size(size_text)
+        if kind not in ("ram", "disk") or not num_bytes or (kind == "disk") != bool(folder):
+            raise ConfigError(
+                f"--kv-tier: {part!r} is no tier: give ram:SIZE, for example ram:8GiB, or disk:SIZE:FOLDER, for example "
+                "disk:50GiB:/var/cache/octavo-kv"
+            )
+        if tiers.ram_bytes if kind == "ram" else tiers.disk:
+            raise ConfigError(f"--kv-tier: there can be one tier of the kind {kind}: leave out the others")
+        tiers = (
+            tiers._replace(ram_bytes=num_bytes) if kind == "ram" else tiers._replace(disk=DiskTier(num_bytes, folder))
         )
-    num_bytes = read_size(size_text)
-    if kind != "disk" or not folder or not num_bytes:
-        raise ConfigError(
-            f"--kv-tier: {text!r} is no tier: give disk:SIZE:FOLDER, for example disk:50GiB:/var/cache/octavo-kv"
-        )
-    return DiskTier(num_bytes, folder)
+    return tiers
 
 
 def read_json_object(text: str, what: str) -> dict[str, Any]:

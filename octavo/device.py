@@ -18,6 +18,7 @@ PATIENCE_SECONDS = 1.0
 """How long a wait may busy-poll. After that it sleeps between polls, which delays the result by at most about 1 %; and a wait that never
 ends uses no processor time, so that it cannot be mistaken for computation."""
 _SHARE_SLEPT = 0.01  # each sleep, as a share of the time waited so far
+_SLEEP_SECONDS = 2e-4
 _release_gil: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else time.sleep
 
 
@@ -43,6 +44,11 @@ class Event:
             else:
                 time.sleep(elapsed * _SHARE_SLEPT)
 
+    def wait_asleep(self) -> None:
+        """The same for threads beside the steps: sleeps between polls, so that it takes neither the GIL nor a core from them."""
+        while not self.is_done():
+            time.sleep(_SLEEP_SECONDS)
+
     def hold(self) -> None:
         """Make later work on the current stream wait for the mark, without blocking the host."""
         if self._event is not None:
@@ -50,6 +56,22 @@ class Event:
 
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class Stream:
+    """A queue of work beside a device's other queues. On the CPU all work runs in line."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._stream = torch.cuda.Stream(place) if place.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Queue the block's work here. Events that it records are marks in this queue."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +156,14 @@ class Device:
             return
         with torch.cuda.stream(self._side_stream):
             yield
+
+    def stream(self) -> Stream:
+        return Stream(self.torch_device)
+
+    def use(self) -> None:
+        """Make it the current device of this thread: a new thread's is the first GPU."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.torch_device)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a large zero-filled tensor. On the CPU the system hands out zeroed memory page by page on first write:

@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 
-from octavo.config import CacheConfig, Config, FleetConfig, replace, sections, without_keys
+from octavo.config import (
+    CacheConfig,
+    Config,
+    DiskTier,
+    FleetConfig,
+    KVTiers,
+    ParallelConfig,
+    read_tiers,
+    replace,
+    sections,
+    without_keys,
+)
 from octavo.errors import ConfigError
 from octavo.limits import Limits, resolve
 
@@ -106,8 +117,20 @@ def test_keys_are_in_no_repr_and_not_given_to_those_who_need_none() -> None:
     assert not without_keys(config).server.api_keys and without_keys(config).server.port == config.server.port
 
 
-def test_a_fleet_has_no_tier_yet():
+def test_tiers_are_read_one_by_one_and_together():
+    disk = DiskTier(2**30, "/a,b/pages")
+    assert not read_tiers("")
+    assert read_tiers("disk:1GiB:/a,b/pages") == KVTiers(0, disk)
+    assert read_tiers("ram:8GiB") == KVTiers(8 * 2**30)
+    assert (
+        read_tiers("disk:1GiB:/a,b/pages,ram:512M")
+        == read_tiers("ram:512M, disk:1GiB:/a,b/pages")
+        == KVTiers(2**29, disk)
+    )
+
+
+def test_replicas_of_one_machine_share_a_folder_and_those_of_a_cluster_do_not():
     tier = CacheConfig(kv_tier="disk:1GiB:/tmp/pages")
-    Config(cache=tier)
-    with pytest.raises(ConfigError, match="--kv-tier cannot be used by a fleet"):
-        Config(cache=tier, fleet=FleetConfig(data_parallel_size=2))
+    Config(cache=tier, fleet=FleetConfig(data_parallel_size=2))
+    with pytest.raises(ConfigError, match="--kv-tier disk keeps pages on this machine"):
+        Config(cache=tier, parallel=ParallelConfig(distributed_executor_backend="ray"))

@@ -161,6 +161,8 @@ class Screen:
             parts.append(f"h {state['num_held_pages']} of these held")
         if state.get("num_loading_pages"):
             parts.append(f"l {state['num_loading_pages']} loading")
+        if state.get("num_ram_pages"):
+            parts.append(f"in host memory {state['num_ram_pages']}")
         if state.get("num_tier_pages"):
             parts.append(f"on disk {state['num_tier_pages']}")
         if state["num_host_pages"]:

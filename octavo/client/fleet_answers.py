@@ -145,6 +145,8 @@ def merged_live(answers: Sequence[ReplicaAnswer], seconds: Mapping[int, float], 
         num_loading_pages=sum(state.num_loading_pages for state in states),
         num_tier_pages=sum(state.num_tier_pages for state in states),
         tier_bytes=sum(state.tier_bytes for state in states),
+        num_ram_pages=sum(state.num_ram_pages for state in states),
+        ram_tier_bytes=sum(state.ram_tier_bytes for state in states),
     )
     owners = LiveLook(
         merged,

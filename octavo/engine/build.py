@@ -14,13 +14,14 @@ import msgspec
 from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
 from octavo.cache.page_keys import fleet_root
-from octavo.config import Config, DiskTier, read_tier
+from octavo.config import Config, KVTiers, read_tiers
 from octavo.engine.adapter_traffic import AdapterTraffic
 from octavo.engine.control import EngineControl
 from octavo.engine.cost_meter import CostMeter
 from octavo.engine.idle_memory import IdleMemory
 from octavo.engine.live_view import LiveView
 from octavo.engine.loop import EngineLoop
+from octavo.engine.pin_files import PinFiles
 from octavo.engine.prefix_holds import PrefixHolds
 from octavo.engine.step_heartbeat import StepHeartbeat
 from octavo.engine.tier_traffic import TierTraffic
@@ -62,9 +63,11 @@ def start_engine(
     member: FleetMember | None = None,
     epoch: int = 0,
     ranks: PlacedRanks | None = None,
+    pin_files: PinFiles | None = None,
 ) -> Engine:
     """Load the model and be ready to step. Raises ConfigError for what a person must change. `member`: its place in a fleet, of which it
-    is engine number `epoch`; None: it is alone. `ranks`: where they are, if that is not this machine's to decide."""
+    is engine number `epoch`; None: it is alone. `ranks`: where they are, if that is not this machine's to decide. `pin_files`: of pinned prefixes
+    that this engine takes over; None: there are none."""
     executor = load_executor(config, source) if ranks is None else load_executor(config, source, ranks)
     try:
         policy = config.scheduler.scheduling_policy
@@ -82,9 +85,9 @@ def start_engine(
     except BaseException:
         executor.close()
         raise
-    tier = read_tier(config.cache.kv_tier)
+    tiers = read_tiers(config.cache.kv_tier)
     try:
-        root = os.urandom(16) if tier is None else _tier_root(tier, report)
+        root = tier_root = _tier_root(tiers, report) if tiers else os.urandom(16)
     except BaseException:
         executor.close()
         raise
@@ -125,40 +128,50 @@ def start_engine(
         max_ring_bytes=max_ring_bytes,
         history=history,
         idle_memory=None if report.num_warm_pages is None else IdleMemory(cache.pool, report.page_bytes),
+        pin_files=pin_files,
     )
     if report.adapter_bytes:
         _open_adapters(config, engine, executor)
-    if tier is not None:
-        _open_tier(tier, engine, executor)
+    if tiers:
+        _open_tiers(tiers, tier_root, engine, executor)
     if member is not None:
         feed_routers(engine)
     return engine
 
 
-def _tier_root(tier: DiskTier, report: EngineReport) -> bytes:
-    """The root of page keys that all engines with this folder and equal pages share. Raises ConfigError where pages cannot be stored."""
-    if report.memory is not None or report.windows != (0,) or not report.num_pages:
-        why = "a GPU's pages" if report.memory is not None else "pages of this model (it has sliding windows, or none)"
-        raise ConfigError(f"--kv-tier does not store {why}: leave it out")
+def _tier_root(tiers: KVTiers, report: EngineReport) -> bytes:
+    """The root of page keys; all engines with one folder and equal pages share it. Raises ConfigError where pages cannot be stored."""
+    if report.windows != (0,) or not report.num_pages:
+        raise ConfigError(
+            "--kv-tier does not store pages of this model (it has sliding windows, or none): leave it out"
+        )
+    if tiers.disk is None:
+        return os.urandom(16)
     pages = (report.system_fingerprint, report.page_size, report.page_bytes, report.kv_dtype, report.dtype)
-    return fleet_root(folder_secret(Path(tier.folder)), repr(pages))
+    return fleet_root(folder_secret(Path(tiers.disk.folder)), repr(pages))
 
 
-def _open_tier(tier: DiskTier, engine: Engine, executor: Executor) -> None:
+def _open_tiers(tiers: KVTiers, root: bytes, engine: Engine, executor: Executor) -> None:
+    """`root`: _tier_root(). In a fleet keys have another, but pages of one shape are still in one folder."""
     loop, clock = engine.loop, time.monotonic
-    layout = blake2b(loop.scheduler.cache.root, digest_size=16, person=b"octavo layout").hexdigest()
+    layout = blake2b(root, digest_size=16, person=b"octavo layout").hexdigest()
     try:
-        mover = executor.open_tier(tier.folder, tier.max_bytes, layout)
+        mover = executor.open_tier(tiers, layout)
     except BaseException:
         executor.close()
         raise
     traffic = TierTraffic(loop.scheduler, mover, loop.observers, clock)
     loop.open_tier(traffic)
     engine.control.live_view.tier_state = traffic.state
-    known = traffic.stats.num_keys * engine.report.page_size
-    engine.report.notes.append(
-        f"prefixes are kept in {tier.folder} as well, which holds {known:,} tokens for this model"
-    )
+    page_size, notes = engine.report.page_size, engine.report.notes
+    if mover.num_ram_pages:
+        notes.append(
+            f"prefixes that leave the GPU are kept in {tiers.ram_bytes / 2**30:.1f} GiB of pinned memory, which holds "
+            f"{mover.num_ram_pages * page_size:,} tokens"
+        )
+    if tiers.disk is not None:
+        known = traffic.stats.num_keys * page_size
+        notes.append(f"prefixes are kept in {tiers.disk.folder} as well, which holds {known:,} tokens for this model")
 
 
 def _open_adapters(config: Config, engine: Engine, executor: Executor) -> None:
@@ -218,10 +231,11 @@ def build_engine(
     max_ring_bytes: int = MAX_RING_BYTES,
     history: History | None = None,
     idle_memory: IdleMemory | None = None,
+    pin_files: PinFiles | None = None,
 ) -> Engine:
     """Put an engine together around an executor that has started. `heartbeat`: None: nothing outside this process reads it.
     `queue_limit`: None: any number of requests may wait. `history`: None: it ends with this engine. `idle_memory`: None: idle prefixes
-    keep their memory."""
+    keep their memory. `pin_files`: None: pins end with this engine."""
     heartbeat = Heartbeat() if heartbeat is None else heartbeat
     queue_limit = QueueLimit() if queue_limit is None else queue_limit
     history = History() if history is None else history
@@ -238,8 +252,9 @@ def build_engine(
         cost_meter,
     ]
     hearing = Observers(observers, clock)
-    holds = PrefixHolds(scheduler.cache, hearing, metrics.report.page_bytes, clock)
+    holds = PrefixHolds(scheduler.cache, hearing, metrics.report.page_bytes, clock, pin_files)
     hearing.add(holds)
+    holds.restore()
     loop = EngineLoop(scheduler, executor, hearing, cost_meter, idle_memory, holds)
     ring = JourneyRing(max_ring_bytes)
     control = EngineControl(loop, metrics, journal, live_view, queue_limit, heartbeat, ring, clock)

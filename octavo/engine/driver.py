@@ -80,6 +80,7 @@ class Driver:
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
         self._listening: dict[int, str] = {}  # API process → where it listens
+        self._warming = ""  # the request that computes a pinned prefix again
         self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
         self._loop.on_grammar_ready = lambda: inbox.put(Wake())
@@ -96,6 +97,8 @@ class Driver:
             while self._take_in():
                 if self._recovery is not None:
                     self._continue_requests(self._recovery)
+                if self._recovery is None:
+                    self._warm_pinned()
                 while loop.has_work:
                     self._send(loop.step())
                     if self._feed is not None:
@@ -219,6 +222,15 @@ class Driver:
         if recovery.is_over:
             self._recovery = None
 
+    def _warm_pinned(self) -> None:
+        """Compute prefixes again that were pinned when the last engine died: one at a time, behind the requests that it left."""
+        holds = self._loop.holds
+        if holds is None or self._warming or (request := holds.next_to_warm(self._report.max_model_len)) is None:
+            return
+        self._warming = request.id
+        self._origins[request.id] = request.origin
+        self._loop.add(request)
+
     def _add(self, request: GenerateRequest) -> None:
         """A request that cannot be taken in fails alone, whatever is wrong with it."""
         self._origins[request.id] = request.origin
@@ -278,6 +290,10 @@ class Driver:
     def _forget_if_done(self, request_id: str) -> None:
         if not self._loop.has(request_id):
             self._origins.pop(request_id, None)
+            if request_id == self._warming and self._loop.holds is not None:
+                self._warming = ""
+                self._loop.holds.warmed()
+                self._inbox.put(Wake())  # for the next one
             if self._recovery is not None:
                 self._recovery.forget(request_id)
 

@@ -124,6 +124,8 @@ class LiveView(StepObserver):
             num_loading_pages=codes.count(LOADING),
             num_tier_pages=tier.num_pages,
             tier_bytes=tier.num_bytes,
+            num_ram_pages=tier.num_ram_pages,
+            ram_tier_bytes=tier.ram_bytes,
         )
         return LiveLook(
             state,

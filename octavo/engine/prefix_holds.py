@@ -1,28 +1,37 @@
 """PrefixHolds: prefixes whose pages are evicted last: those of conversations for a time after their last turn, and those that a client has pinned.
 
 It runs on the stepping thread. A hold is a wish: where running requests need the pages, they get them. What is held changes between two steps, as an input
-of the cache that is recorded, because it steers which pages are taken (decision 057); the clock stays here."""
+of the cache that is recorded, because it steers which pages are taken (decision 057); the clock stays here.
 
+Pins are saved in files. When an engine dies, the next one holds them again, and computes them again, or loads them from a tier, behind the requests that
+it takes over (decision 061)."""
+
+import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.cache import KVCache
 from octavo.cache.page_keys import adapter_root, keys_of
-from octavo.messages import Abort, GenerateRequest
+from octavo.engine.pin_files import MAX_TRIES, PinFiles, SavedPin
+from octavo.messages import Abort, GenerateRequest, SamplingParams
 from octavo.messages.prefixes import HoldPrefix, PinnedPrefix, PrefixReply, ReleasePrefix
 from octavo.observe.metrics.gauges import HoldState
 from octavo.observe.step_observer import Observers, StepObserver, StepTimes
 from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Removed
 
+log = logging.getLogger("octavo.engine")
+
 HELD_SHARE = 0.5  # of all pages: most that are held
 MAX_SESSIONS = 4096
 MAX_PINS = 64  # of one API key
 
-Name = tuple[
-    bytes, str, bytes
-]  # owner, session or pin, and, of a conversation without a name, the key of its last page
+NO_ORIGIN = -1  # of requests that no API process has sent
+
+Name = tuple[bytes, str, bytes]
+"""The owner; the name of the session or pin; of a conversation without a name, the key of its last page."""
 
 
 @dataclass(slots=True)
@@ -35,8 +44,19 @@ class _Hold:
 class PrefixHolds(StepObserver):
     is_essential = True  # the loop asks it in every step
 
-    def __init__(self, cache: KVCache, observers: Observers, page_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        observers: Observers,
+        page_bytes: int,
+        clock: Callable[[], float],
+        files: PinFiles | None = None,
+    ) -> None:
+        """`files`: where pins are saved; None: they end with this engine."""
         self._cache, self._observers, self._page_bytes, self._clock = cache, observers, page_bytes, clock
+        self._files = files
+        self._to_warm: deque[SavedPin] = deque()  # of an engine that died: their pages are not computed yet
+        self._warming: SavedPin | None = None
         self.max_pages = int(HELD_SHARE * cache.pool.num_pages)
         self._sessions: dict[Name, _Hold] = {}
         self._pins: dict[Name, _Hold] = {}
@@ -75,7 +95,8 @@ class PrefixHolds(StepObserver):
             self._note_ended(removed.ended)
 
     def _note_ended(self, ended: list[Request]) -> None:
-        """The first choice that ends counts: a conversation goes on with one of them, mostly the only one."""
+        """Note the tokens of requests whose pages are to be held. Of several choices the first that ends counts: a conversation goes on with one of
+        them."""
         for request in ended:
             if (source := self._open.pop(request.id, None)) is not None:
                 self._ended.append((source, request.tokens[: max(request.computed, 0)]))
@@ -84,37 +105,104 @@ class PrefixHolds(StepObserver):
 
     def pin(self, wish: HoldPrefix) -> PrefixReply:
         """Hold a prompt's pages until `seconds` from now, or until they are released. Another pin of the same name is replaced."""
+        until = self._clock() + wish.seconds if wish.seconds > 0 else math.inf
+        error = self._pin(wish, until)
+        if error:
+            return PrefixReply(error=error)
+        if self._files is not None:
+            self._files.save(SavedPin(wish, until))
+        return PrefixReply(self.pins(wish.owner))
+
+    def _pin(self, wish: HoldPrefix, until: float) -> str:
+        """Hold these pages. → why not; empty: they are held."""
         self.take()
         if not self._cache.prefix_caching:
-            return PrefixReply(error="the prefix cache is off (--no-enable-prefix-caching): nothing can be pinned")
+            return "the prefix cache is off (--no-enable-prefix-caching): nothing can be pinned"
         name: Name = (wish.owner, wish.name, b"")
         keys = keys_of(adapter_root(self._cache.root, wish.space), [*wish.prompt_ids, -1], self._cache.page_size)
         others = {each: len(hold.keys) for each, hold in self._pins.items() if each != name}
         mine = [count for (owner, _, _), count in others.items() if owner == wish.owner]
         most = wish.max_bytes // self._page_bytes if wish.max_bytes >= 0 else self._cache.pool.num_pages // 8
         if len(mine) >= MAX_PINS:
-            return PrefixReply(error=f"this key has pinned {MAX_PINS} prefixes, the most there can be: unpin one")
+            return f"this key has pinned {MAX_PINS} prefixes, the most there can be: unpin one"
         for room, whose in (
             (most - sum(mine), "this key may pin {} more (--max-pinned-bytes)"),
             (self.max_pages - sum(others.values()), "all keys together may pin {} more, of half of the KV store"),
         ):
             if len(keys) > room:
                 left = whose.format(max(0, room) * self._page_bytes)
-                return PrefixReply(error=f"the prefix takes {len(keys) * self._page_bytes} bytes of KV pages; {left}")
-        until = self._clock() + wish.seconds if wish.seconds > 0 else math.inf
+                return f"the prefix takes {len(keys) * self._page_bytes} bytes of KV pages; {left}"
         self._put(self._pins, name, keys, until)
-        return PrefixReply(self.pins(wish.owner))
+        return ""
+
+    def restore(self) -> None:
+        """Hold what was pinned when the last engine died. next_to_warm() has its pages computed."""
+        for saved in [] if self._files is None else self._files.load():
+            wish = saved.wish
+            error = "its time is over" if saved.until <= self._clock() else self._pin(wish, saved.until)
+            if error:
+                self._forget_file(wish.owner, wish.name)
+                log.warning("the prefix %r is not pinned any more: %s", wish.name, error)
+            elif saved.tries >= MAX_TRIES:
+                log.warning("the prefix %r is not computed again: %d engines ended with it", wish.name, saved.tries)
+            else:
+                self._to_warm.append(saved)
+
+    def next_to_warm(self, max_tokens: int) -> GenerateRequest | None:
+        """The next request that computes a pinned prefix again, one at a time; None: none is left, or the last one still runs. `max_tokens`: of a
+        prompt and an answer of one token."""
+        if self._warming is not None:
+            return None
+        while self._to_warm:
+            saved = self._to_warm.popleft()
+            wish = saved.wish
+            if (wish.owner, wish.name, b"") not in self._pins or len(wish.prompt_ids) >= max_tokens:
+                continue
+            self._warming = saved
+            self._save_tries(saved.tries + 1)
+            salt = wish.space.removeprefix("+")  # pins are of the base model
+            params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, use_speculation=False, prefix_salt=salt)
+            now = self._clock()
+            return GenerateRequest(
+                f"pin-{len(self._to_warm)}-{now:.6f}",
+                wish.prompt_ids,
+                params,
+                [],
+                NO_ORIGIN,
+                arrived=now,
+                submitted=now,
+                owner=wish.owner,
+            )
+        return None
+
+    def warmed(self) -> None:
+        """The request of next_to_warm() has ended."""
+        self._save_tries(0)
+        self._warming = None
+
+    def _save_tries(self, tries: int) -> None:
+        saved = self._warming
+        assert saved is not None
+        wish = saved.wish
+        if self._files is not None and (wish.owner, wish.name, b"") in self._pins:
+            self._files.save(SavedPin(wish, saved.until, tries))
+
+    def _forget_file(self, owner: bytes, name: str) -> None:
+        if self._files is not None:
+            self._files.delete(owner, name)
 
     def unpin(self, wish: ReleasePrefix) -> PrefixReply:
+        """Release a pin. Its pages stay until others need them."""
         self.take()
         name: Name = (wish.owner, wish.name, b"")
         if name not in self._pins:
             return PrefixReply(self.pins(wish.owner), error=f"no prefix is pinned under the name {wish.name!r}")
         self._drop(self._pins, name)
+        self._forget_file(wish.owner, wish.name)
         return PrefixReply(self.pins(wish.owner))
 
     def pins(self, owner: bytes | None) -> list[PinnedPrefix]:
-        """Of one owner; None: of all."""
+        """What is pinned by one owner, and how much of it is in the prefix cache now. None: by all owners."""
         now, index, size = self._clock(), self._cache.pool.index, self._cache.page_size
         return [
             PinnedPrefix(
@@ -131,7 +219,7 @@ class PrefixHolds(StepObserver):
     # ── between two steps ──
 
     def take(self) -> None:
-        """Hold what has ended since the last step, and let go of what is over."""
+        """Begin to hold the conversations whose request has ended since the last step, and end the holds whose time is over."""
         now = self._clock()
         ended, self._ended = self._ended, []
         for source, tokens in ended:
@@ -140,6 +228,8 @@ class PrefixHolds(StepObserver):
             for holds in (self._sessions, self._pins):
                 for name in [name for name, hold in holds.items() if hold.until <= now]:
                     self._drop(holds, name)
+                    if holds is self._pins:
+                        self._forget_file(name[0], name[1])
 
     def _hold_session(self, source: GenerateRequest, tokens: list[int], now: float) -> None:
         root = adapter_root(self._cache.root, source.params.prefix_space)

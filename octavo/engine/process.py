@@ -25,6 +25,7 @@ from octavo.admission.queue_limit import QueueLimit
 from octavo.engine.build import Engine, start_engine
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.lazy_torch import can_be_lazy, lazy_torch
+from octavo.engine.pin_files import PinFiles
 from octavo.errors import ConfigError
 from octavo.ipc.heartbeat import PULSE_SECONDS, Heartbeat
 from octavo.ipc.launch import EngineLaunch
@@ -114,6 +115,7 @@ def main() -> int:
                 launch.member,
                 launch.number,
                 launch.ranks,
+                PinFiles(_folder(launch.address) / f"pins-{0 if launch.member is None else launch.member.replica}"),
             )
     except ConfigError as error:
         log.error("%s", error.message)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
+from octavo.config import KVTiers
 from octavo.messages import AdapterLoaded, AdapterRef, EngineReport, StepPlan, StepResult
-from octavo.messages.tiers import TierEvent
+from octavo.messages.tiers import Level, TierCounts, TierEvent
 
 
 class TierMover(Protocol):
@@ -18,8 +19,13 @@ class TierMover(Protocol):
     def load(self, ticket: int, keys: list[bytes], pages: list[int]) -> None:
         """Read the pages of these keys into `pages`, which nothing else uses until a Loaded event tells how many are right."""
 
-    def store(self, keys: list[bytes], pages: list[int]) -> None:
-        """Copy these pages, and ask for approval by a Copied event. One at a time."""
+    num_ram_pages: int
+    """Pages that fit into the level `ram`; 0: there is none."""
+    has_disk: bool
+
+    def store(self, keys: list[bytes], pages: list[int], level: Level = "disk") -> None:
+        """Copy these pages, and ask for approval by a Copied event; IN_RAM in place of a page: its key is in memory, and is copied from
+        there. One store at a time."""
 
     def approve(self, are_right: list[bool]) -> None:
         """Which of the copied pages held what they were to hold until now: those are stored."""
@@ -27,8 +33,7 @@ class TierMover(Protocol):
     def delete_all(self) -> None:
         """Delete all pages of this layout."""
 
-    def counts(self) -> tuple[int, int, int]:
-        """(bytes in the folder, files that were bad, files that made room for others)."""
+    def counts(self) -> TierCounts: ...
 
     def close(self) -> None:
         """Stop; idempotent."""
@@ -72,8 +77,8 @@ class Executor(Protocol):
     def give_back(self, pages: list[int]) -> None:
         """Give the memory of blank pages back to the system, where this executor can: they are zero when they are used again."""
 
-    def open_tier(self, folder: str, max_bytes: int, layout: str) -> TierMover:
-        """Open the tier of this folder for pages of this layout. Raises ConfigError where this executor has none."""
+    def open_tier(self, tiers: KVTiers, layout: str) -> TierMover:
+        """Open tiers for pages of this layout. Raises ConfigError where this executor has none."""
 
     def close(self) -> None:
         """Free everything; idempotent."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
-from octavo.config import Config
+from octavo.config import Config, KVTiers
 from octavo.errors import ConfigError
 from octavo.messages import AdapterLoaded, AdapterRef, EngineReport, StepPlan, StepResult
 from octavo.weights.adapters.adapter_file import check_rank, open_adapter
@@ -87,12 +87,9 @@ class LocalExecutor:
         assert self._runner is not None, "closed"
         self._runner.pages.give_back(pages)
 
-    def open_tier(self, folder: str, max_bytes: int, layout: str) -> PageMover:
+    def open_tier(self, tiers: KVTiers, layout: str) -> PageMover:
         assert self._runner is not None, "closed"
-        try:
-            return open_mover(self._runner.pages, folder, max_bytes, layout)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"--kv-tier: {folder} cannot be used here: {error}") from None
+        return open_mover(self._runner.pages, self._runner.device, tiers, layout)
 
     def close(self) -> None:
         if self._thread is not None:

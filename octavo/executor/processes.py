@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 import octavo
-from octavo.config import Config
+from octavo.config import Config, KVTiers
 from octavo.errors import ConfigError, EngineDead
 from octavo.executor.base import TierMover
 from octavo.executor.preparations import Preparations
@@ -77,7 +77,7 @@ class ProcessExecutor:
     def give_back(self, pages: list[int]) -> None:
         """Ranks keep the memory of their pages: idle prefixes stop growing, and that is all."""
 
-    def open_tier(self, folder: str, max_bytes: int, layout: str) -> TierMover:
+    def open_tier(self, tiers: KVTiers, layout: str) -> TierMover:
         raise ConfigError("--kv-tier needs one rank (--tensor-parallel-size 1): pages of several ranks are not stored")
 
     def close(self) -> None:

@@ -150,8 +150,10 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     replicas: list[LiveReplica] = []  # of a fleet; empty: there is one engine
     num_held_pages: int = 0  # of the cached ones: those of conversations that may go on, and of pinned prefixes
     num_loading_pages: int = 0
-    num_tier_pages: int = 0  # pages of this model in --kv-tier …
+    num_tier_pages: int = 0  # pages of this model in the folder of --kv-tier …
     tier_bytes: int = 0  # … and the bytes of its folder
+    num_ram_pages: int = 0  # pages in the host's memory (--kv-tier ram) …
+    ram_tier_bytes: int = 0  # … and their bytes
 
 
 class LiveLook(msgspec.Struct, frozen=True, gc=False):

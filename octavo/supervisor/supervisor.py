@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from octavo.config import AUTO, MAX_REPLICAS, Config, ServerConfig, without_keys
+from octavo.config import AUTO, MAX_REPLICAS, Config, ServerConfig, read_tiers, without_keys
 from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
 from octavo.ipc.heartbeat import Heartbeat, shared_memory
@@ -23,6 +23,7 @@ from octavo.ipc.launch import ApiLaunch, EngineLaunch, FleetMember
 from octavo.ipc.memory_trim import drop_library_pages
 from octavo.ipc.stderr import hold_standard_streams, settle_standard_error
 from octavo.ipc.subprocesses import describe_exit
+from octavo.kv_tier.folder import folder_secret
 from octavo.messages import (
     EngineGone,
     EngineLost,
@@ -157,7 +158,7 @@ class _Supervisor:
         self._served_name = config.model.name_of(source.name)
         self._num_servers = config.server.num_api_processes(usable_cores())
         self._is_fleet = config.fleet.is_fleet
-        self._secret = os.urandom(32)
+        self._secret = _fleet_secret(config)
         self._launcher = launcher
         self._num_engines = 0
         self._has_served = False
@@ -638,6 +639,12 @@ class _Supervisor:
 
     def _address_of(self, epoch: int) -> str:
         return f"ipc://{self._folder}/engine-{epoch}"
+
+
+def _fleet_secret(config: Config) -> bytes:
+    """What a fleet's page keys are made from: with a disk tier its folder's secret, so that a later server finds the same pages."""
+    disk = read_tiers(config.cache.kv_tier).disk
+    return os.urandom(32) if disk is None else folder_secret(Path(disk.folder))
 
 
 def _check_parsers(server: ServerConfig) -> None:

@@ -39,6 +39,7 @@ from octavo.weights.methods.base import Settings
 from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
+from octavo.worker import page_transfer
 from octavo.worker.adapters import RankAdapters
 from octavo.worker.cpu_steps import CpuSteps, find_native, held, kinds_of, record
 from octavo.worker.determinism import about_determinism
@@ -267,7 +268,7 @@ class Loader:
 
     def _measure(self, ops: DeviceOps) -> DeviceMemory:
         """Measure the memory that steps of the largest size take, run over a store of one page."""
-        limits, cache = self.limits, self.config.cache
+        limits = self.limits
         with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
             runner = self._runner = self._make_runner(limits.max_model_len)
             self.stores.allocate(1, limits.max_num_seqs)
@@ -280,9 +281,15 @@ class Loader:
                 most_tokens(limits),
                 limits.max_num_seqs,
                 num_graphs=len(ladder(limits.max_num_seqs)) if runner.graphs is not None else 0,
-                staging_bytes=2 * max(STAGING_BYTES, self.stores.page_bytes) if cache.swap_space else 0,
+                staging_bytes=self._staging_bytes(),
                 is_alone=self._num_local_ranks == 1,
             )
+
+    def _staging_bytes(self) -> int:
+        """What copies between the device and the host take on the device."""
+        cache, page_bytes = self.config.cache, self.stores.page_bytes
+        swap = 2 * max(STAGING_BYTES, page_bytes) if cache.swap_space else 0
+        return swap + (page_transfer.staging_bytes(page_bytes) if cache.kv_tier else 0)
 
     def allocate(self, num_pages: int, num_host_pages: int) -> tuple[Runner, list[str]]:
         """Allocate the number of pages that the executor decided on. → the runner, ready to run steps, and notes for the report."""

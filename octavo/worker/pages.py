@@ -40,14 +40,26 @@ class Pages:
         # Moves need no arithmetic: wide integers move pages of any type, in fewer accesses.
         self._stores = [store.view(_widest(store)) for store in layers]
         self._indices = Staging(device)
-        self._host: _HostPages | None = None
-        self._staging: list[_Staging] = []
+        self._host: HostPages | None = None
+        self._staging: list[PageStaging] = []
         self._next = 0
         if num_host_pages:
-            shape, dtype = _page_shape(self._stores, page_dim), self._stores[0].dtype
-            self._host = _HostPages(device, num_host_pages, shape, dtype)
+            self._host = self.new_host_pages(num_host_pages)
             num_staged = max(1, min(num_host_pages, staging_bytes // self._host.page_bytes))
-            self._staging = [_Staging.of(device, num_staged, shape, dtype) for _ in range(2)]
+            self._staging = [self.new_staging(num_staged) for _ in range(2)]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page with all layers."""
+        return sum(store.nbytes for store in self._stores) // self._stores[0].shape[self._page_dim]
+
+    def new_host_pages(self, num_pages: int) -> "HostPages":
+        """Host memory for so many pages, with all layers."""
+        return HostPages(self._device, num_pages, _page_shape(self._stores, self._page_dim), self._stores[0].dtype)
+
+    def new_staging(self, num_pages: int) -> "PageStaging":
+        shape = _page_shape(self._stores, self._page_dim)
+        return PageStaging.of(self._device, num_pages, shape, self._stores[0].dtype)
 
     def move(self, moves: list[PageMove]) -> None:
         """Queue the moves ahead of the next work on the current stream. The effect is that of one move after the other."""
@@ -98,8 +110,7 @@ class Pages:
         assert self._host is not None, "a plan swaps and there is no swap space"
         staging = self._next_staging()
         staging.is_free.hold()
-        for layer, store in enumerate(self._stores):
-            torch.index_select(store, self._page_dim, sources, out=self._staged(staging, layer, len(sources)))
+        self.gather(sources, staging)
         staging.is_full.record()
         with self._device.side_stream():
             staging.is_full.hold()
@@ -116,21 +127,30 @@ class Pages:
                 staging.pages[first : first + len(host)].copy_(host, non_blocking=True)
             staging.is_full.record()
         staging.is_full.hold()
-        for layer, store in enumerate(self._stores):
-            store.index_copy_(self._page_dim, targets, self._staged(staging, layer, len(targets)))
+        self.scatter(staging, targets)
         staging.is_free.record()
 
-    def _next_staging(self) -> "_Staging":
+    def gather(self, sources: torch.Tensor, staging: "PageStaging") -> None:
+        """Copy these pages to the beginning of a staging buffer, by work on the current stream."""
+        for layer, store in enumerate(self._stores):
+            torch.index_select(store, self._page_dim, sources, out=self._staged(staging, layer, len(sources)))
+
+    def scatter(self, staging: "PageStaging", targets: torch.Tensor) -> None:
+        """The way back."""
+        for layer, store in enumerate(self._stores):
+            store.index_copy_(self._page_dim, targets, self._staged(staging, layer, len(targets)))
+
+    def _next_staging(self) -> "PageStaging":
         self._next = (self._next + 1) % len(self._staging)
         return self._staging[self._next]
 
-    def _staged(self, staging: "_Staging", layer: int, count: int) -> torch.Tensor:
+    def _staged(self, staging: "PageStaging", layer: int, count: int) -> torch.Tensor:
         """The first `count` staged pages of a layer, shaped as in its store."""
         return staging.pages[:count, layer].movedim(0, self._page_dim)
 
 
 @dataclass(frozen=True, slots=True)
-class _Staging:
+class PageStaging:
     """A staging buffer on the device."""
 
     pages: torch.Tensor  # [N, layers, *page]
@@ -138,15 +158,16 @@ class _Staging:
     is_free: Event  # the last contents have been read
 
     @classmethod
-    def of(cls, device: Device, num_pages: int, shape: tuple[int, ...], dtype: torch.dtype) -> "_Staging":
+    def of(cls, device: Device, num_pages: int, shape: tuple[int, ...], dtype: torch.dtype) -> "PageStaging":
         pages = torch.empty(num_pages, *shape, dtype=dtype, device=device.torch_device)
         return cls(pages, device.event(), device.event())
 
 
-class _HostPages:
-    """The swap space. A page's layers are contiguous, so that a page, or a run of neighbours, is one copy."""
+class HostPages:
+    """Pages in host memory: the swap space, or a tier. A page's layers are contiguous, so that a page, or a run of neighbours, is one copy."""
 
     def __init__(self, device: Device, num_pages: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.num_pages = num_pages
         self.page_bytes = torch.Size(shape).numel() * dtype.itemsize
         self._per_slab = max(1, _SLAB_BYTES // self.page_bytes)
         self._slabs = [
@@ -160,6 +181,14 @@ class _HostPages:
         for start, end in pairwise([0, *ends, len(pages)]):
             slab, first = divmod(pages[start], self._per_slab)
             yield start, self._slabs[slab][first : first + end - start]
+
+    def views(self, pages: Sequence[int]) -> list[memoryview]:
+        """The bytes of these pages."""
+        found = []
+        for page in pages:
+            slab, at = divmod(page, self._per_slab)
+            found.append(self._slabs[slab][at].reshape(-1).view(torch.uint8).numpy().data)
+        return found
 
     def _are_neighbours(self, page: int, following: int) -> bool:
         return following == page + 1 and following % self._per_slab != 0

@@ -137,12 +137,14 @@ def test_the_api_key_covers_every_route_but_health_and_a_long_path_for_temporary
     assert not any("sesame" in line for line in server.lines)
 
 
-def tell_stories(server: Server, count: int, fault: Callable[[], None] | None = None) -> list[str]:
+def tell_stories(
+    server: Server, count: int, fault: Callable[[], None] | None = None, max_tokens: int = 40
+) -> list[str]:
     """Texts: greedy and sampled by turns, all at once."""
     bodies = [
         {
             "prompt": f"Tale {number}: once upon a time",
-            "max_tokens": 40,
+            "max_tokens": max_tokens,
             "ignore_eos": True,
             "seed": number,
             "temperature": t,
@@ -166,10 +168,11 @@ def test_what_several_ranks_say_is_the_same_when_one_is_killed(flag, size):
         body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         status, text = server.post("/v1/completions", body)
         assert status == 200 and "Paris" in text, text
-        untroubled = tell_stories(server, 5)
+        num = 12 if size > 2 else 40  # three ranks on two cores take long for a step
+        untroubled = tell_stories(server, 5, max_tokens=num)
         ranks = list(children_of(server.engine()))
         assert len(ranks) == size
-        assert tell_stories(server, 5, lambda: os.kill(ranks[1], signal.SIGKILL)) == untroubled
+        assert tell_stories(server, 5, lambda: os.kill(ranks[1], signal.SIGKILL), num) == untroubled
         assert not any(map(is_alive, ranks))
         assert server.metric("octavo:restarts_total", 'process="engine",cause="failed"') == 1
         assert server.terminate() == 0, server.lines

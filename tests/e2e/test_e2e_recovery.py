@@ -35,20 +35,20 @@ def server(tmp_path_factory):
 
 
 async def story(
-    client: openai.AsyncOpenAI, number: int, begun: list[int]
+    client: openai.AsyncOpenAI, number: int, begun: list[int], max_tokens: int = 40
 ) -> tuple[dict[int, str], object, list[float]]:
     """(texts by choice, usage, logprobs): greedy, seeded, penalised, several choices with stop strings, kept to a grammar."""
     kinds = [
         {"temperature": 0},
         {"temperature": 0.9, "seed": number, "presence_penalty": 0.7, "frequency_penalty": 0.3},
         {"temperature": 0.8, "seed": number, "n": 2, "stop": ["!", "?"]},
-        {"temperature": 0, "logprobs": 2, "extra_body": {"min_tokens": 30}},
+        {"temperature": 0, "logprobs": 2, "extra_body": {"min_tokens": max_tokens * 3 // 4}},
         {"temperature": 0.8, "seed": number, "extra_body": {"structured_outputs": {"regex": "( [a-z]{2,8}){40,60}"}}},
     ]
     stream = await client.completions.create(
         model="",
         prompt=f"Story number {number}: Once upon a time",
-        max_tokens=40 + number % 5,
+        max_tokens=max_tokens + number % 5,
         stream=True,
         stream_options={"include_usage": True},
         **kinds[number % len(kinds)],
@@ -73,12 +73,13 @@ async def stories(
     num_streams: int = NUM_STREAMS,
     keeps_errors: bool = False,
     is_early: bool = False,
+    max_tokens: int = 40,
 ) -> list[tuple]:
     """The first of them; `fault` comes when every stream has begun and all together have had `at` events. `is_early`: it does not wait
     for the last ones to begin, and comes before any has ended."""
     begun = [0] * num_streams
     async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=120) as client:
-        tasks = [asyncio.create_task(story(client, number, begun)) for number in range(num_streams)]
+        tasks = [asyncio.create_task(story(client, number, begun, max_tokens)) for number in range(num_streams)]
         if fault is not None:
             while not ((all(begun) or is_early) and sum(begun) >= at):
                 assert not any(task.done() and task.exception() for task in tasks)

@@ -1,11 +1,15 @@
 """A real model on a CPU with a disk tier: after a restart prefixes come from files, and every token is the one that is computed."""
 
+import functools
 import random
 
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.engine.tier_traffic import TierTraffic
 from octavo.errors import ConfigError
+from octavo.executor import local
+from octavo.worker import page_mover
 from tests.doubles import write_byte_tokenizer
 from tests.worker.tiny import write_tiny_llama
 
@@ -19,10 +23,9 @@ def start(folder, tier: str = "", **options) -> LLM:
         device="cpu",
         block_size=4,
         max_num_seqs=4,
-        kv_cache_memory_bytes="4M",
         kv_tier=tier,
         cpu_threads=1,
-        **options,
+        **{"kv_cache_memory_bytes": "4M"} | options,
     )
 
 
@@ -65,6 +68,47 @@ def test_tokens_are_the_same_without_a_tier_with_one_and_after_a_restart(tmp_pat
         assert llm._loop.tier.state().files["bad"] > 0
 
 
+def load_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a model as small as this one computes faster."""
+    monkeypatch.setattr(TierTraffic, "_compute_seconds", lambda self, start, count: float("inf"))
+
+
+def one_by_one(llm: LLM) -> list[tuple[int, ...]]:
+    """Each prompt, twice, in a store that holds one or two of them; all that is to be stored is stored in between."""
+    found = []
+    for prompt in 2 * prompts():
+        output = llm.generate([{"prompt_token_ids": prompt}], SEEDED, use_tqdm=False)[0]
+        found.append(tuple(output.outputs[0].token_ids))
+        tier = llm._loop.tier
+        while tier is not None and (tier.offer(0) or tier._copying):
+            tier.take(0.02)
+    return found
+
+
+def test_tokens_are_the_same_with_pages_in_other_memory_of_the_host(tmp_path, monkeypatch):
+    """The way of a GPU's pages: through host memory, some of which stay there. Here the device's memory is a CPU's (tests/gpu has a GPU's)."""
+    monkeypatch.setattr(local, "open_mover", functools.partial(page_mover.open_mover, through_host=True))
+    load_always(monkeypatch)
+    write_tiny_llama(tmp_path / "m")
+    write_byte_tokenizer(tmp_path / "m")
+    small = {"kv_cache_memory_bytes": "22k", "max_model_len": 80}
+    with start(tmp_path / "m", **small) as llm:
+        expected = one_by_one(llm)
+        assert llm.report.num_pages < 30
+    with start(tmp_path / "m", "ram:1M", **small) as llm:
+        assert one_by_one(llm) == expected
+        stats = llm._loop.tier.stats
+        assert stats.ram_loaded_pages == stats.loaded_pages > 100 and not stats.num_keys
+    disk = f"disk:64MiB:{tmp_path / 'tier'}"
+    with start(tmp_path / "m", f"ram:20k,{disk}", **small) as llm:
+        assert one_by_one(llm) == expected
+        stats = llm._loop.tier.stats
+        assert 0 < stats.ram_loaded_pages < stats.loaded_pages, "memory holds few pages, the disk all"
+    with start(tmp_path / "m", disk, **small) as llm:
+        assert one_by_one(llm) == expected
+        assert llm._loop.tier.stats.loaded_pages > 100, "after a restart, from files"
+
+
 def test_another_page_size_shares_nothing(tmp_path):
     write_tiny_llama(tmp_path / "m")
     write_byte_tokenizer(tmp_path / "m")
@@ -79,8 +123,21 @@ def test_another_page_size_shares_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("tier", "why"),
-    [("ram:8GiB", "in memory already"), ("disk:8GiB", "disk:SIZE:FOLDER"), ("tape:1G:/x", "is no tier")],
+    [
+        ("disk:8GiB", "disk:SIZE:FOLDER"),
+        ("tape:1G:/x", "is no tier"),
+        ("ram:8GiB:/x", "is no tier"),
+        ("ram:0", "is no tier"),
+        ("ram:1G,ram:2G", "one tier of the kind ram"),
+        ("disk:1G:/x,disk:1G:/y", "one tier of the kind disk"),
+    ],
 )
 def test_a_tier_that_is_none_is_refused(tier, why):
     with pytest.raises(ConfigError, match=why):
         LLM("anything", kv_tier=tier)
+
+
+def test_memory_of_the_host_is_no_tier_of_a_cpu(tmp_path):
+    write_tiny_llama(tmp_path / "m")
+    with pytest.raises(ConfigError, match="in memory already"):
+        start(tmp_path / "m", "ram:1GiB")

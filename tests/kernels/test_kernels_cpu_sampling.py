@@ -224,6 +224,65 @@ def test_penalties_change_the_logits_as_torch_does(isa, pools) -> None:
             assert chosen.tolist() == expected.argmax(-1).tolist()
 
 
+NUM_ALLOWED = (
+    1,
+    2,
+    33,
+    64,
+    4095,
+    4096,
+    4097,
+    9000,
+)  # of up to 4096, the tokens are listed; else the others become -inf
+
+
+def test_a_mask_is_the_same_as_no_logits_for_the_tokens_that_it_bans(isa, pools) -> None:
+    rng = np.random.default_rng(19)
+    for number, num_allowed in enumerate(NUM_ALLOWED * 3):
+        size = int(rng.choice([9000, 9024, 9031]))
+        is_allowed = np.zeros(-(-size // 32) * 32, dtype=bool)
+        is_allowed[rng.choice(size, num_allowed, replace=False)] = True
+        bits = np.packbits(is_allowed, bitorder="little").view(np.uint32).copy()
+        bits[-1] |= np.uint32(
+            (0xFFFFFFFF << size % 32) & 0xFFFFFFFF if size % 32 else 0
+        )  # no tokens: they do not count
+        logits = rng.normal(0, 3, size).astype(np.float32)
+        if number % 3 == 1:
+            logits = np.round(logits)
+        where = rng.random(size) < 0.3 * (number % 3 == 2)
+        logits[where] = rng.choice(BROKEN, int(where.sum()))
+        logits[rng.choice(np.flatnonzero(is_allowed))] = 1.5
+        banned = np.where(is_allowed[:size], logits, -np.inf).astype(np.float32)
+        for limits in [
+            (1.0, 0, 1.0, 0.0),
+            (0.7, 5, 1.0, 0.0),
+            (2.0, 0, 0.8, 0.0),
+            (1.0, 700, 0.9, 0.01),
+            (0.0, 0, 1.0, 0.0),
+        ]:
+            records = records_of(np.linspace(0, 1, 40, endpoint=False), *limits)
+            records["is_greedy"] = limits[0] == 0
+            expected = tokens_of(pools[1], banned, records)
+            records["mask"] = bits.ctypes.data
+            found = tokens_of(pools[1], logits, records)
+            assert found == expected and all(is_allowed[found])
+
+
+def test_of_tokens_that_are_all_excluded_a_mask_still_leaves_one_of_its_own(isa, pools) -> None:
+    logits = np.zeros(9000, dtype=np.float32)
+    for ids in (np.arange(40, 60), np.arange(40, 6000)):
+        is_allowed = np.zeros(9024, dtype=bool)
+        is_allowed[ids] = True
+        bits = np.packbits(is_allowed, bitorder="little").view(np.uint32)
+        for excluded in (-np.inf, np.nan):
+            logits[ids] = excluded
+            records = records_of(np.linspace(0, 1, 20, endpoint=False), 1.0)
+            records["mask"] = bits.ctypes.data
+            assert tokens_of(pools[1], logits, records) == [int(ids[int(at)]) for at in np.arange(20) * len(ids) / 20]
+            records["is_greedy"] = 1
+            assert {*tokens_of(pools[1], logits, records)} == {40}
+
+
 def test_uniforms_are_those_of_the_other_samplers() -> None:
     rng = np.random.default_rng(17)
     seeds = np.concatenate((rng.integers(-(2**63), 2**63 - 1, 1000), [0, 1, -1, 2**63 - 1, -(2**63)]))

@@ -185,12 +185,15 @@ def test_a_second_admission_is_not_a_second_wait() -> None:
 
 def test_a_tier_is_shown() -> None:
     tier = TierState(
-        5000, 7, 2, 6, 1, 0.5, 2.5, 9, 0.25, {"slower": 3, "late": 4}, {"bad": 1, "evicted": 2, "failed": 3}
-    )
+        5000, 7, 2, 6, 1, 0.5, 2.5, 9, 0.25, {"slower": 3, "late": 4}, {"bad": 1, "evicted": 2, "failed": 3},
+        8000, 11, 4, 5,
+    )  # fmt: skip
     found = samples(EngineMetrics("m", REPORT), EngineState(tier=tier))
     size = REPORT.page_size
     assert found["octavo:kv_tier_bytes", ""] == 5000 and found["octavo:kv_tier_pages", ""] == 7
     assert found["octavo:kv_tier_loads_total", ""] == 2
+    assert found["octavo:kv_tier_ram_bytes", ""] == 8000 and found["octavo:kv_tier_ram_pages", ""] == 11
+    assert [found["octavo:kv_tier_ram_tokens_total", what] for what in ("loaded", "stored")] == [4 * size, 5 * size]
     tokens = {what: found["octavo:kv_tier_tokens_total", what] for what in ("loaded", "missed", "stored")}
     assert tokens == {"loaded": 6 * size, "missed": size, "stored": 9 * size}
     seconds = [found["octavo:kv_tier_seconds_total", what] for what in ("load", "store", "saved")]

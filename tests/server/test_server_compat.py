@@ -25,6 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": [{"role": "user", "content": "a"}], "stream": False},
     "/api/generate": {"prompt": "a", "stream": False},
     "/api/show": {"name": "byte-model"},
+    "/v1/prefix": {"action": "pin", "name": "a", "prompt": "a"},
     "/completion": {"prompt": "a"},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
 }
@@ -36,7 +37,6 @@ UNTRIED = {
     "/v1/unload_lora_adapter",
     "/infill",
     "/v1/embeddings",
-    "/v1/prefix",
     "/score",
     "/v1/score",
     "/rerank",
@@ -110,6 +110,7 @@ RICH: dict[str, list[dict[str, Any]]] = {
     "/v1/messages/count_tokens": [TURNS],
     "/api/chat": [{"messages": OLLAMA, "tools": CHAT["tools"], "options": {}, "stream": False, **WISH}],
     "/api/generate": [{"prompt": "a", "options": {}, "stream": False, **WISH}],
+    "/v1/prefix": [{"action": "pin", "name": "a", **CHAT}],
     "/completion": [{"prompt": "a", **WISH}],
     "/apply-template": [CHAT],
 }

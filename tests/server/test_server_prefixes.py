@@ -132,6 +132,8 @@ MARK = {"type": "ephemeral", "ttl": "1h"}
         ("/v1/chat/completions", {"prompt_cache_retention": "24h"}, 3600.0),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": MARK}]}]}, 3600.0),
         ("/v1/responses", {"input": "hi", "prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}, 300.0),
+        ("/v1/responses/compact", {"input": "hi", "prompt_cache_key": "k"}, 300.0),
+        ("/v1/responses/compact", {"input": "hi", "prompt_cache_retention": "24h"}, 3600.0),
         ("/v1/messages", {"max_tokens": 5, "system": [{"type": "text", "text": "s", "cache_control": MARK}]}, 3600.0),
         ("/v1/messages", {"max_tokens": 5, "cache_control": {"type": "ephemeral"}}, 300.0),
         ("/v1/messages", {"max_tokens": 5}, 0.0),
@@ -139,7 +141,11 @@ MARK = {"type": "ephemeral", "ttl": "1h"}
 )  # fmt: skip
 async def test_every_dialect_passes_the_wish_on(serve: Serve, path: str, body: dict[str, Any], seconds: float) -> None:
     scripted = ScriptedEngine()
-    given = {} if path in ("/v1/completions", "/v1/responses") else {"messages": [{"role": "user", "content": "hi"}]}
+    given = (
+        {}
+        if path in ("/v1/completions", "/v1/responses", "/v1/responses/compact")
+        else {"messages": [{"role": "user", "content": "hi"}]}
+    )
     response = await serve(scripted).post(path, json={**given, **body})
     assert response.status_code == 200, response.text
     assert "ignored_fields" not in response.json()

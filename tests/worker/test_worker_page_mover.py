@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.config import read_tiers
 from octavo.device import Device
 from octavo.kv_tier.folder import TierFolder, folder_secret
 from octavo.messages.tiers import Copied, Loaded, TierFailed, TierKnown
@@ -34,7 +35,7 @@ def holds(pages: Pages, page: int, content: list[torch.Tensor]) -> bool:
 
 def opened(pages: Pages, path: Path) -> PageMover:
     folder_secret(path)
-    mover = open_mover(pages, str(path), 10**6, "layout")
+    mover = open_mover(pages, Device("cpu"), read_tiers(f"disk:1000000:{path}"), "layout")
     assert isinstance(mover.events.get(timeout=30), TierKnown)
     return mover
 
@@ -58,7 +59,7 @@ def test_pages_come_back_to_other_places_as_they_were(tmp_path, are_together, dt
     assert holds(pages, 0, contents[0]) and holds(pages, 1, contents[1]) and holds(pages, 9, others)
     mover.close()
     again = pages_of(are_together, dtype)
-    mover = open_mover(again, str(tmp_path), 10**6, "layout")
+    mover = open_mover(again, Device("cpu"), read_tiers(f"disk:1000000:{tmp_path}"), "layout")
     assert mover.events.get(timeout=30).stored == KEYS[:2], "a later engine finds them"
     mover.load(0, KEYS[:2], [6, 5])
     assert mover.events.get(timeout=30).count == 2

@@ -20,7 +20,12 @@ _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _INNER = 32, 2, 4, 2, 48
 
 
 def write_tiny_llama(
-    folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, num_layers: int = _LAYERS, is_tied: bool = False
+    folder: Path,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int = _LAYERS,
+    is_tied: bool = False,
+    num_heads: int = _HEADS,
 ) -> ModelSource:
     """Weights large enough that logits differ clearly: rounding does not decide which token is chosen."""
     generator = torch.Generator().manual_seed(seed)
@@ -28,7 +33,7 @@ def write_tiny_llama(
     def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
 
-    kv_size = _HIDDEN // _HEADS * _KV_HEADS
+    kv_size = _HIDDEN // num_heads * _KV_HEADS
     tensors = {
         "model.embed_tokens.weight": torch.randn(vocab_size, _HIDDEN, generator=generator),
         "model.norm.weight": torch.ones(_HIDDEN),
@@ -53,7 +58,7 @@ def write_tiny_llama(
         "model_type": "llama",
         "hidden_size": _HIDDEN,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": _HEADS,
+        "num_attention_heads": num_heads,
         "num_key_value_heads": _KV_HEADS,
         "intermediate_size": _INNER,
         "vocab_size": vocab_size,

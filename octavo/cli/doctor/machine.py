@@ -18,7 +18,7 @@ from typing import Any
 
 from octavo.cli import version
 from octavo.cli.doctor.findings import Finding, printer, size
-from octavo.config import Config, DiskTier, read_tier
+from octavo.config import Config, DiskTier, read_tiers
 from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
 from octavo.kernels.cpu import build
@@ -67,7 +67,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _port(config.server.host, config.server.port)
     yield _folder("temporary", Path(tempfile.gettempdir()), "TMPDIR", is_needed=True)
     yield _cache()
-    if (tier := read_tier(config.cache.kv_tier)) is not None:
+    if (tier := read_tiers(config.cache.kv_tier).disk) is not None:
         yield _tier(tier)
     if config.parallel.uses_ray:
         yield _cluster(config.fleet.ray_address)

@@ -76,8 +76,10 @@ class Row {
     x_ = logits;
     size_ = size;
     num_chunks_ = (size + kChunk - 1) / kChunk;
-    if (choice.mask) variant.keep(logits, size, choice.mask);
+    const bool is_listed = choice.mask && list_allowed();
+    if (choice.mask && !is_listed) variant.keep(logits, size, choice.mask);
     if (choice.tokens) penalise(logits);
+    if (is_listed) return choose_allowed();
     if (choice.is_greedy || !(choice.temperature > 0.0f)) {
       const int64_t likeliest = variant.argmax(x_, size_);
       if (!choice.mask || x_[likeliest] > -INFINITY) return likeliest;
@@ -99,6 +101,51 @@ class Row {
   }
 
  private:
+  // ── a mask that leaves few tokens: no other token of the row is read ───────────────────────────────
+
+  // Sets ids_ [num_listed_] to the tokens that the mask allows. False: there are none, or many. The mask may be in memory that another
+  // process writes to: whatever it holds, no more than kFew ids are written.
+  bool list_allowed() {
+    const uint32_t* mask = choice_->mask;
+    const int64_t num_words = size_ / 32;
+    const uint32_t rest = size_ % 32 ? mask[num_words] & ((1u << (size_ % 32)) - 1) : 0;
+    int64_t num = __builtin_popcount(rest);
+    for (int64_t i = 0; i < num_words && num <= kFew; ++i) num += __builtin_popcount(mask[i]);
+    if (num == 0 || num > kFew) return false;
+    ids_.resize((size_t)(size_ + kGroups));
+    num_listed_ = 0;
+    for (int64_t i = 0; i <= num_words; ++i) {
+      if (i == num_words && !rest) break;
+      for (uint32_t bits = i < num_words ? mask[i] : rest; bits; bits &= bits - 1) {
+        if (num_listed_ == kFew) return false;
+        ids_[(size_t)num_listed_++] = (int32_t)(i * 32) + __builtin_ctz(bits);
+      }
+    }
+    return num_listed_ > 0;
+  }
+
+  int64_t choose_allowed() {
+    values_.resize((size_t)num_listed_);
+    top_ = -INFINITY;
+    int64_t likeliest = ids_[0];
+    for (int64_t i = 0; i < num_listed_; ++i) {
+      const float value = x_[ids_[(size_t)i]];
+      if (value > top_) {  // not for NaN
+        top_ = value;
+        likeliest = ids_[(size_t)i];
+      }
+      const float number = value == value ? value : -INFINITY;
+      values_[(size_t)i] = number < kLargest ? number : kLargest;
+    }
+    if (choice_->is_greedy || !(choice_->temperature > 0.0f)) return likeliest;
+    if (top_ > kLargest) top_ = kLargest;
+    if (top_ == -INFINITY) {  // a bias or penalty has excluded all of them
+      top_ = kUnlikeliest;
+      std::fill(values_.begin(), values_.end(), kUnlikeliest);
+    }
+    return draw_listed(choice_->top_k > 0 && choice_->top_k < size_);
+  }
+
   // Makes every token that the mask allows possible again. Used if a bias or penalty has excluded all of them.
   void lift(float* logits) const {
     for (int64_t i = 0; i < size_; ++i) {
@@ -185,12 +232,17 @@ class Row {
   int64_t choose_among_few() {
     values_.resize((size_t)num_listed_);
     for (int64_t i = 0; i < num_listed_; ++i) values_[(size_t)i] = x_[ids_[(size_t)i]];
+    return draw_listed(true);
+  }
+
+  // Draws from the tokens ids_ [num_listed_] with logits values_.
+  int64_t draw_listed(bool has_top_k) {
     weigh(values_.data(), num_listed_);
     few_.clear();
     for (int64_t i = 0; i < num_listed_; ++i) {
       few_.push_back({key_of(values_[(size_t)i]), ids_[(size_t)i], whole(masses_[(size_t)i])});
     }
-    keep((uint64_t)choice_->top_k, [](const Candidate&) { return (uint64_t)1; });
+    if (has_top_k) keep((uint64_t)choice_->top_k, [](const Candidate&) { return (uint64_t)1; });
     if (choice_->top_p < 1.0) {
       keep(part_of(amount_of_few(), choice_->top_p), [](const Candidate& one) { return one.amount; });
     }

@@ -31,7 +31,8 @@ struct OctavoChoice {
 // Sets the uniform of every choice, as in sampling/randomness.py.
 void octavo_uniforms(const int64_t* seeds, const int64_t* positions, int64_t num_rows, OctavoChoice* choices);
 
-// Chooses tokens `chosen` [num_rows] from logits [num_rows, size], size < 2³¹. Rows with penalties or a mask are changed.
+// Chooses tokens `chosen` [num_rows] from logits [num_rows, size], size < 2³¹. Rows with penalties or a mask may be
+// changed.
 void octavo_sample(octavo::Threads* threads, float* logits, int64_t stride, int64_t num_rows, int64_t size,
                    const OctavoChoice* choices, int64_t* chosen);
 }

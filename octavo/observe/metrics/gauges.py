@@ -14,10 +14,10 @@ PageState = Literal["used", "cached", "free"]
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """A KV tier. Counts are since the start."""
+    """KV tiers. Counts are since the start."""
 
-    num_bytes: int = 0  # in its folder
-    num_pages: int = 0  # of this model
+    num_bytes: int = 0  # in the folder of the disk
+    num_pages: int = 0  # of this model, there
     loads: int = 0
     loaded_pages: int = 0
     missed_pages: int = 0
@@ -27,6 +27,10 @@ class TierState:
     store_seconds: float = 0.0
     passed: Mapping[str, int] = field(default_factory=dict)  # requests that did not wait for their pages, by reason
     files: Mapping[str, int] = field(default_factory=dict)  # files that are gone or were not written, by reason
+    ram_bytes: int = 0  # in the memory of the host
+    num_ram_pages: int = 0
+    ram_loaded_pages: int = 0  # of loaded_pages
+    ram_stored_pages: int = 0  # of stored_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,19 @@ def _write_holds(scrape: Scrape, holds: HoldState) -> None:
 def _write_tier(scrape: Scrape, report: EngineReport, tier: TierState) -> None:
     """All of it, whether or not there is a tier, so that boards need not ask which server has one."""
     scrape.gauge("octavo:kv_tier_bytes", "Bytes of KV pages in the folder of --kv-tier.", [({}, tier.num_bytes)])
-    scrape.gauge("octavo:kv_tier_pages", "KV pages of this model in --kv-tier.", [({}, tier.num_pages)])
+    scrape.gauge("octavo:kv_tier_pages", "KV pages of this model in the folder of --kv-tier.", [({}, tier.num_pages)])
+    scrape.gauge(
+        "octavo:kv_tier_ram_bytes", "Bytes of KV pages in the host's memory (--kv-tier ram).", [({}, tier.ram_bytes)]
+    )
+    scrape.gauge("octavo:kv_tier_ram_pages", "KV pages there.", [({}, tier.num_ram_pages)])
+    scrape.counter(
+        "octavo:kv_tier_ram_tokens",
+        "Tokens of octavo:kv_tier_tokens_total whose KV pages came from there, or were stored there.",
+        [
+            ({"what": "loaded"}, tier.ram_loaded_pages * report.page_size),
+            ({"what": "stored"}, tier.ram_stored_pages * report.page_size),
+        ],
+    )
     scrape.counter("octavo:kv_tier_loads", "Prefixes that were loaded from --kv-tier.", [({}, tier.loads)])
     tokens = {"loaded": tier.loaded_pages, "missed": tier.missed_pages, "stored": tier.stored_pages}
     scrape.counter(

@@ -34,9 +34,8 @@ def sample(
         records["min_p"] = state.min_p[rows]
         fill_uniforms(records, state.seed[rows], np.ascontiguousarray(lens))
     if masks is not None:
-        is_right = masks.bits.flags.c_contiguous and masks.bits.shape[1] == -(-logits.shape[1] // 32)
-        check(is_right and len(masks.bits) == len(masks.at), "masks must have a bit for each token")
-        records["mask"][masks.at] = masks.bits.ctypes.data + np.arange(len(masks.at)) * masks.bits.strides[0]
+        check(masks.num_words == -(-logits.shape[1] // 32), "masks must have a bit for each token")
+        records["mask"][masks.at] = masks.addresses()
     penalised = state.penalised[rows]
     if penalised.any():
         at = penalised.nonzero()[0]

@@ -6,7 +6,7 @@ import os
 import numpy as np
 
 from octavo.ipc.anonymous_memory import anonymous_memory
-from octavo.sampling.grammar.bitmask import WORD, Words
+from octavo.sampling.grammar.bitmask import WORD, Ints, Words
 
 
 class MaskSlots:
@@ -31,6 +31,10 @@ class MaskSlots:
 
     def address(self, slot: int) -> int:
         return self._at + 4 * (slot * self._width + 1)
+
+    def addresses(self, slots: list[int]) -> Ints:
+        """[len(slots)]"""
+        return np.array(slots, dtype=np.int64) * (4 * self._width) + (self._at + 4)
 
     @property
     def mask_bytes(self) -> int:

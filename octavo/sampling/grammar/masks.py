@@ -30,7 +30,7 @@ from octavo.messages.plans import MIN_SAMPLES
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words
 from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.processes import ForkServer, GrammarProcess
-from octavo.sampling.grammar.protocol import Begin, Enter, Fill, Leave, RowToFill
+from octavo.sampling.grammar.protocol import Begin, Enter, Fill, FilledRow, Leave, RowToFill
 
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
@@ -80,12 +80,38 @@ class Masks:
     """The masks of a step's rows that have a grammar."""
 
     at: Ints  # [G] indices of the step's samples
-    bits: Words  # [G, ceil(V / 32)]: bit i % 32 of word i // 32: token i is allowed
+    copies: Words | None  # [G, ceil(V / 32)]; None: they are in `slots`, until masks are asked for again
     failures: dict[int, str]  # sample → why its grammar cannot continue; its mask allows every token
     seconds: float = 0.0  # that the step spent on them, without the wait for the previous step's tokens
     # Samples that end their rows, at or shortly before max_tokens.
     last: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)  # samples that do not count; their masks allow every token
+    slots: tuple[MaskSlots, list[int]] | None = None
+
+    @property
+    def bits(self) -> Words:
+        """[G, ceil(V / 32)]: bit i % 32 of word i // 32: token i is allowed."""
+        if self.copies is None:
+            assert self.slots is not None, "they are in one of both"
+            memory, slots = self.slots
+            self.copies = memory.copies(slots)
+        return self.copies
+
+    @property
+    def num_words(self) -> int:
+        """Of each mask."""
+        if self.copies is None and self.slots is not None:
+            return self.slots[0].mask_bytes // 4
+        return len(self.bits[0])
+
+    def addresses(self) -> Ints:
+        """[G] where each mask begins. They hold until masks are asked for again."""
+        if self.copies is None and self.slots is not None:
+            memory, slots = self.slots
+            return memory.addresses(slots)
+        bits = self.bits
+        assert bits.flags.c_contiguous and len(bits) == len(self.at)
+        return bits.ctypes.data + np.arange(len(bits), dtype=np.int64) * bits.strides[0]
 
 
 @dataclass(slots=True)
@@ -130,6 +156,13 @@ class _Step:
     ahead: list[tuple[int, _Row, int, int]]
     num_others: int  # samples without a grammar
     seconds: float = 0.0  # that it has spent on masks
+    # Rows of its samples, and the command with which all of its masks were asked for, if that was known before the step was planned.
+    rows: list[int] = field(default_factory=list)
+    asked: Fill | None = None
+    process: GrammarProcess | None = None  # that was given this command
+
+    def has(self, rows: list[int], lengths: list[int]) -> bool:
+        return self.rows == rows and all(lengths[at] == length for at, _, length in self.own)
 
 
 def no_vocabulary() -> "Vocabulary":
@@ -166,6 +199,7 @@ class Grammars:
         self._late: list[int] = []  # of its samples
         self._latest: _Latest | None = None
         self._begun: _Step | None = None
+        self._expected: _Step | None = None  # that follows the previous one, if each row samples its next token
         self._early_seconds = 0.0  # spent on the masks of the step that is not planned yet
         self._credit, self._credit_at = self._limits.most_wait, time.monotonic()
         # Processes of grammars that were prepared, or that a row needs. Kept until prepare() is given them in `forgets`.
@@ -195,6 +229,7 @@ class Grammars:
         self._by_number[own.number] = own
 
     def leave(self, row: int) -> None:
+        self._expected = None
         own = self.rows.pop(row, None)
         if own is not None:
             self._detach(own)
@@ -225,8 +260,14 @@ class Grammars:
         if not step.own:
             return None
         started = time.monotonic()
-        self._wait(step)
+        if step.process is not None:
+            self._read(step.process)
+        if not self._is_plain(step):
+            self._wait(step)
         step.seconds += time.monotonic() - started
+        if self._agree is None and self._is_plain(step):
+            places = np.array([at for at, *_ in step.own], dtype=np.int64)
+            return Masks(places, None, {}, step.seconds, slots=(self._slots, [row.slot for _, row, _ in step.own]))
         states = [self._state(row, length) for _, row, length in step.own]
         states += [self._state_ahead(row, length, place) for _, row, length, place in step.ahead]
         if self._agree is not None:
@@ -269,13 +310,21 @@ class Grammars:
         drafted is not known yet."""
         started = time.monotonic()
         self._take_in()
-        own = []
-        for index in dict.fromkeys(rows):
+        own: list[tuple[int, _Row, int]] = []
+        num_known = 0
+        for at, index in enumerate(rows):
             row = self.rows.get(index)
-            if row is not None and not row.is_last and len(row.tokens) != row.params.max_tokens:
+            if row is None or (own and own[-1][1] is row):  # a row's samples are next to each other
+                continue
+            num_known += 1
+            if not row.is_last and len(row.tokens) != row.params.max_tokens:
                 row.drafts = []
-                own.append((0, row, row.prompt_len + len(row.tokens)))
-        self._ask_for_masks(own)
+                own.append((at, row, row.prompt_len + len(row.tokens)))
+        asked = self._ask_for_masks(own)
+        if len(asked) == 1:
+            ((process, command),) = asked.items()
+            if len(command.rows) == num_known and len({*rows}) == len(rows):
+                self._expected = _Step(own, [], len(rows) - num_known, 0.0, rows, command, process)
         self._early_seconds = time.monotonic() - started
 
     def _begin_step(self, rows: Ints, lens: Ints) -> _Step:
@@ -284,6 +333,10 @@ class Grammars:
             self._free_retired(self._forgotten.get())
         self._sampling = rows.tolist()
         started, lengths = time.monotonic(), lens.tolist()
+        expected, self._expected = self._expected, None
+        if expected is not None and not self.drafts and expected.has(self._sampling, lengths):
+            expected.seconds, self._early_seconds = self._early_seconds + time.monotonic() - started, 0.0
+            return expected
         own: list[tuple[int, _Row, int]] = []
         ahead: list[tuple[int, _Row, int, int]] = []
         for at, row in enumerate(self._sampling):
@@ -303,10 +356,14 @@ class Grammars:
         step.seconds, self._early_seconds = self._early_seconds + time.monotonic() - started, 0.0
         return step
 
-    def _ask_for_masks(self, own: list[tuple[int, _Row, int]]) -> None:
-        """Ask for the masks that were not asked for yet, of rows whose processes take commands."""
+    def _ask_for_masks(self, own: list[tuple[int, _Row, int]]) -> dict[GrammarProcess, Fill]:
+        """Ask for the masks that were not asked for yet, of rows whose processes take commands. → the commands."""
         asked: defaultdict[GrammarProcess, list[RowToFill]] = defaultdict(list)
         for _, row, length in own:
+            if row.filled == row.asked == length - 1 and self._goes_on(row):  # the usual case
+                row.num_sent, row.asked, row.num_unanswered = row.num_sent + 1, length, 1
+                asked[row.process].append(RowToFill(row.number, row.tokens[-1:], length))
+                continue
             if length < row.prompt_len + len(row.tokens):
                 self._rewind(row, length)
             is_asked = row.asked == length and not row.process.is_over
@@ -319,12 +376,19 @@ class Grammars:
             slots = self._take_ahead(row)
             row.num_unanswered += 1
             asked[row.process].append(RowToFill(row.number, new_tokens, length, row.drafts[: len(slots)], slots))
-        for process, rows in asked.items():
-            if not process.num_unanswered:
-                process.filling_since = time.monotonic()
-            process.num_unanswered += 1
-            process.queue(Fill(rows))
-            process.send()
+        commands = {process: Fill(rows) for process, rows in asked.items()}
+        for process, command in commands.items():
+            process.ask(command)
+        return commands
+
+    @staticmethod
+    def _goes_on(row: _Row) -> bool:
+        """Whether nothing is to be known of a row, whose mask was there, but its next token."""
+        return (
+            row.num_sent == len(row.tokens) - 1
+            and not (row.num_unanswered or row.drafts or row.ahead_slots or row.is_over or row.failure)
+            and not row.process.is_over
+        )
 
     def _take_ahead(self, row: _Row) -> list[int]:
         """Slots for the masks behind its drafted tokens, as many as there are. None while the process may still write to those that it has."""
@@ -341,6 +405,11 @@ class Grammars:
         is_void = length > row.prompt_len + len(row.tokens)  # the token before was late
         is_there = row.filled == length and not row.num_unanswered
         return is_there or row.is_over or is_void or bool(row.failure)
+
+    @staticmethod
+    def _is_plain(step: _Step) -> bool:
+        """Whether every mask of the step is there, as its process has said of all together."""
+        return step.process is not None and step.process.plainly_filled is step.asked
 
     def _wait(self, step: _Step) -> None:
         """Wait for masks that are asked for the first time, as long as a step may; for others only if there is nothing else."""
@@ -513,15 +582,18 @@ class Grammars:
         """Take in what a process has answered."""
         if not process.started.is_set() or process.is_over:
             return
-        for filled in process.results():
-            for result in filled.rows:
+        for asked, filled in process.results():
+            for result in filled.rows or asked.rows:
                 row = self._by_number.get(result.number)
                 if row is None:
                     self._note_left(process, result.number)
+                    continue
+                row.num_unanswered -= 1
+                row.filled = result.length
+                if isinstance(result, FilledRow):
+                    row.is_last, row.failure, row.num_ahead = result.is_last, result.failure, result.num_ahead
                 else:
-                    row.num_unanswered -= 1
-                    row.filled, row.is_last, row.failure = result.length, result.is_last, result.failure
-                    row.num_ahead = result.num_ahead
+                    row.is_last, row.failure, row.num_ahead = False, "", 0
         process.send()
         if process.is_over:
             self._note_ended(process)

@@ -2,6 +2,7 @@
 call here needs to be short: the process is ended if one takes too long."""
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,9 @@ _LARGE = 16_384  # characters of a grammar that is read beside its compilation
 _MANY = 4  # rows whose masks are worth several threads
 # A row may use `step_seconds` of processor time for one token, and on average this part of it.
 _SHARE = 1 / 40
+# Parts of `step_seconds`. A limit may have been set so long before the work that it is for. And work that takes no longer counts as
+# processor time, whether it was or not. Setting a limit and reading the processor time for each row takes as long as a mask.
+_OLD, _BRIEF = 1 / 80, 1 / 3200
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
 
@@ -85,6 +89,9 @@ class Matching:
         self._num_threads = min(shared.begin.num_threads, _MAX_THREADS)
         self._ends = shared.ends
         self._rows: dict[int, _Row] = {}
+        self._limited_at = -math.inf  # when the limit on this process was last set
+        self._cpu_at = 0.0  # processor time when it was last read, …
+        self._charged = 0.0  # … and what rows were charged since
         self._used: list[Matcher] = []
         self._compiled: Matcher | None = None
         self._shortest: ShortestCompletion | None = None  # of its answers
@@ -150,6 +157,7 @@ class Matching:
 
     def fill(self, command: Fill) -> Filled:
         pairs = [(self._rows[asked.number], asked) for asked in command.rows]
+        self._cpu_at, self._charged = time.thread_time(), 0.0
         if self._num_threads > 1 and len(pairs) >= _MANY:
             results = self._fill_together(pairs)
         else:
@@ -161,7 +169,9 @@ class Matching:
                 results.append(self._settled(row, asked))
                 self._end_work(row, started)
         self._limit(0)
-        return Filled(results)
+        self._limited_at = -math.inf
+        is_plain = not any(result.is_last or result.failure or result.num_ahead for result in results)
+        return Filled() if is_plain else Filled(results)
 
     def _fill_together(self, pairs: list[tuple[_Row, RowToFill]]) -> list[FilledRow]:
         ready = []
@@ -182,6 +192,7 @@ class Matching:
     def _fill_all(self, rows: list[_Row]) -> None:
         """Compute the masks of several rows with several threads."""
         self._limit(self._step_seconds * len(rows))
+        self._limited_at = -math.inf  # for one row it is to be set again
         for row in rows:
             self._slots.mark(row.slot, True)
         # The slots are not next to each other.
@@ -195,6 +206,7 @@ class Matching:
                 row.matcher.narrow(bits[at])
             row.bits[:] = bits[at]
             row.credit -= seconds
+        self._cpu_at, self._charged = time.thread_time(), 0.0
 
     def _settled(self, row: _Row, asked: RowToFill) -> FilledRow:
         """Apply the row's own limits to its mask. If its matcher has failed and served others before, try again with a new one: a
@@ -249,12 +261,22 @@ class Matching:
     def _begin_work(self, row: _Row) -> float:
         """Limit the time for the row, and note which row it is in case this process is ended. → when it began. No context manager: one
         would take a tenth of a mask's time."""
-        self._limit(self._step_seconds)
+        started = time.perf_counter()
+        if started - self._limited_at > _OLD * self._step_seconds:
+            self._limit(self._step_seconds)
+            self._limited_at = started
         self._slots.mark(row.slot, True)
-        return time.thread_time()
+        return started
 
     def _end_work(self, row: _Row, started: float) -> None:
-        row.credit -= time.thread_time() - started
+        seconds = time.perf_counter() - started
+        if seconds < _BRIEF * self._step_seconds:
+            self._charged += seconds
+        else:
+            now = time.thread_time()
+            seconds = max(0.0, now - self._cpu_at - self._charged)
+            self._cpu_at, self._charged = now, 0.0
+        row.credit -= seconds
         self._slots.mark(row.slot, False)
 
     # ── a row's state ──

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from octavo.sampling.grammar.protocol import (
     Compile,
     Compiled,
     End,
+    Fill,
     Filled,
     Fork,
     Inbox,
@@ -123,6 +125,10 @@ class GrammarProcess:
         self.retired: dict[int, tuple[list[int], int]] = {}
         self.looks_from = 0
         self.num_unanswered = 0  # Fill commands
+        self._asked: deque[Fill] = deque()  # those commands
+        self.plainly_filled: Fill | None = (
+            None  # the last one that was answered, if the answer for all of its rows was plain
+        )
         self.filling_since = 0.0  # when the oldest of them was given
         self.pid = 0
         self._is_lowered = False
@@ -178,6 +184,14 @@ class GrammarProcess:
         """Give it a command. send() writes it when the process can read it."""
         self._outbox += framed(command)
 
+    def ask(self, command: Fill) -> None:
+        if not self.num_unanswered:
+            self.filling_since = time.monotonic()
+        self.num_unanswered += 1
+        self._asked.append(command)
+        self.queue(command)
+        self.send()
+
     def send(self) -> None:
         if self._line is None or self.is_over:
             return
@@ -189,8 +203,8 @@ class GrammarProcess:
         except OSError:  # it has ended; results() says so
             self._outbox.clear()
 
-    def results(self) -> Iterator[Filled]:
-        """What it has answered since the last call. If it has ended, is_over is set."""
+    def results(self) -> Iterator[tuple[Fill, Filled]]:
+        """The commands that it has answered since the last call, and its answers. If it has ended, is_over is set."""
         while self._line is not None and not self.is_over:
             try:
                 data = self._line.recv(_PIECE)
@@ -204,7 +218,11 @@ class GrammarProcess:
             for message in self._inbox.add(data):
                 self.num_unanswered -= 1
                 self.filling_since = time.monotonic()
-                yield self._decoder.decode(message)
+                filled, asked = self._decoder.decode(message), self._asked.popleft()
+                self.plainly_filled = None if filled.rows else asked
+                yield asked, filled
+            if not self.num_unanswered:  # there is nothing to read; its end is seen the next time
+                return
 
     def fileno(self) -> int:
         assert self._line is not None, "it has started"

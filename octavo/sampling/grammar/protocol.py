@@ -96,7 +96,10 @@ class FilledRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Filled(msgspec.Struct, array_like=True, frozen=True):
-    rows: list[FilledRow]
+    """The answer to one Fill. It has no rows if every row that was asked for has its mask, and there is nothing else to say: the usual
+    case, in which reading each of them would take longer than all else that a rank does for a mask."""
+
+    rows: list[FilledRow] = []
 
 
 ServerCommand = Fork | End

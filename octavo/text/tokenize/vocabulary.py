@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _NUM_BYTES = 256
+# Sets of tokens whose masks llguidance prepares. It asks for each set whether all of its tokens may follow, and looks at the tokens one
+# by one only where they need not: words and identifiers, so that most places in patterns and formats are among the fast ones; text with
+# spaces; then its own sets for any text of JSON, of which the first is white space. A token belongs to the first set that has it.
+_WORDS = ["[a-z]{1,16}", "[a-zA-Z0-9]{1,16}", "[a-zA-Z0-9]{1,30}", "[a-z ]{1,10}"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +82,8 @@ def _llguidance_tokenizer(words: "_Words", has_slices: bool = True) -> "LLTokeni
     """`has_slices`: prepare for fast masks, which takes time and memory once."""
     from llguidance import LLTokenizer
 
-    slices: list[str] | None = None if has_slices else []
+    space, *text = LLTokenizer.general_slices()
+    slices = [space, *_WORDS, *text] if has_slices else []
     return LLTokenizer(words, eos_token=words.eos_ids, slices=slices)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ from octavo.server.dialects.openai_responses.output import item_id
 from octavo.server.dialects.openai_responses.request import InputRequest
 from octavo.server.dialects.openai_responses.summary import write_summary
 from octavo.server.generate.chat_task import ChatTask
-from octavo.server.schema.fields import RequestFields, SamplingFields, make_fields
+from octavo.server.schema.fields import RequestFields, Retention, SamplingFields, make_fields
 from octavo.server.schema.shapes import Input
 
 DEFAULT_MAX_TOKENS = 1024
@@ -27,7 +27,6 @@ INSTRUCTION = (
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "image": (),
     "prompt_cache_options": ({},),
-    "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
 }
 
@@ -40,8 +39,10 @@ class CompactRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Labels for the caller's own use: accepted, without effect.
+    # How long the pages of the conversation stay: a hint.
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Retention | None = None
+    # Labels for the caller's own use: accepted, without effect.
     safety_identifier: str | None = None
     user: str | None = None
 
@@ -49,7 +50,15 @@ class CompactRequest(SamplingFields):
         """The request whose answer is the summary."""
         if self.input is None and self.previous_response_id is None:
             raise InvalidRequest("input is missing: give input, previous_response_id or both", param="input")
-        names = ("instructions", "previous_response_id", "truncation", "priority", "chat_template_kwargs")
+        names = (
+            "instructions",
+            "previous_response_id",
+            "truncation",
+            "priority",
+            "chat_template_kwargs",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+        )
         values = {name: getattr(self, name) for name in names} | {"input": self.input or []}
         values["max_output_tokens"] = self.max_output_tokens or DEFAULT_MAX_TOKENS
         sampling = {

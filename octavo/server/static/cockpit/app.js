@@ -46,6 +46,7 @@ find("legend").append(
   ...["free", "cached", "shared"].map((name) => element("span", {}, element("i", { "data-colour": name, class: name }), element("span", { id: `count-${name}`, text: name }))),
   element("span", {}, element("i", { class: "owned" }), element("span", { id: "count-owned", text: "used by one request" })),
   ...["held", "loading"].map((name) => element("span", { id: `legend-${name}`, class: "hidden" }, element("i", { "data-colour": name, class: name }), element("span", { id: `count-${name}` }))),
+  element("span", { id: "count-ram", class: "hidden" }),
   element("span", { id: "count-tier", class: "hidden" }),
   element("span", { id: "count-host", class: "hidden" }),
   element("span", { id: "count-per", class: "hidden" }),
@@ -227,6 +228,8 @@ function drawLegend() {
   write(find("count-held"), `of the cached ones, held for conversations and pins ${count(state.num_held_pages ?? 0)}`);
   find("legend-loading").classList.toggle("hidden", !state.num_loading_pages);
   write(find("count-loading"), `being loaded ${count(state.num_loading_pages ?? 0)}`);
+  find("count-ram").classList.toggle("hidden", !state.num_ram_pages);
+  write(find("count-ram"), `in host memory ${count(state.num_ram_pages ?? 0)} (${((state.ram_tier_bytes ?? 0) / 2 ** 20).toFixed(0)} MiB)`);
   find("count-tier").classList.toggle("hidden", !state.num_tier_pages);
   write(find("count-tier"), `on disk ${count(state.num_tier_pages ?? 0)} (${((state.tier_bytes ?? 0) / 2 ** 20).toFixed(0)} MiB)`);
   find("count-host").classList.toggle("hidden", !state.num_host_pages);

@@ -7,7 +7,7 @@ import { write } from "./rows.js";
 const KINDS = ["free", "cached: not in use, kept for prompts with the same prefix", "shared"];
 const FIRST_OWNER = 3, LOADING = 65534, HELD = 65535;
 const KEPT = {
-  [LOADING]: "loading: being filled from the files of --kv-tier",
+  [LOADING]: "loading: being filled from --kv-tier",
   [HELD]: "held: cached, and kept for a conversation that may go on, or pinned",
 };
 const MAX_NAMED = 12;

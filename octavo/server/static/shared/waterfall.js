@@ -11,7 +11,7 @@ const WAITS = {
 
 const EXPLANATIONS = {
   engine: "in an engine that has not reported any details",
-  load: "its prefix came from the files of --kv-tier",
+  load: "its prefix came from --kv-tier",
   restart: "the engine had ended, and another one was starting",
   hand_over: "on its way from the API process to the engine",
 };
