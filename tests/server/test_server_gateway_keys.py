@@ -192,6 +192,9 @@ class TestWaiting:
                 assert len(listed) == number
                 one = await house.http.get("/v1/requests/mine", headers=headers)
                 assert one.status_code == (200 if number else 404)
+            cards = (await house.http.get("/v1/models", headers=TWO)).json()["data"]
+            (card,) = (each for each in cards if each["id"] == "two")
+            assert (card["status"], card["waiting"]) == ("loading", 1) and card["loading_seconds"] >= 0
             assert listed[0]["note"] == "model two is loading" and listed[0]["stages"][0]["name"] == "model"
             house.gate.set()
             await call.done()

@@ -196,7 +196,9 @@ class Gateway:
             except (UpstreamGone, ValueError):
                 pass
         card = {"id": server.name, "object": "model", "created": self._created, "owned_by": "octavo"}
-        return [{**card, "root": server.config.model.model, "status": server.state}]
+        progress = {"loading_seconds": round(time.monotonic() - server.started, 1)} if server.state == "loading" else {}
+        waiting = {"waiting": server.num_waiting} if server.num_waiting else {}
+        return [{**card, "root": server.config.model.model, "status": server.state, **progress, **waiting}]
 
     async def _health(self, passage: Passage) -> None:
         """200 if every model that is to be loaded could produce a token now, and none has failed. With ?model=NAME: if that one could."""
