@@ -4,6 +4,7 @@
     python -m benchmarks.tenants weights                 # three keys that always wait, with weights 1 : 2 : 4
     python -m benchmarks.tenants throughput              # the same load with --fairness key and without, in turn
     python -m benchmarks.tenants budgets                 # 1,000 random requests of three keys, while processes are killed
+    python -m benchmarks.tenants budgets --models 2      # the same, for several models on one port
 
 Further flags of the servers come after --, for example -- --model /models/SmolLM2-135M-Instruct. Prompts are random tokens, so that no prefix
 is in the cache. Service is what fairness counts: a token of a prompt 1, a token of an answer 2."""
@@ -20,12 +21,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.bench.http_stream import Client, HTTPFailure, Target
 from octavo.cli.bench.report import percentile
+from octavo.weights.sources.source import resolve
 from tests.e2e.servers import Server
+from tests.processes import children_of
 
 PROMPT, OUTPUT = 128, 16  # tokens of a light key's request
 FLOOD_OUTPUT = 128
@@ -228,11 +232,15 @@ class Served:
         self.num_whole = self.num_broken = self.num_refused = self.num_budget = 0
 
 
-async def _one(client: Client, key: str, dice: random.Random, served: Served, vocabulary: int) -> None:
+async def _one(
+    client: Client, key: str, dice: random.Random, served: Served, vocabulary: int, models: Sequence[str]
+) -> None:
     num_prompt, num_output, n = dice.randrange(1, 60), dice.randrange(1, 60), dice.choice([1, 1, 1, 3])
     prompt = [dice.randrange(vocabulary // 4, vocabulary) for _ in range(num_prompt)]
     body = {"prompt": prompt, "max_tokens": num_output, "n": n, "stream": True, "seed": dice.randrange(99)}
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    if models:
+        body["model"] = dice.choice(models)
     last, is_whole, has_error = 0, False, False
     try:
         async for event in client.post_events("/v1/completions", json.dumps(body).encode()):
@@ -259,7 +267,7 @@ async def _one(client: Client, key: str, dice: random.Random, served: Served, vo
         served.lost[key] += num_prompt + n * num_output - last
 
 
-async def _spend(server: Server, arguments: argparse.Namespace, vocabulary: int) -> Served:
+async def _spend(server: Server, arguments: argparse.Namespace, vocabulary: int, models: Sequence[str]) -> Served:
     served, dice = Served(), random.Random(arguments.seed)
     left = iter(range(arguments.requests))
     num_killed: Counter[str] = Counter()
@@ -270,13 +278,17 @@ async def _spend(server: Server, arguments: argparse.Namespace, vocabulary: int)
         for at in left:
             kind = "engine" if at % 200 == 100 else "server" if at % 200 == 199 and arguments.kill_api else ""
             if kind:
-                pids = [pid for pid, what in server.children().items() if what.endswith(f"octavo.{kind}.process")]
+                parents = [pid for pid, what in server.children().items() if "gateway.child" in what]
+                children = {
+                    pid: what for each in parents or [server.process.pid] for pid, what in children_of(each).items()
+                }
+                pids = [pid for pid, what in children.items() if what.endswith(f"octavo.{kind}.process")]
                 if pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(dice.choice(pids), signal.SIGKILL)
                         num_killed[kind] += 1
             key = own.choice("abc")
-            await _one(clients[key], key, own, served, vocabulary)
+            await _one(clients[key], key, own, served, vocabulary, models)
         for each in clients.values():
             await each.close()
 
@@ -285,12 +297,20 @@ async def _spend(server: Server, arguments: argparse.Namespace, vocabulary: int)
     return served
 
 
+def _model_of(flags: Sequence[str]) -> str:
+    return flags[list(flags).index("--model") + 1] if "--model" in flags else ""
+
+
 def budgets(arguments: argparse.Namespace) -> None:
     lines = ["a a 1", f"b b 1 budget_tokens={arguments.budget}", "c c 4 tpm=10M"]
     flags = ("--api-processes", "2", "--fairness", "key", "--max-engine-restarts", "100", *arguments.flags)
-    with serving(lines, *flags) as server:
+    names = [f"m{at}" for at in range(arguments.models)]
+    served_models = [f"{name}={_model_of(arguments.flags) or resolve('').path}" for name in names]
+    if names:
+        flags = tuple(flag for flag in flags if flag not in ("--model", _model_of(arguments.flags)))
+    with serving(lines, *served_models, *flags) as server:
         vocabulary = vocabulary_of(server, "boss")
-        served = asyncio.run(_spend(server, arguments, vocabulary))
+        served = asyncio.run(_spend(server, arguments, vocabulary, names))
         time.sleep(1.0)
         charged = {key: each["total_tokens"] for key, each in usage(server, "boss").items()}
     print(
@@ -325,6 +345,9 @@ def main() -> None:
             command.add_argument("--requests", type=int, default=1000)
             command.add_argument("--budget", type=int, default=8000, help="tokens of one of the keys")
             command.add_argument("--seed", type=int, default=1)
+            command.add_argument(
+                "--models", type=int, default=0, help="serve the model under so many names on one port"
+            )
             command.add_argument("--no-kill-api", dest="kill_api", action="store_false", help="kill engines only")
         else:
             command.add_argument("--clients", type=int, default=32 if function is weights else 16, help="of each key")

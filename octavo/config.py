@@ -727,6 +727,11 @@ class BatchConfig:
         "",
         "folder for /v1/files and /v1/batches, which are kept across restarts; empty: a temporary folder, removed at exit",
     )
+    files_part: str = knob(
+        "",
+        "name of this server's part of --files-folder, where several servers share the folder: files and what keys have used are common to "
+        "all of them, batches are each server's own. Empty: no other server uses the folder",
+    )
     max_file_bytes: int | str = knob(200 * 2**20, "largest file that may be uploaded", kind="bytes", least=1)
     max_files_bytes: int | str = knob(
         2 * 2**30, "most bytes of all files together, including the outputs of batches", kind="bytes", least=1
@@ -742,6 +747,11 @@ class BatchConfig:
     @property
     def file_limit(self) -> int:
         return int(self.max_file_bytes)
+
+    @property
+    def own_folder(self) -> str:
+        """For what servers that share --files-folder do not share."""
+        return f"{self.files_folder}/part-{self.files_part}" if self.files_part else self.files_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -784,6 +794,12 @@ class ModelsConfig:
         "finishes its responses first. 0: all of them",
         least=0,
     )
+    keep_loaded: str = knob(
+        "",
+        "names of models that are loaded at the start and stay: they do not leave for others, nor because they are idle. For several, repeat the "
+        "flag or separate them by commas",
+        kind="list",
+    )
     load_on_demand: bool = knob(False, "load each model when a request asks for it, none at the start")
     model_idle_seconds: float = seconds(0.0, "without a request after which a model is unloaded; 0: never")
     model_min_seconds: float = seconds(
@@ -819,6 +835,7 @@ class Config:
         read_json_object(self.scheduler.speculative_config, "--speculative-config")
         read_json_object(self.models.model_settings, "--model-settings")
         self._check_models()
+        self._check_part()
         read_tiers(self.cache.kv_tier)
         self._check_access()
         self._check_fairness()
@@ -831,12 +848,22 @@ class Config:
             ("--model-settings", models.model_settings),
             ("--max-loaded-models", models.max_loaded_models),
             ("--model-idle-seconds", models.model_idle_seconds),
+            ("--keep-loaded", models.keep_loaded),
         )
         for flag, value in given:
             if value and not models.are_several:
                 raise ConfigError(f"{flag} is for several models: name them with --models, or leave it out")
         if models.are_several and self.model.model:
             raise ConfigError(f"--model {self.model.model} beside --models: put it into --models")
+
+    def _check_part(self) -> None:
+        part = self.batches.files_part
+        if part and not re.fullmatch(r"[\w-][\w.-]{0,99}", part, re.ASCII):
+            raise ConfigError(
+                f"--files-part {part[:120]!r} must have 1 to 100 letters, digits, _, - and ., and no . at its beginning"
+            )
+        if part and not self.batches.files_folder:
+            raise ConfigError("--files-part is a part of --files-folder: give that as well")
 
     def _check_lora(self) -> None:
         lora = self.lora

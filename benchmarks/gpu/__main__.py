@@ -1,5 +1,5 @@
 """`python -m benchmarks.gpu`: reads the command line and runs the parts it names, several on one engine where they can share it.
-Only --serve needs the HTTP packages."""
+Only --serve and --wake-up need the HTTP packages."""
 
 import argparse
 import sys
@@ -40,6 +40,7 @@ def build_parser() -> Parser:
     add("--growth", action="store_true", help="decode step time for batch 1 to 1024 and context 128 to 32k (1024 rows unless --max-num-seqs says otherwise)")  # fmt: skip
     add("--trace", nargs="?", const="", metavar="FILE", help="GPU busy time and kernels of decode_heavy's steady steps; FILE gets the Chrome trace, compressed if it ends in .gz")  # fmt: skip
     add("--cold-start", action="store_true", help="process start to first token, without compiled kernels and with them")  # fmt: skip
+    add("--wake-up", action="store_true", help="a model behind the gateway from sleep to its first token")
     add("--serve", action="store_true", help="the same load over HTTP (256 streams, 128 in, 256 out) and offline")
     add("--determinism", action="store_true", help="the workloads (default: all) with --deterministic and without, and the self-test of both")  # fmt: skip
     add("--accuracy-fp8", action="store_true", help="next-token distributions with fp8 weights and fp8 KV against bf16")
@@ -59,6 +60,7 @@ def _add_settings(parser: Parser) -> None:
     add("--max-prefill-seconds", type=above_zero, default=8.0, metavar="X", help="growth: skip points whose prefill would take longer (default: 8)")  # fmt: skip
     add("--trace-steps", type=positive, default=100, metavar="N", help="steps in the trace (default: 100)")
     add("--warm-starts", type=count, default=2, metavar="N", help="cold start: starts with cached kernels, after the one without (default: 2)")  # fmt: skip
+    add("--wakes", type=positive, default=5, metavar="N", help="wake-up: times (default: 5)")
     add("--streams", type=positive, default=256, metavar="N", help="serve: concurrent streams (default: 256)")
     add("--windows", type=positive, default=32, metavar="N", help="accuracy: windows of 258 tokens, eight next tokens each (default: 32)")  # fmt: skip
     add("--text", default="", metavar="FILE", help="accuracy: text of the windows (default: random ids)")
@@ -93,10 +95,11 @@ def _run(arguments: argparse.Namespace) -> int:
         or arguments.limits
         or arguments.ceilings
         or arguments.cold_start
+        or arguments.wake_up
         or arguments.serve
         or arguments.accuracy_fp8
     ):
-        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --serve, --determinism or --accuracy-fp8")  # fmt: skip
+        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --wake-up, --serve, --determinism or --accuracy-fp8")  # fmt: skip
     results = Results(arguments.result)
     results.put("options", options_from(arguments))
     seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
@@ -128,6 +131,10 @@ def _run_processes(arguments: argparse.Namespace, seeds: Sequence[int], results:
         from benchmarks.gpu.subject import engine_options
 
         num_failed += cold_start.run(engine_options(arguments), arguments.warm_starts, results)
+    if arguments.wake_up:
+        from benchmarks.gpu import wake_up
+
+        num_failed += wake_up.run(arguments, results)
     if arguments.serve:
         from benchmarks.gpu import serve
 

@@ -96,8 +96,8 @@ def show(
 def _over_http(
     options: dict[str, Any], load: Load, seeds: Sequence[int], folder: Path, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    vocab_size = _vocab_size(options["model"])
-    if not options.get("tokenizer") and not _has_tokenizer(Path(options["model"])):
+    vocab_size = vocab_size_of(options["model"])
+    if not options.get("tokenizer") and not has_tokenizer(Path(options["model"])):
         write_tokenizer(folder, vocab_size)
         options = options | {"tokenizer": str(folder)}
     command = [sys.executable, "-m", "octavo.cli.main", "serve", *as_flags(options), "--port", "0"]
@@ -174,11 +174,11 @@ def as_flags(options: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _has_tokenizer(path: Path) -> bool:
+def has_tokenizer(path: Path) -> bool:
     return path.is_file() or (path / "tokenizer.json").exists() or any(path.glob("*.model"))
 
 
-def _vocab_size(model: str) -> int:
+def vocab_size_of(model: str) -> int:
     folder = Path(model)
     if not folder.is_dir():
         return _MAX_ID

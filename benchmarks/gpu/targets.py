@@ -44,3 +44,6 @@ BUSY_SHARE = 0.97
 
 SERVED_SHARE = 0.95
 """Required share of the offline output tokens per second for the HTTP server at 256 streams."""
+
+WAKE_UP_SECONDS = 0.26
+"""Seconds from POST /wake_up to a model that takes requests, of a 0.6B: vLLM's published figure, with weights kept in memory."""

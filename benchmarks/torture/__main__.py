@@ -44,6 +44,9 @@ def main() -> int:
         "--api-processes", type=int, default=1, help="hostile: API processes of the server (default: 1)"
     )
     parser.add_argument("--api-key", action="store_true", help="hostile: the server has keys, and attacks use one")
+    parser.add_argument(
+        "--gateway", action="store_true", help="hostile: three models on one port, of which two take turns in one place"
+    )
     parser.add_argument("--json", default="", help="hostile: file for every row's figures")
     parser.add_argument(
         "--requests", type=int, default=100_000, help="fuzz: number of hostile requests (default: 100000)"
@@ -104,7 +107,7 @@ def _counts(statuses: Counter[int]) -> str:
 
 
 def run_hostile(arguments: argparse.Namespace) -> int:
-    campaign = AttackCampaign(arguments.api_processes, arguments.api_key, arguments.seed)
+    campaign = AttackCampaign(arguments.api_processes, arguments.api_key, arguments.seed, arguments.gateway)
     attacks = campaign.chosen(CATALOGUE, arguments.only)
     if arguments.list:
         print("\n".join(attack.name for attack in attacks))

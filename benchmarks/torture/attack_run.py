@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.torture.attacks.base import MB, Answer, Attack, Door
-from benchmarks.torture.house import House, ServerNotStarted, family
+from benchmarks.torture.house import House, ServerNotStarted, family, gateway_models
 from benchmarks.torture.strike import Battle
 from benchmarks.torture.watch import Seen, Watch
 
@@ -78,8 +78,9 @@ class Row:
 
 
 class AttackCampaign:
-    def __init__(self, num_api_processes: int, has_key: bool, seed: int) -> None:
+    def __init__(self, num_api_processes: int, has_key: bool, seed: int, has_gateway: bool = False) -> None:
         self._num_api_processes, self._has_key, self._seed = num_api_processes, has_key, seed
+        self._has_gateway = has_gateway
         self._quiet: list[Seen] = []
         self.num_starts = 0
 
@@ -89,7 +90,9 @@ class AttackCampaign:
         return [
             attack
             for attack in attacks
-            if attack.needs in ("any", configuration) and any(each in attack.name for each in wanted)
+            if attack.needs in ("any", configuration)
+            and (self._has_gateway or not attack.needs_gateway)
+            and any(each in attack.name for each in wanted)
         ]
 
     def run(self, attacks: Sequence[Attack]) -> Iterator[Row]:
@@ -105,6 +108,8 @@ class AttackCampaign:
         keys = (KEY, OTHER_KEY, ADMIN_KEY) if self._has_key else ("", "", "")
         if self._has_key:
             flags += ["--api-key", f"{KEY},{OTHER_KEY}", "--admin-key", ADMIN_KEY]
+        if self._has_gateway:
+            flags = [*gateway_models(Path(folder)), *flags]
         self.num_starts += 1
         house = House(*flags, log=log, key=keys[0])
         try:
@@ -231,6 +236,8 @@ class _Site:
         except ValueError:  # none at this moment
             engine = set()
         named = {"supervisor": {self._house.process.pid}, "engine": engine, "API process": set(self._house.servers())}
+        if self._house.models:
+            every -= set(self._house.models_that_come_and_go())
         return named, every - set().union(*named.values())
 
     def _ended(self, before: dict[str, set[int]]) -> list[str]:

@@ -19,6 +19,7 @@ from tests.processes import children_of
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 180.0
+TINY = ("tiny-a", "tiny-b")
 QUIET_LIMIT_S = 60.0
 
 
@@ -41,6 +42,25 @@ def family(pid: int) -> list[int]:
     for member in found:
         found += children_of(member)
     return found
+
+
+def _started(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return sys.maxsize
+
+
+def gateway_models(folder: Path) -> list[str]:
+    """Flags of a server with three models, of which two are in memory: the embedded one, and two small ones that take turns."""
+    from octavo.weights.sources.source import resolve
+    from tests.adapters import write_model
+
+    for name in TINY:
+        write_model(folder / name, 4096)
+    models = [f"chat={resolve('').path}", *(f"{name}={folder / name}" for name in TINY)]
+    small = json.dumps({name: {"kv_cache_memory_bytes": "64M", "api_processes": 1, "cpu_threads": 1} for name in TINY})
+    turns = ["--max-loaded-models", "2", "--keep-loaded", "chat", "--model-min-seconds", "2", "--model-settings", small]
+    return [*models, *turns, "--files-folder", str(folder / "files")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +130,29 @@ class House:
     def engine(self) -> int:
         (pid,) = (
             pid
-            for pid, command in children_of(self.process.pid).items()
+            for pid, command in children_of(self._supervisor()).items()
             if command.endswith(("engine.process", "mortal_engine"))
         )
         return pid
 
     def servers(self) -> list[int]:
+        """API processes; of several models those of the first, and the gateway."""
+        found = children_of(self._supervisor()).items()
+        own = [pid for pid, command in found if command.endswith("server.process")]
+        return [self.process.pid, *own] if self.models else own
+
+    @property
+    def models(self) -> list[int]:
+        """The supervisors of several models, in the order of their start. Empty: there is one model."""
         found = children_of(self.process.pid).items()
-        return [pid for pid, command in found if command.endswith("server.process")]
+        return sorted((pid for pid, command in found if "gateway.child" in command), key=_started)
+
+    def models_that_come_and_go(self) -> list[int]:
+        """Processes of all models but the first."""
+        return [pid for model in self.models[1:] for pid in family(model)]
+
+    def _supervisor(self) -> int:
+        return self.models[0] if self.models else self.process.pid
 
     async def is_well(self) -> bool:
         client = self.client()

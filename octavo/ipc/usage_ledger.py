@@ -1,8 +1,10 @@
 """UsageLedger: what every API key has used, in a file that the API processes of a server map into their memory (decision 054).
 
 A token is counted when an engine's message hands it to an API process, by a store to memory. The kernel keeps that however the process ends;
-`sync` brings it to the disk, once a second, so that a machine that stops loses a second at most. Each API process has words of
-its own, which no other writes: a count is never lost to another's, and a successor goes on with its predecessor's.
+`sync` brings it to the disk, once a second, so that a machine that stops loses a second at most. Each API process has a row of words of
+its own, which no other writes: a count is never lost to another's. It claims the row with a lock that ends with the process, however that
+ends; the next process that claims the row goes on with its counts. So any number of servers can share a ledger, and a key's limits hold
+over all of them (decision 060).
 
 Limits hold over all API processes. What is left of one is read and taken under a lock of the file, so a budget is never exceeded, by a
 token either, and is used up to its last one."""
@@ -11,8 +13,9 @@ import contextlib
 import fcntl
 import mmap
 import os
+import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,8 +25,10 @@ from octavo.key_settings import KeySettings
 _MAGIC = b"octavo-usage-01\n"
 ID_BYTES = 16
 MAX_KEYS = 4096
-MAX_ROWS = 64
-"""API processes."""
+MAX_ROWS = 256
+"""API processes of all servers that share the ledger."""
+_OLD_ROWS = 64
+"""Of files that older versions have made."""
 _HEAD = 4096
 _NUM_ROWS = 64  # offset of the number of rows that were ever used
 _IDS = _HEAD  # offset of the keys' ids
@@ -34,6 +39,8 @@ _ROWS = _SHARED + 8 * _NUM_SHARED * MAX_KEYS  # offset of the words that one pro
 _NUM_WORDS = 8
 _PROMPT, _OUTPUT, _REQUESTS, _DAY, _BEFORE, _IN_FLIGHT = range(6)
 _SIZE = _ROWS + 8 * _NUM_WORDS * MAX_KEYS * MAX_ROWS
+_OLD_SIZE = _ROWS + 8 * _NUM_WORDS * MAX_KEYS * _OLD_ROWS
+_FLOCK = struct.Struct("hhqqi4x")  # Linux's struct flock: type, whence, start, length, pid
 _DAY_SECONDS = 86400
 _MINUTE = 60_000_000_000  # nanoseconds
 _LOCK_SECONDS = 0.2
@@ -68,18 +75,20 @@ class Remaining(NamedTuple):
 
 
 class UsageLedger:
-    def __init__(self, path: Path, row: int, clock: Callable[[], float] = time.time) -> None:
-        """`row`: the API process's number; no other process that lives may have it. `clock`: seconds since 1970. Raises ConfigError."""
-        if row >= MAX_ROWS:
-            raise ConfigError(f"usage is counted for {MAX_ROWS} API processes at most: lower --api-processes")
-        self._row, self._clock = row, clock
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Claims a row, until `close` or the end of the process. `clock`: seconds since 1970. Raises ConfigError."""
+        self._clock = clock
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # A file of its own: some file systems do not tell locks of a range from locks of the file.
+        self._claims = os.open(path.with_suffix(".rows"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             with self._locked():
                 self._create(path)
+                self._row = self._claim()
             self._memory = mmap.mmap(self._fd, _SIZE)
         except BaseException:
             os.close(self._fd)
+            os.close(self._claims)
             raise
         whole = memoryview(self._memory)
         self._head = whole[_NUM_ROWS : _NUM_ROWS + 8].cast("q")
@@ -88,17 +97,36 @@ class UsageLedger:
         self._slots: dict[bytes, int] = {}
         self._is_dirty = False
         with self._locked():
-            self._head[0] = max(self._head[0], row + 1)
+            self._head[0] = max(self._head[0], self._row + 1)
 
     def _create(self, path: Path) -> None:
         size = os.fstat(self._fd).st_size
-        if size == 0:
-            os.ftruncate(self._fd, _SIZE)
-        elif size != _SIZE or os.pread(self._fd, len(_MAGIC), 0) not in (_MAGIC, bytes(len(_MAGIC))):
+        if size not in (0, _OLD_SIZE, _SIZE) or os.pread(self._fd, len(_MAGIC), 0) not in (
+            b"",
+            _MAGIC,
+            bytes(len(_MAGIC)),
+        ):
             raise ConfigError(f"{path} is no ledger of usage that this version can read: move it away")
+        if size < _SIZE:
+            os.ftruncate(self._fd, _SIZE)  # what is not written takes no room on the disk
         if os.pread(self._fd, len(_MAGIC), 0) != _MAGIC:  # new, or its maker was killed before it had written it
             os.pwrite(self._fd, _MAGIC, 0)
             os.fsync(self._fd)
+
+    def _claim(self) -> int:
+        """Lock the first row that no process has. Raises ConfigError."""
+        for row in range(MAX_ROWS):
+            # Of the open file, not of the process: the lock ends with the last descriptor of it.
+            with contextlib.suppress(BlockingIOError):
+                fcntl.fcntl(self._claims, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, row, 1, 0))
+                return row
+        raise ConfigError(f"usage is counted for {MAX_ROWS} API processes at most: lower --api-processes")
+
+    def _is_claimed(self, row: int) -> bool:
+        """Whether a process that lives has the row."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, row, 1, 0)
+        found: bytes = fcntl.fcntl(self._claims, fcntl.F_OFD_GETLK, asked)
+        return row == self._row or _FLOCK.unpack(found)[0] != fcntl.F_UNLCK
 
     def close(self) -> None:
         self.sync()
@@ -107,6 +135,7 @@ class UsageLedger:
         self._words.release()
         self._memory.close()
         os.close(self._fd)
+        os.close(self._claims)
 
     def sync(self) -> None:
         """Bring what was counted to the disk. May be called by another thread."""
@@ -174,6 +203,7 @@ class Account:
         self._ledger, self._slot = ledger, slot
         self._mine = ledger._at(ledger._row, slot)
         self._rows = [ledger._at(row, slot) for row in range(MAX_ROWS)]
+        self.forget_ended()
         ledger._words[self._mine + _IN_FLIGHT] = 0  # what a predecessor had open has ended with it
         self._has_lock = bool(settings.budget_tokens or settings.tpm)
 
@@ -221,7 +251,9 @@ class Account:
                 return Refusal("budget", self.seconds_of_day())
             in_flight = limits.max_tokens_in_flight
             if in_flight and self._sum(_IN_FLIGHT) + num_in_flight > in_flight:
-                return Refusal("tokens in flight", 1)
+                self.forget_ended()
+                if self._sum(_IN_FLIGHT) + num_in_flight > in_flight:
+                    return Refusal("tokens in flight", 1)
             if limits.rpm and (wait := self._wait(_REQUESTS_UNTIL, limits.rpm, 1)):
                 return Refusal("requests", wait)
             if limits.tpm and (wait := self._wait(_TOKENS_UNTIL, limits.tpm, min(num_prompt, limits.tpm))):
@@ -246,7 +278,19 @@ class Account:
             return Remaining(budget, max(0, budget - self._today()), self.seconds_of_day())
         return None
 
+    def is_spent(self) -> bool:
+        """Whether nothing is left of the day's budget."""
+        return bool(self.settings.budget_tokens) and self._today() >= self.settings.budget_tokens
+
+    def forget_ended(self) -> None:
+        """Forget what processes had open that have ended without closing it."""
+        ledger = self._ledger
+        for row, at in enumerate(self._rows[: ledger._head[0]]):
+            if ledger._words[at + _IN_FLIGHT] and not ledger._is_claimed(row):
+                ledger._words[at + _IN_FLIGHT] = 0
+
     def used(self) -> Used:
+        self.forget_ended()
         return Used(
             self._sum(_PROMPT), self._sum(_OUTPUT), self._sum(_REQUESTS), self._today(), max(0, self._sum(_IN_FLIGHT))
         )
@@ -288,10 +332,3 @@ class Account:
         now, full_at = self._full_at(word)
         left = limit - -(-(full_at - now) * limit // _MINUTE)
         return Remaining(limit, max(0, left), (full_at - now) / 1e9)
-
-
-def clear_open(ledger: UsageLedger, accounts: Iterable[Account], num_rows: int) -> None:
-    """Forget what API processes had open that this server does not have any more: those from `num_rows` on."""
-    for account in accounts:
-        for at in account._rows[num_rows : ledger._head[0]]:
-            ledger._words[at + _IN_FLIGHT] = 0

@@ -39,7 +39,7 @@ def build_app(
     for router in routers(service):
         app.include_router(router)
     for error in (OctavoError, HTTPException, RequestValidationError):
-        app.add_exception_handler(error, _error_response)
+        app.add_exception_handler(error, respond_with_error)
     app.add_middleware(RequestMiddleware, service=service)
     origins = split_list(config.server.allowed_origins)
     if origins:
@@ -55,7 +55,7 @@ def build_app(
     return app
 
 
-async def _error_response(request: Request, error: Exception) -> Response:
+async def respond_with_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         wrong = error.errors()[0]
         name = str(wrong["loc"][-1])[:100]

@@ -82,7 +82,7 @@ def main() -> int:
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiLaunch)
     level = logging.INFO if launch.config.server.enable_log_requests else logging.WARNING
     logs.install(level, launch.config.server.log_format)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             return runner.run(_run(launch))
         except ConfigError as error:
@@ -228,7 +228,7 @@ async def _any_of(*events: asyncio.Event, seconds: float) -> None:
         task.cancel()
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:  # not available for every platform

@@ -6,8 +6,10 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -17,6 +19,8 @@ from octavo.errors import ConfigError
 _PREFIX = "octavo-"
 _LOCK = "lock"
 _RECORD = "server.json"
+_FILES_LOCK = "server.lock"
+PART_SECONDS = 10.0  # that another server has to leave a part of --files-folder
 SHARED_TEMPORARY = Path("/tmp")  # its name is short everywhere
 _MAX_LEN = 80  # a UNIX socket's path may have about a hundred characters
 
@@ -96,18 +100,37 @@ def remove_abandoned() -> int:
 @contextlib.contextmanager
 def files_folder(config: Config, temporary: Path) -> Iterator[Config]:
     """Yield the configuration with a folder for files that all API processes share: the given one, or a temporary one that is
-    removed with the server. Raises ConfigError if the folder cannot be written or another server uses it."""
+    removed with the server. Raises ConfigError if the folder cannot be written or another server uses it, or its part of it."""
     given = config.batches.files_folder
     folder = Path(given).resolve() if given else temporary / "files"
+    config = replace(config, files_folder=str(folder))
+    part = config.batches.files_part
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / "server.lock").open("wb"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(config.batches.own_folder).mkdir(mode=0o700, exist_ok=True)
+            whole = stack.enter_context((folder / _FILES_LOCK).open("ab"))
+            fcntl.flock(whole, (fcntl.LOCK_SH if part else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            if part:
+                own = stack.enter_context((Path(config.batches.own_folder) / _FILES_LOCK).open("ab"))
+                _lock_soon(own)
         except BlockingIOError:
-            raise ConfigError(f"--files-folder {given} is used by another server: give each its own") from None
+            what = f", part {part}," if part else ""
+            raise ConfigError(f"--files-folder {given}{what} is used by another server: give each its own") from None
         except OSError as error:
             raise ConfigError(
                 f"--files-folder {given} cannot be used ({error.strerror}): name another folder"
             ) from None
-        yield replace(config, files_folder=str(folder))
+        yield config
+
+
+def _lock_soon(file: IO[bytes]) -> None:
+    """Lock a file. A server whose gateway was killed may be ending just now: it gets some time. Raises BlockingIOError."""
+    until = time.monotonic() + PART_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)

@@ -1,5 +1,8 @@
 """Several models on one port: real processes, small models, the port that clients see."""
 
+import contextlib
+import gzip
+import http.client
 import json
 import os
 import signal
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.adapters import write_model
+from tests.certificates import make_certificates
 from tests.e2e.servers import Server
 from tests.engine.test_engine_embed import MEAN_POOLING, bert, write
 from tests.processes import children_of
@@ -115,15 +119,17 @@ def test_two_models_answer_side_by_side(models: tuple[str, str]) -> None:
         assert "'chat', 'embed'" in error["message"]
         status, text = server.post("/v1/completions", b'{"model": "chat", ')
         assert status == 400 and "not valid JSON" in text
-        status, text = server.post("/v1/completions", b"\x1f\x8b", **{"Content-Encoding": "gzip"})
-        assert status == 415, text
+        packed = gzip.compress(json.dumps(completion()).encode())
+        status, text = server.post("/v1/completions", packed, **{"Content-Encoding": "gzip"})
+        assert status == 200 and json.loads(text)["choices"][0]["text"] == whole
+        assert server.post("/v1/completions", packed[:9], **{"Content-Encoding": "gzip"})[0] == 400
         assert server.post("/v1/completions", completion(model="embed"))[0] == 400, "an encoder does not generate"
 
         lines = [line for line in server.get("/metrics")[1].splitlines() if line and not line.startswith("#")]
         series = [line.rsplit(" ", 1)[0] for line in lines]
         assert len({*series}) == len(series) and all('model_name="' in each for each in series)
         assert 'octavo:model_loaded{model_name="embed"} 1' in lines
-        for name, count in (("chat", 3), ("embed", 4)):
+        for name, count in (("chat", 4), ("embed", 4)):
             found = [line for line in lines if line.startswith("vllm:request_success_total") and f'"{name}"' in line]
             assert sum(float(line.rsplit(" ", 1)[1]) for line in found) == count, found
         assert json.loads(server.get("/health")[1]) == {
@@ -207,3 +213,72 @@ def test_a_model_that_fails_on_demand_answers_503(models: tuple[str, str], tmp_p
         assert server.get("/health")[0] == 503 and server.get("/health?model=embed")[0] == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(LIMIT_S) == 0
+
+
+def test_keys_over_models_with_tls_origins_and_kills(
+    models: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = make_certificates(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
+    keys = tmp_path / "keys"
+    keys.write_text("one team 1 budget_tokens=2000\ntwo\nadmin: boss\n")
+    flags = (
+        *models, *FLAGS, "--api-key-file", str(keys), "--files-folder", str(tmp_path / "files"),
+        "--allowed-origins", "https://app.example", "--ssl-certfile", str(certificates.server),
+        "--ssl-keyfile", str(certificates.server_key),
+    )  # fmt: skip
+    one = {"Authorization": "Bearer one"}
+
+    def used(server: Server) -> int:
+        (usage,) = json.loads(server.get("/v1/usage", **one)[1])["data"]
+        return int(usage["total_tokens"])
+
+    with Server(*flags) as server:
+        assert server.base.startswith("https://")
+        preflight = urllib.request.Request(
+            server.base + "/v1/completions",
+            headers={"Origin": "https://app.example", "Access-Control-Request-Method": "POST"},
+            method="OPTIONS",
+        )
+        with urllib.request.urlopen(preflight, timeout=LIMIT_S) as answer:
+            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        origin = {"Origin": "https://app.example", "Content-Type": "application/json", **one}
+        body = json.dumps(completion()).encode()
+        with urllib.request.urlopen(
+            urllib.request.Request(server.base + "/v1/completions", body, origin), timeout=LIMIT_S
+        ) as answer:
+            assert answer.headers.get_all("access-control-allow-origin") == ["https://app.example"]
+            assert "x-ratelimit-remaining-tokens" in answer.headers["access-control-expose-headers"]
+            total = json.loads(answer.read())["usage"]["total_tokens"]
+        _, text = server.post("/v1/embeddings", {"model": "embed", "input": "7 8"}, **one)
+        total += json.loads(text)["usage"]["total_tokens"]
+        assert used(server) == total, "both models count in one place"
+        # A process that is killed has counted what it has sent.
+        chat = supervisor_of(server, "chat", models)
+        streamed = json.dumps(completion(max_tokens=1500, stream=True, stream_options={"include_usage": True})).encode()
+        request = urllib.request.Request(server.base + "/v1/completions", streamed, origin)
+        seen = 0
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),
+            urllib.request.urlopen(request, timeout=LIMIT_S) as stream,
+        ):
+            for line in stream:
+                seen += line.startswith(b'data: {"id"') and b'"text":""' not in line
+                if seen == 50:
+                    for pid, command in children_of(chat).items():
+                        if command.endswith("server.process"):
+                            os.kill(pid, signal.SIGKILL)
+        wait_for(server, "/health?model=chat", 200)
+        counted = used(server)
+        assert total + 50 <= counted < 2000
+        server.process.kill()
+        server.process.wait()
+    with Server(*flags) as server:
+        assert used(server) == counted, "nothing is lost, nothing is counted again"
+        left = 2000 - counted
+        body = completion(max_tokens=1900, prompt="a" * 10)
+        choice = json.loads(server.post("/v1/completions", body, **one)[1])["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "budget"), left
+        assert used(server) == 2000
+        assert server.post("/v1/embeddings", {"model": "embed", "input": "7"}, **one)[0] == 429
+        assert server.post("/v1/embeddings", {"model": "embed", "input": "7"}, Authorization="Bearer two")[0] == 200

@@ -27,13 +27,13 @@ class Clock:
 
 def test_counts_outlive_processes_and_servers(tmp_path: Path) -> None:
     path, clock = tmp_path / "ledger", Clock()
-    for row in (0, 1, 0):
-        ledger = UsageLedger(path, row, clock)
+    for _ in range(3):
+        ledger = UsageLedger(path, clock)
         accounts = ledger.accounts({KEY: KeySettings(), OTHER: KeySettings()})
         assert accounts[KEY].admit(5, 10) is None
         assert accounts[KEY].charge(5, 1) == 1 and accounts[KEY].charge(0, 2) == 2
         ledger.close()
-    ledger = UsageLedger(path, 3, clock)
+    ledger = UsageLedger(path, clock)
     accounts = ledger.accounts({OTHER: KeySettings(), KEY: KeySettings()})
     assert accounts[KEY].used() == (15, 9, 3, 24, 0) and accounts[OTHER].used() == (0, 0, 0, 0, 0)
     clock.now += DAY
@@ -45,7 +45,7 @@ def test_counts_outlive_processes_and_servers(tmp_path: Path) -> None:
 
 def test_a_budget_is_used_to_its_last_token_and_not_beyond(tmp_path: Path) -> None:
     clock = Clock()
-    ledgers = [UsageLedger(tmp_path / "ledger", row, clock) for row in range(2)]
+    ledgers = [UsageLedger(tmp_path / "ledger", clock) for _ in range(2)]
     one, two = (ledger.accounts({KEY: KeySettings(budget_tokens=20)})[KEY] for ledger in ledgers)
     assert one.charge(8, 1) == 1 and two.charge(4, 3) == 3  # 16
     assert two.charge(5, 1) == -1, "a prompt that does not fit is not counted"
@@ -66,7 +66,7 @@ def test_a_budget_is_used_to_its_last_token_and_not_beyond(tmp_path: Path) -> No
 )
 def test_over_any_charges_a_budget_is_exact(tmp_path_factory: pytest.TempPathFactory, budget: int, charges) -> None:
     path = tmp_path_factory.mktemp("ledger") / "ledger"
-    ledgers = [UsageLedger(path, row, Clock()) for row in range(3)]
+    ledgers = [UsageLedger(path, Clock()) for _ in range(3)]
     accounts = [ledger.accounts({KEY: KeySettings(budget_tokens=budget)})[KEY] for ledger in ledgers]
     served = 0
     for row, num_prompt, num_output in charges:
@@ -81,8 +81,8 @@ def test_over_any_charges_a_budget_is_exact(tmp_path_factory: pytest.TempPathFac
         ledger.close()
 
 
-def _charge_until_killed(path: Path, row: int, budget: int, pipe) -> None:
-    account = UsageLedger(path, row).accounts({KEY: KeySettings(budget_tokens=budget)})[KEY]
+def _charge_until_killed(path: Path, budget: int, pipe) -> None:
+    account = UsageLedger(path).accounts({KEY: KeySettings(budget_tokens=budget)})[KEY]
     while True:
         pipe.send(account.charge(0, 1))
 
@@ -94,9 +94,9 @@ def test_processes_that_are_killed_lose_nothing_and_share_a_budget(tmp_path: Pat
     num_served, num_killed = 0, 0
     for generation in range(3):
         running = []
-        for row in range(2):
+        for _ in range(2):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=_charge_until_killed, args=(path, row, budget, writer))
+            process = context.Process(target=_charge_until_killed, args=(path, budget, writer))
             process.start()
             writer.close()
             running.append((process, reader))
@@ -112,7 +112,7 @@ def test_processes_that_are_killed_lose_nothing_and_share_a_budget(tmp_path: Pat
                 except EOFError:
                     break
             reader.close()
-    ledger = UsageLedger(path, 5)
+    ledger = UsageLedger(path)
     used = ledger.accounts({KEY: KeySettings(budget_tokens=budget)})[KEY].used()
     if budget == 500:
         assert used.output_tokens == 500 and 500 - num_killed <= num_served <= 500
@@ -123,7 +123,7 @@ def test_processes_that_are_killed_lose_nothing_and_share_a_budget(tmp_path: Pat
 
 def test_limits_a_minute_are_refilled_evenly(tmp_path: Path) -> None:
     clock = Clock()
-    ledgers = [UsageLedger(tmp_path / "ledger", row, clock) for row in range(2)]
+    ledgers = [UsageLedger(tmp_path / "ledger", clock) for _ in range(2)]
     accounts = [ledger.accounts({KEY: KeySettings(rpm=6, tpm=600)})[KEY] for ledger in ledgers]
     for at in range(6):
         assert accounts[at % 2].admit(10, 20) is None
@@ -145,13 +145,13 @@ def test_limits_a_minute_are_refilled_evenly(tmp_path: Path) -> None:
 
 def test_tokens_in_flight(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
-    ledgers = [UsageLedger(path, row) for row in range(2)]
+    ledgers = [UsageLedger(path) for _ in range(2)]
     one, two = (ledger.accounts({KEY: KeySettings(max_tokens_in_flight=100)})[KEY] for ledger in ledgers)
     assert one.admit(10, 60) is None
     one.hold(60)
     assert two.admit(10, 60) == Refusal("tokens in flight", 1) and two.admit(10, 40) is None
     ledgers[0].close()
-    successor = UsageLedger(path, 0)  # what it had open ended with it
+    successor = UsageLedger(path)  # what it had open ended with it
     successor.accounts({KEY: KeySettings(max_tokens_in_flight=100)})
     assert two.admit(10, 100) is None
     for ledger in (successor, ledgers[1]):
@@ -159,7 +159,7 @@ def test_tokens_in_flight(tmp_path: Path) -> None:
 
 
 def test_keys_that_a_server_no_longer_has_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = UsageLedger(tmp_path / "ledger", 0)
+    ledger = UsageLedger(tmp_path / "ledger")
     keys = [b"%016d" % number for number in range(usage_ledger.MAX_KEYS)]
     old = ledger.accounts(dict.fromkeys(keys, KeySettings()))
     old[keys[7]].charge(1, 2)
@@ -175,6 +175,46 @@ def test_keys_that_a_server_no_longer_has_make_room(tmp_path: Path, monkeypatch:
 def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "ledger").write_bytes(content)
     with pytest.raises(ConfigError, match="no ledger"):
-        UsageLedger(tmp_path / "ledger", 0)
-    with pytest.raises(ConfigError, match="64 API processes"):
-        UsageLedger(tmp_path / "new", 64)
+        UsageLedger(tmp_path / "ledger")
+
+
+def test_rows_are_claimed_by_processes_that_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage_ledger, "MAX_ROWS", 2)
+    first, second = UsageLedger(tmp_path / "ledger"), UsageLedger(tmp_path / "ledger")
+    with pytest.raises(ConfigError, match="2 API processes"):
+        UsageLedger(tmp_path / "ledger")
+    first.close()
+    UsageLedger(tmp_path / "ledger").close()
+    second.close()
+
+
+def _hold_until_killed(path: Path, pipe) -> None:
+    UsageLedger(path).accounts({KEY: KeySettings(max_tokens_in_flight=100)})[KEY].hold(90)
+    pipe.send(None)
+    signal.pause()
+
+
+def test_what_a_killed_process_had_open_counts_no_more(tmp_path: Path) -> None:
+    """Also where no other process takes its row: its server may have ended with it, and others share the ledger."""
+    context = multiprocessing.get_context("fork")
+    ledger = UsageLedger(tmp_path / "ledger")
+    account = ledger.accounts({KEY: KeySettings(max_tokens_in_flight=100)})[KEY]
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_hold_until_killed, args=(tmp_path / "ledger", writer))
+    process.start()
+    reader.recv()
+    assert account.used().in_flight == 90 and account.admit(10, 20) == Refusal("tokens in flight", 1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert account.admit(10, 20) is None and account.used().in_flight == 0
+    ledger.close()
+
+
+def test_a_ledger_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    ledger = UsageLedger(tmp_path / "ledger")
+    ledger.accounts({KEY: KeySettings()})[KEY].charge(3, 4)
+    ledger.close()
+    os.truncate(tmp_path / "ledger", usage_ledger._OLD_SIZE)
+    ledger = UsageLedger(tmp_path / "ledger")
+    assert ledger.accounts({KEY: KeySettings()})[KEY].used()[:2] == (3, 4)
+    ledger.close()

@@ -47,7 +47,7 @@ def test_each_model_gets_its_share_and_its_settings(tmp_path: Path) -> None:
     assert (chat.config.scheduler.max_num_seqs, other.config.scheduler.max_num_seqs) == (4, 2)
     assert chat.config.cache.kv_cache_memory_bytes == 4 * 2**20 and chat.config.cache.memory_share == 0.5
     assert chat.config.server.uds != other.config.server.uds and not chat.config.models.are_several
-    assert chat.config.batches.files_folder != other.config.batches.files_folder
+    assert chat.config.batches.own_folder != other.config.batches.own_folder
     (alone, _) = read_models(replace(config, max_loaded_models=1), tmp_path)
     assert alone.config.cache.kv_cache_memory_bytes == 8 * 2**20
 
@@ -59,6 +59,8 @@ def test_each_model_gets_its_share_and_its_settings(tmp_path: Path) -> None:
         (("a", "b", "--served-model-name", "c"), "--served-model-name is for one model"),
         (("a", "b", "--model-settings", '{"c": {}}'), "'c', which is none of the models: a, b"),
         (("a", "b", "--model-settings", '{"b": {"port": 1}}'), "port is of the whole server"),
+        (("a", "b", "--keep-loaded", "c"), "--keep-loaded has 'c'"),
+        (("a", "b", "--keep-loaded", "a", "--max-loaded-models", "1"), "could never be loaded"),
         (("a", "b", "--model-settings", '{"b": 3}'), "must be an object of flags"),
         (("a", "b", "--model-settings", '{"b": {"max_num_seq": 3}}'), "model 'b': .*max_num_seqs"),
     ],

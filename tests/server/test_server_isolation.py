@@ -1,11 +1,13 @@
 """Every route with another key's ids. The routes come from the application: a new one without a place in the tables below fails.
 
 Key one makes one thing of every kind, with a marker in all of its texts. Key two then asks every route for them: an id of key one is
-refused as an unknown id is, and no answer to key two has a marker or an id of key one in it."""
+refused as an unknown id is, and no answer to key two has a marker or an id of key one in it. The same through the gateway of several
+models, at whose second model key one has made its things."""
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from tests.doubles import AsgiCall
 from tests.server.batch.test_batch_batches import background, create, line, until, upload
+from tests.server.gateway import gateway
 from tests.server.running import Served, ask, engine
 
 ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
@@ -27,7 +30,7 @@ BY_ID: dict[str, str] = {
     "{stream_id}": "stream",
 }
 """Parameters of paths that are ids of a client's things, and which."""
-OTHER_PARAMETERS = {"{page}": "0", "{name}": "byte-model"}
+OTHER_PARAMETERS = {"{page}": "0", "{name}": "byte-model"}  # at the gateway: a model that it does not have
 """Parameters that name nothing of a client's."""
 UNKNOWN = {
     "batch": "batch_" + "0" * 32,
@@ -74,9 +77,9 @@ def id_fields(
 class Made:
     """What key one has made."""
 
-    def __init__(self, server: Served, ids: dict[str, str]) -> None:
-        self.server, self.ids = server, ids
-        self.document = server.app.state.service.openapi()
+    def __init__(self, app: Any, http: httpx.AsyncClient, ids: dict[str, str], document: dict[str, Any]) -> None:
+        self.app, self.http, self.ids = app, http, ids
+        self.document = document
 
     def operations(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for path, operations in self.document["paths"].items():
@@ -87,12 +90,12 @@ class Made:
     async def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """As key two. A stream is read to its first event."""
         if path in STREAMS:
-            call = AsgiCall(self.server.app, method, path, headers=TWO)
+            call = AsgiCall(self.app, method, path, headers=TWO)
             await call.until(lambda call: bool(call.sent))
             call.leave()
             await call.done()
             return httpx.Response(call.status, content=b"".join(call.sent))
-        return await self.server.http.request(method, path, headers=TWO, json=body)
+        return await self.http.request(method, path, headers=TWO, json=body)
 
     def check(self, what: str, answer: httpx.Response) -> None:
         for name, mine in self.ids.items():
@@ -101,32 +104,46 @@ class Made:
         assert answer.status_code < 500, what
 
 
-@pytest.fixture
-async def made(served: Any, tmp_path: Path) -> Any:
-    server: Served = served(engine(num_pages=256), api_key="one,two", admin_key="boss", files_folder=str(tmp_path))
-    client = server.http
+KEYS: dict[str, Any] = {"api_key": "one,two", "admin_key": "boss"}
+
+
+@pytest.fixture(params=["server", "gateway"])
+async def made(request: pytest.FixtureRequest, served: Any, tmp_path: Path) -> AsyncIterator[Made]:
+    if request.param == "gateway":
+        async with gateway(tmp_path, **KEYS) as house:
+            document = house.server("two").app.state.service.openapi()
+            async with things(house.app, house.http, {"model": "two"}) as ids:
+                yield Made(house.app, house.http, ids, document)
+        return
+    server: Served = served(engine(num_pages=256), files_folder=str(tmp_path), **KEYS)
+    server.http.app = server.app  # type: ignore[attr-defined]
+    async with background(server.http), things(server.app, server.http, {}) as ids:
+        yield Made(server.app, server.http, ids, server.app.state.service.openapi())
+
+
+@contextlib.asynccontextmanager
+async def things(app: Any, client: httpx.AsyncClient, model: dict[str, str]) -> AsyncIterator[dict[str, str]]:
+    """Have key one make one thing of every kind. → their ids"""
     client.headers["authorization"] = ONE["Authorization"]
-    client.app = server.app  # type: ignore[attr-defined]
-    ids = {"file": await upload(client, line(MARKER, max_tokens=2))}
-    async with background(client):
-        batch = await create(client, ids["file"])
-        done = await until(client, batch["id"], "completed", "failed")
+    ids = {"file": await upload(client, line(MARKER, max_tokens=2, **model))}
+    batch = await create(client, ids["file"])
+    done = await until(client, batch["id"], "completed", "failed")
     ids |= {"batch": batch["id"], "output": done["output_file_id"]}
-    answer = await client.post("/v1/completions", json=ask(MARKER))
+    answer = await client.post("/v1/completions", json=ask(MARKER, **model))
     ids |= {"request": answer.headers["x-request-id"], "completion": answer.json()["id"]}
-    response = await client.post("/v1/responses", json={"input": MARKER, "max_output_tokens": 2, "ignore_eos": True})
+    body = {"input": MARKER, "max_output_tokens": 2, "ignore_eos": True, **model}
+    response = await client.post("/v1/responses", json=body)
     ids |= {"response": response.json()["id"], "item": response.json()["output"][0]["id"]}
-    body = ask(MARKER, stream=True, stream_options={"resumable": True})
-    call = AsgiCall(server.app, "POST", "/v1/completions", json.dumps(body).encode(), ONE)
+    body = ask(MARKER, stream=True, stream_options={"resumable": True}, **model)
+    call = AsgiCall(app, "POST", "/v1/completions", json.dumps(body).encode(), ONE)
     await call.done()
     ids["stream"] = call.headers["x-stream-id"]
-    running = AsgiCall(
-        server.app, "POST", "/v1/completions", json.dumps(ask(MARKER, max_tokens=300, stream=True)).encode(), ONE
-    )
+    body = ask(MARKER, max_tokens=300, stream=True, **model)
+    running = AsgiCall(app, "POST", "/v1/completions", json.dumps(body).encode(), ONE)
     await running.until(lambda call: bool(call.sent))
     ids["running"] = running.headers["x-request-id"]
     del client.headers["authorization"]
-    yield Made(server, ids)
+    yield ids
     running.leave()
     await running.done()
 
@@ -154,7 +171,7 @@ async def test_an_id_of_another_key_is_as_good_as_none(made: Made) -> None:
     assert num_tried >= 15
     # Nothing of it has gone: key one still has it all.
     for path in ("/v1/files/{file}", "/v1/batches/{batch}", "/v1/responses/{response}", "/v1/requests/{request}"):
-        answer = await made.server.http.get(path.format(**made.ids), headers=ONE)
+        answer = await made.http.get(path.format(**made.ids), headers=ONE)
         assert answer.status_code == 200, path
 
 
@@ -208,5 +225,5 @@ async def test_the_markers_are_there_to_be_found(made: Made) -> None:
             ("running", "/v1/requests"),
             ("response", f"/v1/responses/{made.ids['response']}"),
         ):
-            answer = await made.server.http.get(path, headers=headers)
+            answer = await made.http.get(path, headers=headers)
             assert made.ids[kind] in answer.text, (kind, path)

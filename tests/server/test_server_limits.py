@@ -183,6 +183,6 @@ def test_durations() -> None:
 
 
 def test_the_ledger_is_private(served: Any, tmp_path: Path) -> None:
-    ledger = usage_ledger.UsageLedger(tmp_path / "ledger", 0)
+    ledger = usage_ledger.UsageLedger(tmp_path / "ledger")
     ledger.close()
     assert (tmp_path / "ledger").stat().st_mode & 0o777 == 0o600

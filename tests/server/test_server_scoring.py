@@ -11,13 +11,15 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     PreTrainedModel,
     RobertaConfig,
     RobertaForSequenceClassification,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
 )
 
 from octavo.config import Config, replace
@@ -151,6 +153,39 @@ async def test_a_key_is_charged_for_pairs(started: list[Server], tmp_path: Path)
     assert '"total_tokens": 13' in json.dumps(used) or '"prompt_tokens": 13' in json.dumps(used), used
     error = error_of(await server.http.post("/score", json={"text_1": "7 8 9", "text_2": "9 10"}), 429)
     assert error["code"] == "insufficient_quota" and "7 of its 20 tokens a day left" in error["message"]
+
+
+async def test_an_xlm_roberta_cross_encoder(started: list[Server], tmp_path: Path) -> None:
+    """Its tokenizer is a Unigram model with spaces as part of the pieces, and a pair stands as <s> a </s> </s> b </s>."""
+    config = XLMRobertaConfig(**SMALL, pad_token_id=1, type_vocab_size=1, num_labels=1)
+    model = checkpoints._randomised(XLMRobertaForSequenceClassification(config))
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    words = ["▁the", "▁river", "▁bank", "▁is", "▁wide", "▁Ufer", "▁money", "s", "e", "▁"]
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    tokenizer = Tokenizer(
+        models.Unigram([*pieces, *((word, -float(at + 1)) for at, word in enumerate(words))], unk_id=3)
+    )
+    tokenizer.add_special_tokens([piece for piece, _ in pieces])
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    started.append(server := Server(folder))
+    query, documents = "the river bank", ["the Ufer is wide", "moneys", "the ﬁ"]
+    for text in documents:
+        assert tokenizer.encode(query, text).ids.count(2) == 3
+    with torch.no_grad():
+        wanted = [
+            float(model(torch.tensor([tokenizer.encode(query, text).ids])).logits[0].sigmoid()) for text in documents
+        ]
+    answer = await server.post("/rerank", {"query": query, "documents": documents})
+    found = {each["index"]: each["relevance_score"] for each in answer["results"]}
+    assert [found[at] for at in range(3)] == pytest.approx(wanted, abs=1e-5)
+    used = (await server.post("/score", {"text_1": query, "text_2": documents}))["usage"]
+    assert used["prompt_tokens"] == sum(len(tokenizer.encode(query, text).ids) for text in documents)
 
 
 async def test_classifiers_give_labels(started: list[Server], tmp_path: Path) -> None:

@@ -63,3 +63,10 @@ def test_tcp_listeners_have_nothing_to_remove() -> None:
     with listen("127.0.0.1", 0) as listener:
         remove_socket(listener)
         assert url_of(listener, Config().server).startswith("http://127.0.0.1:")
+
+
+def test_connections_send_without_delay() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

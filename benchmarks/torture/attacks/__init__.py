@@ -1,6 +1,6 @@
 """The catalogue of attacks: one list per theme, one entry per attack."""
 
-from benchmarks.torture.attacks import connections, files, grammars, heads, lists, pairs, prompts, sites
+from benchmarks.torture.attacks import connections, files, gateway, grammars, heads, lists, pairs, prompts, sites
 from benchmarks.torture.attacks.base import Attack
 
 CATALOGUE: list[Attack] = [
@@ -12,4 +12,5 @@ CATALOGUE: list[Attack] = [
     *pairs.ATTACKS,
     *files.ATTACKS,
     *grammars.ATTACKS,
+    *gateway.ATTACKS,
 ]

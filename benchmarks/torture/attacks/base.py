@@ -111,6 +111,7 @@ class Attack:
     is_flood: bool = False  # many requests: 429, and 503 with Retry-After, are proper answers
     is_cheap: bool = False  # may be repeated beside a soak
     needs: Literal["any", "key", "no key"] = "any"
+    needs_gateway: bool = False  # several models on one port
     check: Check | None = None
 
 

@@ -11,6 +11,7 @@ WaitReason = Literal["grammar", "rows", "pages", "budget", "streams", "order", "
 time that the step may take beside running streams (--max-inter-token-ms), earlier requests (order), sequences of other requests that go first because this is not the first of its own (turn), or only the
 end of the running step."""
 StageName = Literal[
+    "model",  # in the gateway of several models: its model was loaded
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
     "adapter",  # in the engine, before the queue: its adapter was read into memory, or waited for memory
     "load",  # in the engine, before the queue: KV pages came from a tier

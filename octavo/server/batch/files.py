@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -88,9 +89,7 @@ class FileStore:
     def check_room(self) -> None:
         """Raise InvalidRequest if files, uploads and the records of batches together exceed the limit."""
         # By inode: a batch's input is a hard link to the uploaded file and must not count twice.
-        sizes = dict(
-            _size(entry) for folder in os.scandir(self._root) if folder.is_dir() for entry in os.scandir(folder)
-        )
+        sizes = dict(_size(entry) for entry in _entries_within(self._root))
         used = sum(sizes.values())
         if used > self._max_total_bytes:
             raise InvalidRequest(
@@ -206,6 +205,17 @@ class Upload:
         """Remove the unfinished file. Does nothing after `finish`."""
         self._file.close()
         self._path.unlink(missing_ok=True)
+
+
+def _entries_within(root: Path) -> Iterator["os.DirEntry[str]"]:
+    """Files in the folders of `root`, and in those of servers' parts (--files-part), two levels below."""
+    for folder in os.scandir(root):
+        if folder.is_dir():
+            for entry in os.scandir(folder):
+                if entry.is_dir():
+                    yield from os.scandir(entry)
+                else:
+                    yield entry
 
 
 def _size(entry: "os.DirEntry[str]") -> tuple[int, int]:

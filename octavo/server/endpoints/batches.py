@@ -2,8 +2,10 @@
 
 A key sees its own batches, an admin key all (state/owners.py)."""
 
+import contextlib
 import functools
 import re
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,11 +13,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from octavo.errors import InvalidRequest, NotFound
-from octavo.server.batch.batches import BATCH_ID, Batch, OutputExpiry
+from octavo.server.batch.batches import BATCH_ID, Batch, BatchStore, OutputExpiry
 from octavo.server.batch.crash_memory import CrashMemory
 from octavo.server.batch.lines import Rules
 from octavo.server.batch.runner import MAX_ACTIVE, MAX_INPUT_LINES, BatchRunner
-from octavo.server.batch.stores import Stores, open_stores
+from octavo.server.batch.stores import StoreHost, Stores, open_stores
 from octavo.server.endpoints.files import check_expiry
 from octavo.server.http.sse import viewer_of
 from octavo.server.schema.fields import MAX_METADATA, RequestFields, RouteSchema, check_metadata, read_fields
@@ -68,7 +70,6 @@ SHAPES = {
 
 
 def router(service: Service) -> APIRouter:
-    router = APIRouter()
     stores = open_stores(service)
     runners: list[BatchRunner] = []
 
@@ -84,13 +85,33 @@ def router(service: Service) -> APIRouter:
         for runner in runners:
             runner.wake()
 
+    def choose(fields: BatchRequest, viewer: Viewer) -> Stores:
+        return stores()
+
+    def check(fields: BatchRequest) -> None:
+        service.check_model(fields.model)
+
+    return routes(service, choose, lambda: [stores()], check, wake)
+
+
+def routes(
+    host: StoreHost,
+    choose: Callable[[BatchRequest, Viewer], Stores],
+    every: Callable[[], Sequence[Stores]],
+    check: Callable[[BatchRequest], None],
+    wake: Callable[[], None],
+) -> APIRouter:
+    """`choose`: the stores for a new batch, called in a thread; `every`: all that there are. `check` raises if a new batch is not to be
+    taken, `wake` is called when one was made or cancelled."""
+    router = APIRouter()
+
     @router.post("/v1/batches")
     async def create_batch(request: Request) -> Response:
-        service.accept()
-        fields = await read_fields(request, ROUTE_SCHEMA, service.config)
-        service.check_model(fields.model)
+        host.accept()
+        fields = await read_fields(request, ROUTE_SCHEMA, host.config)
+        check(fields)
         try:
-            batch = await FILES.run(_create, stores(), fields, viewer_of(service, request))
+            batch = await FILES.run(_create, choose, fields, viewer_of(host, request))
         except NotFound as error:
             raise InvalidRequest(error.message, param="input_file_id") from None
         wake()
@@ -102,7 +123,7 @@ def router(service: Service) -> APIRouter:
             raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {str(limit)[:20]}", param="limit")
         if after is not None and not BATCH_ID.fullmatch(after):
             raise InvalidRequest("after must be the id of a batch", param="after")
-        batches = await FILES.run(stores().batches.newest_first, viewer_of(service, request))
+        batches = await FILES.run(_newest_first, every(), viewer_of(host, request))
         if after is not None:
             batches = [batch for batch in batches if batch.id < after]
         page = batches[:limit]
@@ -111,15 +132,31 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve_batch(batch_id: str, request: Request) -> Response:
-        return json_response(await FILES.run(stores().batches.get, batch_id, viewer_of(service, request)))
+        viewer = viewer_of(host, request)
+        found = await FILES.run(_first_with, every(), lambda store: store.get(batch_id, viewer))
+        return json_response(found)
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(batch_id: str, request: Request) -> Response:
-        batch = await FILES.run(stores().batches.cancel, batch_id, viewer_of(service, request))
+        viewer = viewer_of(host, request)
+        batch = await FILES.run(_first_with, every(), lambda store: store.cancel(batch_id, viewer))
         wake()
         return json_response(batch)
 
     return router
+
+
+def _newest_first(every: Sequence[Stores], viewer: Viewer) -> list[Batch]:
+    found = [batch for stores in every for batch in stores.batches.newest_first(viewer)]
+    return found if len(every) == 1 else sorted(found, key=lambda batch: batch.id, reverse=True)
+
+
+def _first_with(every: Sequence[Stores], ask: Callable[[BatchStore], Batch]) -> Batch:
+    """The answer of the store that has the batch. Raises NotFound."""
+    for stores in every[:-1]:
+        with contextlib.suppress(NotFound):
+            return ask(stores.batches)
+    return ask(every[-1].batches)
 
 
 def batch_routes() -> tuple[str, ...]:
@@ -165,7 +202,8 @@ def _num_slots(service: Service) -> int:
     return wanted if isinstance(wanted, int) else max(1, service.report.max_num_seqs // ROWS_PER_SLOT)
 
 
-def _create(stores: Stores, fields: BatchRequest, viewer: Viewer) -> Batch:
+def _create(choose: Callable[[BatchRequest, Viewer], Stores], fields: BatchRequest, viewer: Viewer) -> Batch:
+    stores = choose(fields, viewer)
     routes = batch_routes()
     if fields.endpoint not in routes:
         raise InvalidRequest(

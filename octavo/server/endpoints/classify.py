@@ -1,7 +1,6 @@
 """POST /classify, with vLLM's shapes: the likeliest label of each input, and the probabilities of all."""
 
 import time
-from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -12,11 +11,10 @@ from octavo.server.generate.embeddings import InputFields, requests_of, vectors
 from octavo.server.generate.offload import offload, offload_prompt, one_of
 from octavo.server.generate.requests import new_id
 from octavo.server.generate.scoring import NOT_OFFERED as POOLING_NOT_OFFERED
-from octavo.server.generate.scoring import PoolingUsage
+from octavo.server.generate.scoring import PoolingAnswer, pooling_answer
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.disconnect import while_connected
-from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
@@ -40,13 +38,8 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     num_classes: int
 
 
-class Classification(msgspec.Struct, frozen=True, gc=False):
-    id: str
-    created: int
-    model: str
-    data: list[Classified]
-    usage: PoolingUsage
-    object: Literal["list"] = "list"
+class Classification(PoolingAnswer[Classified], frozen=True, gc=False):
+    pass
 
 
 SHAPES = {"POST /classify": Shape(Classification)}
@@ -71,9 +64,7 @@ def router(service: Service) -> APIRouter:
         service.submit(requests)
         data = await while_connected(_labels(service, requests), service.track)
         num_tokens = sum(len(each.prompt_ids) for each in requests)
-        usage = PoolingUsage(num_tokens, num_tokens)
-        answer = Classification(response_id, int(time.time()), service.answering_name, data, usage)
-        return json_response(answer, fields.ignored)
+        return pooling_answer(service, Classification, response_id, data, num_tokens, fields.ignored)
 
     return router
 

@@ -11,13 +11,12 @@ from starlette.responses import StreamingResponse
 
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.batch.files import FILE_ID, MAX_FILENAME_LEN, FileStore, StoredFile, Upload
-from octavo.server.batch.stores import open_stores
+from octavo.server.batch.stores import StoreHost, open_stores
 from octavo.server.http.multipart import Form, read_form
 from octavo.server.http.sse import owner_of, viewer_of
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.pools import FILES
-from octavo.server.state.service import Service
 
 FORM_BYTES = 2**20  # of a form beside its file
 PIECE = 256 * 1024
@@ -63,7 +62,7 @@ SHAPES = {
 }
 
 
-def router(service: Service) -> APIRouter:
+def router(service: StoreHost) -> APIRouter:
     router = APIRouter()
     stores = open_stores(service)
     service.body_limits["/v1/files"] = service.config.batches.file_limit + FORM_BYTES

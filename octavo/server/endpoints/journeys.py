@@ -1,5 +1,7 @@
 """GET /v1/requests and /v1/requests/{id}: where the time of a request went, and why it waited. A key sees its own requests."""
 
+from collections.abc import Mapping
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
@@ -37,7 +39,7 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/requests")
     async def several(request: Request) -> Response:
-        state, limit = _query(request)
+        state, limit = read_query(request.query_params)
         viewer = viewer_of(service, request)
         asked = ReadJourneys(call=0, state=state, limit=limit, owner=viewer.only)
         found = _journeys.decode(await service.query(asked))
@@ -81,8 +83,8 @@ async def _engine_part(service: Service, request_id: str) -> list[EngineJourney]
         return []
 
 
-def _query(request: Request) -> tuple[str, int]:
-    query = request.query_params
+def read_query(query: Mapping[str, str]) -> tuple[str, int]:
+    """(state, limit). Raises InvalidRequest."""
     for name in query:
         if name not in PARAMETERS:
             raise InvalidRequest(

@@ -16,11 +16,10 @@ from octavo.server.generate.embeddings import EmbeddingRequest, requests_of, vec
 from octavo.server.generate.offload import offload, offload_prompt, one_of
 from octavo.server.generate.requests import new_id
 from octavo.server.generate.scoring import NOT_OFFERED as POOLING_NOT_OFFERED
-from octavo.server.generate.scoring import PoolingUsage
+from octavo.server.generate.scoring import PoolingAnswer, pooling_answer
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.disconnect import while_connected
-from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 MAX_NUMBERS = 2**22
@@ -54,13 +53,8 @@ class Pooled(msgspec.Struct, frozen=True, gc=False):
     object: Literal["pooling"] = "pooling"
 
 
-class PoolingResponse(msgspec.Struct, frozen=True, gc=False):
-    id: str
-    created: int
-    model: str
-    data: list[Pooled]
-    usage: PoolingUsage
-    object: Literal["list"] = "list"
+class PoolingResponse(PoolingAnswer[Pooled], frozen=True, gc=False):
+    pass
 
 
 SHAPES = {"POST /pooling": Shape(PoolingResponse)}
@@ -92,9 +86,7 @@ def router(service: Service) -> APIRouter:
         data = await while_connected(
             _data(service, requests, width if params.kind == "tokens" else 0, is_base64), service.track
         )
-        usage = PoolingUsage(num_tokens, num_tokens)
-        answer = PoolingResponse(response_id, int(time.time()), service.answering_name, data, usage)
-        return json_response(answer, fields.ignored)
+        return pooling_answer(service, PoolingResponse, response_id, data, num_tokens, fields.ignored)
 
     return router
 

@@ -7,11 +7,17 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.errors import InvalidRequest
-from octavo.server.generate.scoring import NOT_OFFERED, PoolingUsage, ScoringFields, parse_pairs, read_texts
+from octavo.server.generate.scoring import (
+    NOT_OFFERED,
+    PoolingAnswer,
+    ScoringFields,
+    parse_pairs,
+    pooling_answer,
+    read_texts,
+)
 from octavo.server.schema.fields import RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape, TextOrTexts
 from octavo.server.state.disconnect import while_connected
-from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
@@ -38,13 +44,8 @@ class Score(msgspec.Struct, frozen=True, gc=False):
     object: Literal["score"] = "score"
 
 
-class Scores(msgspec.Struct, frozen=True, gc=False):
-    id: str
-    created: int
-    model: str
-    data: list[Score]
-    usage: PoolingUsage
-    object: Literal["list"] = "list"
+class Scores(PoolingAnswer[Score], frozen=True, gc=False):
+    pass
 
 
 SHAPES = dict.fromkeys(("POST /score", "POST /v1/score"), Shape(Scores))
@@ -66,9 +67,7 @@ def router(service: Service) -> APIRouter:
         service.submit(scoring.requests)
         found = await while_connected(scoring.scores(service), service.track)
         data = [Score(index, each) for index, each in enumerate(found)]
-        usage = PoolingUsage(scoring.num_tokens, scoring.num_tokens)
-        answer = Scores(scoring.response_id, int(time.time()), service.answering_name, data, usage)
-        return json_response(answer, fields.ignored)
+        return pooling_answer(service, Scores, scoring.response_id, data, scoring.num_tokens, fields.ignored)
 
     return router
 

@@ -1,14 +1,14 @@
 """GET /v1/usage: what the API key has used, and what is left of its limits. An admin key gets all keys."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.server.http.sse import owner_of, viewer_of
 from octavo.server.schema.shapes import Shape
-from octavo.server.state.service import Service
-from octavo.server.state.tenants import KeyTenant
+from octavo.server.state.owners import Owners
+from octavo.server.state.tenants import KeyTenant, Tenants
 
 
 class KeyLimits(msgspec.Struct, frozen=True):
@@ -42,7 +42,15 @@ class UsageList(msgspec.Struct, frozen=True):
 SHAPES = {"GET /v1/usage": Shape(UsageList)}
 
 
-def router(service: Service) -> APIRouter:
+class UsageHost(Protocol):
+    @property
+    def owners(self) -> Owners: ...
+
+    @property
+    def tenants(self) -> Tenants: ...
+
+
+def router(service: UsageHost) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/usage")

@@ -1,90 +1,86 @@
 """The ASGI application in front of several models: passes each request on to the server of the model that it names, and answers what is
-about all of them: /v1/models, /health, /metrics, /sleep, /wake_up and /is_sleeping."""
+about all of them: /v1/models, /health, /metrics, /v1/requests, /sleep, /wake_up and /is_sleeping; and, without any model, what keys share
+(shared.py)."""
 
 import asyncio
-import contextlib
+import functools
 import hmac
 import json
 import logging
-import os
+import operator
+import re
 import time
-import urllib.parse
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.config import Config
 from octavo.errors import (
+    BudgetSpent,
     EngineUnavailable,
     Forbidden,
     ModelNotFound,
     NotFound,
     OctavoError,
     Overloaded,
-    TooLarge,
-    UnsupportedEncoding,
+    Unsupported,
     quote,
 )
+from octavo.observe.journeys.journey import Journey
+from octavo.server.endpoints import llama_cpp, messages, ollama_chat  # noqa: F401 (the shapes of their errors)
+from octavo.server.endpoints.journeys import read_query
+from octavo.server.gateway.fresh import Fresh
 from octavo.server.gateway.metrics import LABEL, escaped, merged
 from octavo.server.gateway.model_server import ModelServer
+from octavo.server.gateway.passage import STREAMS, ClientLeft, Passage
 from octavo.server.gateway.pool import Pool
+from octavo.server.gateway.shared import Shared
 from octavo.server.gateway.upstream import Exchange, UpstreamGone
+from octavo.server.gateway.waits import Wait, Waits
+from octavo.server.http.body import BodyLimits
 from octavo.server.http.browsers import HostRule, OriginRule, machine_names
-from octavo.server.http.errors import describe, error_response
-from octavo.server.http.middleware import METRICS, OPEN_ROUTES, route_of, secrets_of, unauthorized
+from octavo.server.http.errors import error_response
+from octavo.server.http.middleware import METRICS, OPEN_ROUTES, Entrance, secrets_of, unauthorized
+from octavo.server.state.loopback import OWNER
 
 log = logging.getLogger("octavo.gateway")
 
 COMMENT_SECONDS = 2.0  # between two comments in a stream that waits for its model
 HEALTH_SECONDS = 10.0  # that a model's server has to say how it is
-SMALL_BODY = 64 * 2**10
+MAX_WAITING_OF_KEY = 256  # requests of one key that wait for models to be loaded
 RETRY_SECONDS = 2
-STREAMS = {
-    "/v1/chat/completions": b"data: %b\n\ndata: [DONE]\n\n",
-    "/v1/completions": b"data: %b\n\ndata: [DONE]\n\n",
-    "/v1/responses": b"event: error\ndata: %b\n\n",
-    "/v1/messages": b"event: error\ndata: %b\n\n",
-}
-"""Routes whose streams are events, in which comments are skipped; and how such a stream ends with an error."""
-# Of one connection, or written anew: not passed on.
-_HOP_HEADERS = frozenset(
-    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length",
-     b"expect", b"x-forwarded-proto"}
-)  # fmt: skip
-
-
-class _Named(msgspec.Struct):
-    """What the gateway reads of a body."""
-
-    model: str | None = None
-    stream: Any = None
-
-
-_named = msgspec.json.Decoder(_Named)
-
-
-class ClientLeft(Exception):
-    pass
+HEALTH_FRESH_SECONDS = 0.2  # that a server's word counts for others that ask
+HEALTH_STALE_SECONDS = 3.0  # that it counts while the server is asked again
+METRICS_FRESH_SECONDS = 0.5
+MAX_FAN_OUT = 4  # requests at a time that all servers are asked about
+_BY_ID = re.compile(r"/v1/(responses|stream|requests)/[^/]+(/(input_items|cancel))?")
+"""Routes of things that one of the servers has, whichever."""
+_NO_IDS = frozenset({"/v1/responses/compact", "/v1/responses/input_tokens"})
+_LISTS = frozenset({"/api/tags", "/api/ps"})
 
 
 class Gateway:
-    def __init__(self, config: Config, pool: Pool) -> None:
-        server = config.server
-        self._config, self._pool = config, pool
+    def __init__(self, config: Config, pool: Pool, shared: Shared) -> None:
+        server, budget = config.server, config.budget
+        self._config, self._pool, self._shared = config, pool, shared
         self._keys = [key.encode() for key in server.api_keys]
         self._admin_keys = [key.encode() for key in server.admin_keys]
         self._metrics_keys = [key.encode() for key in server.metrics_keys]
         self._is_metrics_open = server.metrics_open
         self._hosts, self._origins = HostRule(server, machine_names()), OriginRule(server)
         self._prefix = server.root_path.rstrip("/")
-        self._max_body = int(config.budget.max_body_bytes)
-        self._max_file = max(self._max_body, int(config.batches.max_file_bytes) + SMALL_BODY)
-        self._max_bodies = int(config.budget.max_bodies_bytes)
-        self._num_bodies_bytes = 0
+        self._bodies = BodyLimits(int(budget.max_body_bytes), int(budget.max_bodies_bytes), shared.body_limits)
+        self._entrance = Entrance()
+        self._waits = Waits()
+        self._fan_out = asyncio.Semaphore(MAX_FAN_OUT)
+        self._healths = {
+            name: Fresh(functools.partial(self._ask_health, server), HEALTH_FRESH_SECONDS, HEALTH_STALE_SECONDS)
+            for name, server in pool.servers.items()
+        }
+        self._metrics_text = Fresh(self._merge_metrics, METRICS_FRESH_SECONDS)
+        self._metrics_headers: list[tuple[bytes, bytes]] = []  # of the last request with the right key
         self.num_open = 0
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
@@ -95,94 +91,91 @@ class Gateway:
             return
         if self._prefix:
             scope["root_path"] = self._prefix
-        request_id = f"req-{os.urandom(12).hex()}"
-        scope["octavo.request_id"] = request_id
-        passage = _Passage(scope, receive, send)
+        passage = Passage(scope, receive, send, self._bodies, self._shared)
         self.num_open += 1
         self.idle.clear()
         try:
+            if passage.route not in OPEN_ROUTES:
+                await self._entrance.enter()
             await self._answer(passage)
         except ClientLeft:
             pass
         except Exception as error:
             if not isinstance(error, OctavoError):
-                log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"][:1000])
+                log.exception("request %s failed: %s %s", passage.id, scope["method"], scope["path"][:1000])
             if passage.has_begun:
                 raise  # only closing the connection can signal it
-            response = error_response(error, request_id, scope["method"], route_of(scope))
-            await response(scope, receive, send)
+            await passage.respond(error_response(error, passage.id, scope["method"], passage.route))
         finally:
             self.num_open -= 1
             if not self.num_open:
                 self.idle.set()
-            self._num_bodies_bytes -= passage.num_counted
+            passage.body_reader.release()
 
-    async def _answer(self, passage: "_Passage") -> None:
-        method, route = passage.scope["method"], route_of(passage.scope)
+    async def _answer(self, passage: Passage) -> None:
+        method, route = passage.method, passage.route
         match method, route:
             case ("GET" | "HEAD", "/health/live"):
                 return await passage.json({"status": "ok"})
             case ("GET" | "HEAD" | "POST", "/health" | "/health/ready" | "/ping"):
                 return await self._health(passage)
+        # A model's server checks it, too, but a stranger must not have a model loaded.
+        self._check_access(passage, is_admin=method == "POST" and route in ("/sleep", "/wake_up"))
+        passage.expect_body()
+        match method, route:
             case "GET", "/metrics":
-                self._check_access(passage)
                 return await self._metrics(passage)
             case "GET", "/v1/models":
-                self._check_access(passage)
                 cards = await asyncio.gather(*(self._cards(each, passage) for each in self._pool.servers.values()))
                 return await passage.json({"object": "list", "data": [card for own in cards for card in own]})
+            case "GET", "/v1/requests" if "model" not in passage.query:
+                return await self._journey_list(passage)
             case "GET", "/is_sleeping":
-                self._check_access(passage)
                 asked = self._asked(passage)
                 servers = self._pool.servers.values() if asked is None else [asked]
-                return await passage.json({"is_sleeping": all(each.state == "unloaded" for each in servers)})
+                return await passage.json({"is_sleeping": all(each.is_asleep for each in servers)})
             case "POST", "/sleep" | "/wake_up":
-                self._check_access(passage, is_admin=True)
-                await passage.read(self._max_body, self)
-                change = self._pool.sleep if route == "/sleep" else self._pool.wake
-                asked = self._asked(passage)
-                for server in self._pool.servers.values() if asked is None else [asked]:
-                    await passage.unless_left(change(server))
-                return await passage.json({name: each.state for name, each in self._pool.servers.items()})
-        if route.startswith("/v1/models/") and method == "GET":
-            self._check_access(passage)
+                return await self._sleep_or_wake(passage)
+        if self._shared.has_route(route):
+            return await self._shared.app(passage.scope, passage.body_reader.receive, passage.send_own)
+        if method == "GET" and route.startswith("/v1/models/"):
             name = route.removeprefix("/v1/models/")
             if (found := self._pool.servers.get(name)) is not None:
                 return await passage.json((await self._cards(found, passage))[0])
-        else:
-            self._check_access(passage)  # a model's server checks it, too, but a stranger must not have a model loaded
         return await self._pass_on(passage)
 
     # ── access ──
 
-    def _check_access(self, passage: "_Passage", *, is_admin: bool = False) -> None:
+    def _check_access(self, passage: Passage, *, is_admin: bool = False) -> None:
         """As RequestMiddleware checks it; the servers of models check what is passed on to them by themselves."""
-        scope, headers = passage.scope, Headers(scope=passage.scope)
+        scope, headers = passage.scope, passage.headers
         self._hosts.check(scope, headers)
-        if route_of(scope) == METRICS and self._is_metrics_open:
+        if passage.route == METRICS and self._is_metrics_open:
             return self._origins.check(scope, headers)
-        more = self._metrics_keys if route_of(scope) == METRICS else []
+        more = self._metrics_keys if passage.route == METRICS else []
         if not self._keys and not more:
             return self._origins.check(scope, headers)
-        if route_of(scope) in OPEN_ROUTES:
-            return None
         keys, passwords = secrets_of(headers)
-        right = [key for secret in keys for key in (*self._keys, *more) if hmac.compare_digest(secret, key)]
+        right, right_passwords = (
+            [key for secret in given for key in (*self._keys, *more) if hmac.compare_digest(secret, key)]
+            for given in (keys, passwords)
+        )
         if not right:
-            right = [key for secret in passwords for key in (*self._keys, *more) if hmac.compare_digest(secret, key)]
-            if not right:
+            if not right_passwords:
                 raise unauthorized(scope, is_wrong=any(keys) or any(passwords))
             self._origins.check(scope, headers)
-        if is_admin and not any(hmac.compare_digest(right[0], key) for key in self._admin_keys):
+        key = (right or right_passwords)[0]
+        passage.owner = scope[OWNER] = self._shared.owners.of(key)
+        passage.limit_headers = self._shared.tenants.headers(passage.owner)
+        if is_admin and not any(hmac.compare_digest(key, each) for each in self._admin_keys):
             raise Forbidden("only an admin key may load and unload models (--admin-key)", "key")
         return None
 
     # ── what is about all models ──
 
-    def _asked(self, passage: "_Passage") -> ModelServer | None:
+    def _asked(self, passage: Passage) -> ModelServer | None:
         """The model of the query or the body. None: none is named."""
-        name = passage.query.get("model") or passage.named.model
-        return None if not name else self._find(name)
+        return self._find(passage.model) if passage.model else None
 
     def _find(self, name: str) -> ModelServer:
         server = self._pool.servers.get(name) or self._pool.servers.get(
@@ -193,7 +186,7 @@ class Gateway:
             raise ModelNotFound(f"model {quote(name)} is not served here; use one of {names}", param="model")
         return server
 
-    async def _cards(self, server: ModelServer, passage: "_Passage") -> list[dict[str, Any]]:
+    async def _cards(self, server: ModelServer, passage: Passage) -> list[dict[str, Any]]:
         """A model's entries in /v1/models: its server's own, with its adapters, or a short one while it is not loaded."""
         if server.state == "ready":
             try:
@@ -203,9 +196,11 @@ class Gateway:
             except (UpstreamGone, ValueError):
                 pass
         card = {"id": server.name, "object": "model", "created": self._created, "owned_by": "octavo"}
-        return [{**card, "root": server.config.model.model, "status": server.state}]
+        progress = {"loading_seconds": round(time.monotonic() - server.started, 1)} if server.state == "loading" else {}
+        waiting = {"waiting": server.num_waiting} if server.num_waiting else {}
+        return [{**card, "root": server.config.model.model, "status": server.state, **progress, **waiting}]
 
-    async def _health(self, passage: "_Passage") -> None:
+    async def _health(self, passage: Passage) -> None:
         """200 if every model that is to be loaded could produce a token now, and none has failed. With ?model=NAME: if that one could."""
         asked = self._asked(passage)
         servers = [*self._pool.servers.values()] if asked is None else [asked]
@@ -221,6 +216,9 @@ class Gateway:
     async def _state(self, server: ModelServer) -> dict[str, Any]:
         if server.state != "ready":
             return {"status": server.state, **({"message": server.why} if server.why else {})}
+        return await self._healths[server.name].get()
+
+    async def _ask_health(self, server: ModelServer) -> dict[str, Any]:
         try:
             status, body = await server.upstream.ask(b"/health", [(b"host", b"localhost")], HEALTH_SECONDS)
         except UpstreamGone as error:
@@ -233,10 +231,15 @@ class Gateway:
             message = f"its server answered with {status}"
         return {"status": "unavailable", "message": message}
 
-    async def _metrics(self, passage: "_Passage") -> None:
+    async def _metrics(self, passage: Passage) -> None:
+        self._metrics_headers = passage.forwarded()
+        text = await self._metrics_text.get()
+        await passage.respond(Response(text, media_type="text/plain; version=0.0.4; charset=utf-8"))
+
+    async def _merge_metrics(self) -> str:
         servers = self._pool.servers.values()
         ready = [server for server in servers if server.state == "ready"]
-        asked = (server.upstream.ask(b"/metrics", passage.forwarded()) for server in ready)
+        asked = (server.upstream.ask(b"/metrics", self._metrics_headers) for server in ready)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         texts = {
             server.name: answer[1].decode()
@@ -257,36 +260,111 @@ class Gateway:
             "# TYPE octavo:model_load_seconds gauge",
             *(_sample("octavo:model_load_seconds", each.name, round(each.load_seconds, 3)) for each in servers),
         ]
-        text = merged(texts) + "\n".join(own) + "\n"
-        await passage.respond(Response(text, media_type="text/plain; version=0.0.4; charset=utf-8"))
+        return merged(texts) + "\n".join(own) + "\n" + self._shared.tenants.metrics()
+
+    async def _sleep_or_wake(self, passage: Passage) -> None:
+        await passage.read()
+        asked = self._asked(passage)
+        if passage.route == "/sleep" and (level := passage.query.get("level", "2")) != "2":
+            raise Unsupported(
+                f"level must be 2, got {level[:20]!r}: a model that sleeps drops its weights, and reads them from the page cache again",
+                param="level",
+            )
+        for server in self._pool.servers.values() if asked is None else [asked]:
+            work = self._pool.sleep(server) if passage.route == "/sleep" else self._pool.wake(server)
+            await passage.unless_left(work)
+        await passage.json({name: each.state for name, each in self._pool.servers.items()})
+
+    async def _journey_list(self, passage: Passage) -> None:
+        """The requests of all models: those that wait for one, and those of each loaded server."""
+        state, limit = read_query(passage.query)
+        viewer = self._shared.owners.viewer(passage.owner)
+        ready = [each for each in self._pool.servers.values() if each.state == "ready"]
+        waiting = self._waiting(passage) if state in ("", "waiting") else []
+        found = [(journey.received_at, msgspec.json.encode(journey)) for journey in waiting]
+        async with self._fan_out:
+            for server in ready:  # one after the other: each has up to a thousand, with all their stages
+                try:
+                    status, body = await server.upstream.ask(passage.target, passage.forwarded())
+                except UpstreamGone:
+                    continue
+                if status == 200:
+                    found += self._waits.joined(body, viewer, server.name)
+                    await asyncio.sleep(0)  # others have their turn
+        found.sort(key=operator.itemgetter(0), reverse=True)
+        body = b'{"data":[' + b",".join(journey for _, journey in found[:limit]) + b'],"object":"list"}'
+        await passage.respond(Response(body, media_type="application/json"))
+
+    def _waiting(self, passage: Passage, request_id: str = "") -> list[Journey]:
+        states = {name: each.state for name, each in self._pool.servers.items()}
+        viewer = self._shared.owners.viewer(passage.owner)
+        return self._waits.journeys(viewer, time.time(), states, request_id)
 
     # ── what is passed on ──
 
-    async def _pass_on(self, passage: "_Passage") -> None:
-        is_file = route_of(passage.scope) == "/v1/files"
-        await passage.read(self._max_file if is_file else self._max_body, self)
-        name = passage.query.get("model") or passage.named.model
-        if name and (name in self._pool.servers or not self._config.lora.enable_lora):
+    async def _pass_on(self, passage: Passage) -> None:
+        await passage.read()
+        name, servers = passage.model, self._pool.servers
+        ready = [each for each in servers.values() if each.state == "ready"]
+        is_by_id = passage.route not in _NO_IDS and _BY_ID.fullmatch(passage.route) is not None
+        if name and not is_by_id and (name in servers or not self._config.lora.enable_lora):
             await self._pass_to(self._find(name), passage)
-            return
-        ready = [each for each in self._pool.servers.values() if each.state == "ready"]
-        if not name and ((passage.scope["method"] == "POST" and passage.body) or not ready):
-            await self._pass_to(self._pool.default, passage)
-            return
-        # An id that does not tell its model, or an adapter's name: the first server that knows it answers.
-        for server in ready[:-1]:
-            if await self._pass_to(server, passage, unless=404):
-                return
-        if not ready:
+        elif is_by_id or (name and ready) or (passage.named.previous_response_id is not None and not name):
+            await self._pass_by_id(passage, ready if "model" not in passage.query else [self._find(name)])
+        elif passage.route in _LISTS and passage.method == "GET" and ready:
+            await self._merge_lists(passage, ready)
+        elif name:
             raise NotFound(f"no loaded model has {quote(name)}")
-        await self._pass_to(ready[-1], passage)
-
-    async def _pass_to(self, server: ModelServer, passage: "_Passage", unless: int = 0) -> bool:
-        """Have a server answer. → whether it has: a response with the status `unless` is dropped."""
-        if server.state != "ready" and passage.named.stream is True and route_of(passage.scope) in STREAMS:
-            await self._comment_while(server, passage)
+        elif passage.method == "POST" and passage.body:
+            await self._pass_to(self._pool.default, passage)
         else:
-            await passage.unless_left(self._pool.acquire(server))
+            await self._pass_to(ready[0] if ready else self._pool.default, passage)
+
+    async def _pass_by_id(self, passage: Passage, servers: list[ModelServer]) -> None:
+        """An id that does not tell its model, or an adapter's name: the first server that knows it answers."""
+        if passage.route.startswith("/v1/requests/"):
+            return await self._journey(passage, servers)
+        if not servers:
+            raise NotFound("no model is loaded, and what is not stored in files was unloaded with its model")
+        for server in servers[:-1]:
+            if await self._pass_to(server, passage, unless=404):
+                return None
+        await self._pass_to(servers[-1], passage)
+        return None
+
+    async def _journey(self, passage: Passage, servers: list[ModelServer]) -> None:
+        """A request's journey, with the time that it waited for its model."""
+        request_id = passage.route.removeprefix("/v1/requests/")
+        if waiting := self._waiting(passage, request_id):
+            return await passage.respond(Response(msgspec.json.encode(waiting[0]), media_type="application/json"))
+        viewer = self._shared.owners.viewer(passage.owner)
+        status, body = 0, b""
+        for server in servers:
+            if server.state == "ready":
+                try:
+                    status, body = await server.upstream.ask(passage.target, passage.forwarded())
+                except UpstreamGone:
+                    continue
+                if status == 200:
+                    body = self._waits.join(body, viewer, server.name)
+                    return await passage.respond(Response(body, media_type="application/json"))
+        if not status:
+            raise NotFound(f"no request {request_id[:200]!r} waits for a model, and no model is loaded")
+        return await passage.respond(Response(body, status, media_type="application/json"))
+
+    async def _merge_lists(self, passage: Passage, servers: list[ModelServer]) -> None:
+        """Ollama's lists of models: each name once."""
+        asked = (each.upstream.ask(passage.target, passage.forwarded()) for each in servers)
+        found: dict[str, Any] = {}
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, tuple) and answer[0] == 200:
+                for card in json.loads(answer[1])["models"]:
+                    found.setdefault(card["name"], card)
+        await passage.json({"models": [*found.values()]})
+
+    async def _pass_to(self, server: ModelServer, passage: Passage, unless: int = 0) -> bool:
+        """Have a server answer. → whether it has: a response with the status `unless` is dropped."""
+        await self._acquire(server, passage)
         try:
             exchange = await self._exchange(server, passage)
             try:
@@ -299,11 +377,41 @@ class Gateway:
         finally:
             await self._pool.release(server)
 
-    async def _exchange(self, server: ModelServer, passage: "_Passage") -> Exchange:
+    async def _acquire(self, server: ModelServer, passage: Passage) -> None:
+        """Have a server for this request, which waits until it is loaded. Raises Overloaded, BudgetSpent or EngineUnavailable."""
+        if server.state == "ready":
+            return await self._pool.acquire(server)
+        self._check_spent(passage)
+        if self._waits.num_of(passage.owner) >= MAX_WAITING_OF_KEY:
+            whose = "of this API key " if self._keys else ""
+            raise Overloaded(
+                f"{MAX_WAITING_OF_KEY} requests {whose}wait for models to be loaded already", RETRY_SECONDS
+            )
+        wait = Wait(passage.id, passage.owner, passage.route, passage.arrived_at, server.name)
+        with self._waits.waiting(wait):
+            if passage.named.stream is True and passage.route in STREAMS:
+                await self._comment_while(server, passage)
+            else:
+                await passage.unless_left(self._pool.acquire(server))
+            wait.seconds = time.monotonic() - passage.arrived
+        return None
+
+    def _check_spent(self, passage: Passage) -> None:
+        """A key that has nothing left of its budget must not have a model loaded. Raises BudgetSpent."""
+        account = self._shared.tenants.of(passage.owner).account
+        if account is not None and account.is_spent():
+            seconds = account.seconds_of_day()
+            raise BudgetSpent(
+                f"this API key has used its {account.settings.budget_tokens} tokens of today: the next day (UTC) begins in "
+                f"{seconds} s",
+                seconds,
+            )
+
+    async def _exchange(self, server: ModelServer, passage: Passage) -> Exchange:
         try:
             exchange = await server.upstream.open()
             try:
-                sent = exchange.send(passage.scope["method"], passage.target, passage.forwarded(), passage.body)
+                sent = exchange.send(passage.method, passage.target, passage.forwarded(), passage.body)
                 await passage.unless_left(sent)
             except BaseException:
                 exchange.close()
@@ -314,7 +422,7 @@ class Gateway:
             ) from None
         return exchange
 
-    async def _comment_while(self, server: ModelServer, passage: "_Passage") -> None:
+    async def _comment_while(self, server: ModelServer, passage: Passage) -> None:
         """Acquire a server that is not loaded, with comments in the client's stream of events meanwhile."""
         task = asyncio.ensure_future(self._pool.acquire(server))
         try:
@@ -335,145 +443,6 @@ class Gateway:
                 raise
             await passage.end_stream(error)
             raise ClientLeft from None
-
-    def count_body(self, num_bytes: int, num_body_bytes: int) -> None:
-        """Raises Overloaded if all bodies together are too large."""
-        if num_body_bytes > SMALL_BODY and self._num_bodies_bytes + num_bytes > self._max_bodies:
-            raise Overloaded(
-                f"the bodies of requests in progress take {self._num_bodies_bytes} bytes, and this one would exceed the limit of "
-                f"{self._max_bodies} (--max-bodies-bytes)",
-                RETRY_SECONDS,
-            )
-        self._num_bodies_bytes += num_bytes
-
-
-class _Passage:
-    """One request on its way."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope, self._receive, self._send = scope, receive, send
-        self.arrived = time.monotonic()
-        self.query = dict(urllib.parse.parse_qsl(scope["query_string"].decode("latin-1")))
-        self.body = b""
-        self.named = _Named()
-        self.num_counted = 0
-        self.has_begun = False
-        query = scope["query_string"]
-        self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
-
-    async def read(self, most: int, owner: Gateway) -> None:
-        """Read the body, and the name of the model in it."""
-        headers = Headers(scope=self.scope)
-        if headers.get("content-encoding", "identity").lower() != "identity":
-            raise UnsupportedEncoding(
-                "bodies must not be compressed where several models are served: the model's name is read from them"
-            )
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            part = message.get("body", b"")
-            size += len(part)
-            if size > most:
-                raise TooLarge(f"the request body is over the limit of {most} bytes (--max-body-bytes)")
-            owner.count_body(len(part), size)
-            self.num_counted += len(part)
-            parts.append(part)
-            if not message.get("more_body"):
-                break
-        self.body = b"".join(parts)
-        if self.body[:1] in b"{ \t\r\n" and self.body:
-            # A server says what is wrong with a body that cannot be read.
-            with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-                self.named = _named.decode(self.body)
-
-    def forwarded(self) -> list[tuple[bytes, bytes]]:
-        """The headers for a model's server."""
-        kept = [(name, value) for name, value in self.scope["headers"] if name not in _HOP_HEADERS]
-        if self.body or self.scope["method"] in ("POST", "PUT", "PATCH"):
-            kept.append((b"content-length", str(len(self.body)).encode()))
-        return [*kept, (b"x-forwarded-proto", self.scope.get("scheme", "http").encode())]
-
-    async def unless_left(self, work: Any) -> Any:
-        """The result of `work`, which is cancelled if the client leaves first. The body must have been read."""
-        task = asyncio.ensure_future(work)
-        watch = asyncio.ensure_future(self._left())
-        try:
-            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ClientLeft
-            return task.result()
-        finally:
-            task.cancel()
-            watch.cancel()
-            await asyncio.gather(task, watch, return_exceptions=True)
-
-    async def _left(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    async def relay(self, exchange: Exchange) -> None:
-        """Send a server's response to the client as it comes."""
-        if self.has_begun:  # a stream that has waited for its model
-            return await self._relay_stream(exchange)
-        headers = [(name, value) for name, value in exchange.headers if _is_passed_back(name)]
-        self.has_begun = True
-        await self._send({"type": "http.response.start", "status": exchange.status, "headers": headers})
-        try:
-            async for part in exchange.body():
-                await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        except UpstreamGone as error:
-            raise EngineUnavailable(f"the response was cut off: {error}") from None
-        await self._send({"type": "http.response.body", "body": b""})
-        return None
-
-    async def _relay_stream(self, exchange: Exchange) -> None:
-        parts = [part async for part in _at_most(exchange.body(), SMALL_BODY)] if exchange.status != 200 else []
-        if exchange.status != 200:
-            await self._send(_data(STREAMS[route_of(self.scope)] % b"".join(parts).strip()))
-        else:
-            async for part in exchange.body():
-                await self._send(_data(part))
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def comment(self, words: str) -> None:
-        if not self.has_begun:
-            self.has_begun = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send(_data(f": {words}\n\n".encode()))
-
-    async def end_stream(self, error: OctavoError) -> None:
-        """End a stream that has begun with an error."""
-        _, body = describe(error, self.scope["octavo.request_id"])
-        await self._send(_data(STREAMS[route_of(self.scope)] % msgspec.json.encode(body)))
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def json(self, body: Any, status: int = 200) -> None:
-        await self.respond(Response(json.dumps(body), status, media_type="application/json"))
-
-    async def respond(self, response: Response) -> None:
-        self.has_begun = True
-        await response(self.scope, self._receive, self._send)
-
-
-def _is_passed_back(name: bytes) -> bool:
-    """Whether a header of a server's response is for the client. Those of CORS are the gateway's own."""
-    return (name not in _HOP_HEADERS or name == b"content-length") and not name.startswith(b"access-control-")
-
-
-async def _at_most(parts: AsyncIterator[bytes], most: int) -> AsyncIterator[bytes]:
-    size = 0
-    async for part in parts:
-        size += len(part)
-        if size <= most:
-            yield part
-
-
-def _data(body: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 def _sample(name: str, model: str, value: float) -> str:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+(?: \S+)?)$")
+USAGE = "octavo:key_"
+"""Begins families that are about keys, over all models: every server has them, and they are wanted once."""
 _PARTS = ("_total", "_created", "_bucket", "_count", "_sum", "_info")
 LABEL = "model_name"
 
@@ -14,6 +16,8 @@ def merged(texts: Mapping[str, str]) -> str:
     samples: dict[str, list[str]] = {}
     for model, text in texts.items():
         for line in text.splitlines():
+            if line.removeprefix("# HELP ").removeprefix("# TYPE ").startswith(USAGE):
+                continue
             if line.startswith("# "):
                 _, kind, family, *_ = line.split(" ", 3)
                 heads.setdefault(family, {}).setdefault(kind, line)

@@ -37,6 +37,8 @@ class ModelServer:
         self.open = self.num_waiting = 0
         self.last_used = self.ready_at = self.started = time.monotonic()
         self.num_loads = 0
+        self.has_batches = False  # that have not ended
+        self.is_put_to_sleep = False  # by an administrator: batches do not wake it
         self.why = ""  # the last load failed, or the server ended
         self.load_seconds = 0.0  # of the last load
         self.process: asyncio.subprocess.Process | None = None
@@ -47,6 +49,10 @@ class ModelServer:
     def is_occupying(self) -> bool:
         """Whether it takes memory."""
         return self.state in ("loading", "ready", "unloading")
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.state == "unloaded"
 
     async def start(self) -> None:
         """Start the server and wait until it takes requests. Raises EngineUnavailable."""
@@ -72,6 +78,10 @@ class ModelServer:
                 self.why = self._reason(self.process.returncode)
                 raise EngineUnavailable(f"model {self.name!r} could not be loaded: {self.why}", 5)
             await asyncio.sleep(LOOK_SECONDS)
+        self.note_ready()
+
+    def note_ready(self) -> None:
+        """Count a load that has ended."""
         self.ready_at = self.last_used = time.monotonic()
         self.load_seconds = self.ready_at - self.started
         self.num_loads += 1

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from octavo.errors import EngineUnavailable, Overloaded
 from octavo.server.gateway.catalog import ServedModel
@@ -16,21 +16,34 @@ log = logging.getLogger("octavo.gateway")
 LOOK_SECONDS = 0.25
 MAX_WAITING = 1024  # requests that wait for one model to be loaded
 RETRY_SECONDS = 5
+BATCH_SECONDS = 1.0  # between two looks for batches
+BATCH_QUIET_SECONDS = 10.0  # without a request, after which a model leaves for one with batches
 FIRST_DELAY, MAX_DELAY = 1.0, 30.0  # seconds before a server that has ended is started again; it doubles each time
 
 
 class Pool:
     """`max_loaded`: models in memory at once; 0: all. `idle_seconds`: without a request after which a model is unloaded; 0: never.
-    `min_seconds`: that a model stays once it is loaded."""
+    `min_seconds`: that a model stays once it is loaded. `find_batches`: names of models that have batches to run; called in a thread.
+    `keep`: names of models that stay loaded."""
 
     def __init__(
-        self, models: Sequence[ServedModel], max_loaded: int, idle_seconds: float, min_seconds: float, on_demand: bool
+        self,
+        models: Sequence[ServedModel],
+        max_loaded: int,
+        idle_seconds: float,
+        min_seconds: float,
+        on_demand: bool,
+        find_batches: Callable[[], set[str]] = set,
+        make: Callable[[ServedModel], ModelServer] = ModelServer,
+        keep: Collection[str] = (),
     ) -> None:
-        self.servers = {model.name: ModelServer(model) for model in models}
+        self.servers = {model.name: make(model) for model in models}
+        self._keep = keep
         self.default = next(iter(self.servers.values()))
         self._max_loaded, self._idle_seconds, self._min_seconds = max_loaded or len(models), idle_seconds, min_seconds
         self.is_kept = not on_demand and not idle_seconds and not max_loaded  # all models are to be there all the time
         self._on_demand = on_demand
+        self._find_batches = find_batches
         self._changed = asyncio.Condition()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._retry_at: dict[str, tuple[float, float]] = {}  # name → (when, delay) of a server that has ended
@@ -39,9 +52,10 @@ class Pool:
 
     async def begin(self) -> None:
         """Load what is to be loaded at the start, one after the other: each measures the memory that is left. Raises EngineUnavailable."""
-        if not self._on_demand:
-            for server in [*self.servers.values()][: self._max_loaded]:
-                await self._load(server)
+        kept = [self.servers[name] for name in self._keep]
+        others = [] if self._on_demand else [each for each in self.servers.values() if each not in kept]
+        for server in [*kept, *others][: max(len(kept), self._max_loaded)]:
+            await self._load(server)
 
     async def acquire(self, server: ModelServer) -> None:
         """Have a response in progress at a server, which is loaded first if it is not. Raises EngineUnavailable. To be followed by
@@ -76,6 +90,7 @@ class Pool:
     async def sleep(self, server: ModelServer) -> None:
         """Unload a model when its responses have ended."""
         if server.state == "ready":
+            server.is_put_to_sleep = True
             await asyncio.shield(self._begin_leaving(server))  # it goes on if the one that asked for it leaves
 
     async def watch(self) -> None:
@@ -87,10 +102,34 @@ class Pool:
                     await self._ended(server, now)
                 elif server.state == "ready" and self._is_idle(server, now):
                     log.info("model %s was idle for %g s and is unloaded", server.name, self._idle_seconds)
-                    await self.sleep(server)
+                    self._begin_leaving(server)
                 elif self._is_due(server):
                     self._begin_load(server)
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def watch_batches(self) -> None:
+        """Run until cancelled: load models for their batches, where that takes no model from requests."""
+        while True:
+            await asyncio.sleep(BATCH_SECONDS)
+            waiting = await asyncio.to_thread(self._find_batches)
+            for server in self.servers.values():
+                server.has_batches = server.name in waiting
+            for server in self.servers.values():
+                if self._may_load_for_batches(server):
+                    log.info("model %s is loaded for its batches", server.name)
+                    self._begin_load(server)
+                    break  # the next one when this one is there
+
+    def _may_load_for_batches(self, server: ModelServer) -> bool:
+        is_wanted = server.has_batches and server.state == "unloaded" and not server.is_put_to_sleep
+        if not is_wanted or self._loads or self._leaving:
+            return False
+        now, occupying = time.monotonic(), [each for each in self.servers.values() if each.is_occupying]
+        if len(occupying) < self._max_loaded:
+            return True
+        quiet = max(self._min_seconds, BATCH_QUIET_SECONDS)
+        occupying = [each for each in occupying if each.name not in self._keep]
+        return any(not e.open and not e.has_batches and now - max(e.last_used, e.ready_at) >= quiet for e in occupying)
 
     async def close(self) -> None:
         """Stop all servers in order."""
@@ -113,10 +152,13 @@ class Pool:
     def _is_due(self, server: ModelServer) -> bool:
         """Whether a server that has ended is to be started again now."""
         has_failed = server.state == "failed" and server.name not in self._loads
-        return has_failed and self.is_kept and self._retry_in(server) <= 0
+        is_wanted = self.is_kept or server.name in self._keep
+        return has_failed and is_wanted and self._retry_in(server) <= 0
 
     def _is_idle(self, server: ModelServer, now: float) -> bool:
-        is_unused = not server.open and now - server.last_used >= self._idle_seconds
+        if server.name in self._keep:
+            return False
+        is_unused = not server.open and not server.has_batches and now - server.last_used >= self._idle_seconds
         return bool(self._idle_seconds) and is_unused and now - server.ready_at >= self._min_seconds
 
     async def _ended(self, server: ModelServer, now: float) -> None:
@@ -169,14 +211,11 @@ class Pool:
                 # A model that is still leaving, to be loaded again, has to be gone first.
                 others = [each for each in self.servers.values() if each.is_occupying]
                 if server.state != "unloading" and len(others) < self._max_loaded:
-                    server.state = "loading"
+                    server.state, server.is_put_to_sleep = "loading", False
                     return
-                now = time.monotonic()
-                leaving = [each for each in others if each.state == "unloading"]
-                if not leaving:
-                    stayed = [e for e in others if e.state == "ready" and now - e.ready_at >= self._min_seconds]
-                    if stayed:
-                        leaver = min(stayed, key=lambda each: (each.open > 0, each.last_used))
+                if not any(each.state == "unloading" for each in others):
+                    leaver = self._leaver(others)
+                    if leaver is not None:
                         log.info(
                             "model %s leaves for %s when its %d responses have ended",
                             leaver.name,
@@ -186,6 +225,15 @@ class Pool:
                         self._begin_leaving(leaver)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
+
+    def _leaver(self, others: Sequence[ModelServer]) -> ModelServer | None:
+        """The model that leaves for another: one without responses and batches before others, then the one that was used least recently.
+        None: it has to stay for longer."""
+        ready = [each for each in others if each.state == "ready" and each.name not in self._keep]
+        first = min(ready, key=lambda each: (each.open > 0, each.has_batches, each.last_used), default=None)
+        if first is None or time.monotonic() - first.ready_at < self._min_seconds:
+            return None
+        return first
 
     def _begin_leaving(self, server: ModelServer) -> "asyncio.Task[None]":
         """Take no more requests for a model, and unload it when its responses have ended."""

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from octavo.config import Config, split_list
+from octavo.config import Config, replace, split_list
 from octavo.errors import ConfigError, EngineUnavailable
 from octavo.ipc.launch import Patience
 from octavo.ipc.stderr import hold_standard_streams, settle_standard_error
@@ -24,15 +23,19 @@ from octavo.observe.logs import RareWarning
 from octavo.server.gateway.app import Gateway
 from octavo.server.gateway.catalog import ServedModel, read_models
 from octavo.server.gateway.pool import Pool
-from octavo.server.http.protocol import KEEP_ALIVE_SECONDS, Connection, Malformed
+from octavo.server.gateway.shared import Shared
+from octavo.server.http.connections import http_options
+from octavo.server.http.protocol import Connection, Malformed
+from octavo.server.process import loop_factory
 from octavo.server.state.tenants import LIMIT_HEADERS
 from octavo.supervisor.acceptor import raise_descriptor_limit
 from octavo.supervisor.listen import access_note, cannot_listen, check_certificates, listen, url_of
-from octavo.supervisor.runtime_dir import RuntimeDir, ServerRecord, remove_abandoned, write_record
+from octavo.supervisor.runtime_dir import RuntimeDir, ServerRecord, files_folder, remove_abandoned, write_record
 
 log = logging.getLogger("octavo.gateway")
 
 BACKLOG = 2048
+GATEWAY_PART = "gateway"  # of --files-folder
 LOOK_TICKS = 10  # uvicorn ticks ten times a second
 MALFORMED_SECONDS = 10.0
 
@@ -66,21 +69,37 @@ def serve_models(config: Config) -> int:
     remove_abandoned()
     folder = RuntimeDir()
     try:
-        models = read_models(config, folder.path)
-        listener = listen(config.server.host, config.server.port)
-        with listener:
-            return asyncio.run(_run(config, models, listener, folder))
+        with files_folder(_with_part(config, folder), folder.path) as config:
+            models = read_models(config, folder.path)
+            listener = listen(config.server.host, config.server.port)
+            with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
+                return runner.run(_run(config, models, listener, folder))
     finally:
         folder.close()
         settle_standard_error()
+
+
+def _with_part(config: Config, folder: RuntimeDir) -> Config:
+    """With a folder for files, which the servers of the models share with the gateway."""
+    if config.batches.files_part:
+        raise ConfigError("--files-part is for one model: several on one port have parts by their names")
+    files = config.batches.files_folder or str(folder.path / "files")
+    return replace(config, files_folder=files, files_part=GATEWAY_PART)
 
 
 async def _run(config: Config, models: list[ServedModel], listener: socket.socket, folder: RuntimeDir) -> int:
     started, stop = time.monotonic(), asyncio.Event()
     loop = asyncio.get_running_loop()
     wishes = config.models
+    shared = Shared(config, {model.name: model.config for model in models})
     pool = Pool(
-        models, wishes.max_loaded_models, wishes.model_idle_seconds, wishes.model_min_seconds, wishes.load_on_demand
+        models,
+        wishes.max_loaded_models,
+        wishes.model_idle_seconds,
+        wishes.model_min_seconds,
+        wishes.load_on_demand,
+        shared.models_with_batches,
+        keep=split_list(wishes.keep_loaded),
     )
     hurry = asyncio.Event()
 
@@ -106,21 +125,23 @@ async def _run(config: Config, models: list[ServedModel], listener: socket.socke
             loading.result()
         except EngineUnavailable as error:
             raise ConfigError(error.message) from None
-        code = await _serve(config, pool, listener, folder, (stop, hurry), started)
+        code = await _serve(config, pool, shared, listener, folder, (stop, hurry), started)
     finally:
         await pool.close()
+        shared.close()
     return 130 if hurry.is_set() else code
 
 
 async def _serve(
     config: Config,
     pool: Pool,
+    shared: Shared,
     listener: socket.socket,
     folder: RuntimeDir,
     signals: tuple[asyncio.Event, asyncio.Event],
     started: float,
 ) -> int:
-    server, gateway, (stop, hurry) = config.server, Gateway(config, pool), signals
+    server, gateway, (stop, hurry) = config.server, Gateway(config, pool, shared), signals
     app: ASGIApp = gateway
     if origins := split_list(server.allowed_origins):
         app = CORSMiddleware(
@@ -137,27 +158,8 @@ async def _serve(
         about_malformed(f"a request was refused: {kind}")
 
     protocol = functools.partial(Connection, is_refused=False, budget=config.budget, on_malformed=malformed)
-    http = _HttpServer(
-        uvicorn.Config(
-            app,
-            http=protocol,  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level=server.uvicorn_log_level,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            ssl_certfile=server.ssl_certfile or None,
-            ssl_keyfile=server.ssl_keyfile or None,
-            ssl_ca_certs=server.ssl_ca_certs or None,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if server.ssl_ca_certs else ssl.CERT_NONE,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    options = http_options(server)
+    http = _HttpServer(uvicorn.Config(app, http=protocol, date_header=False, backlog=BACKLOG, **options))  # type: ignore[arg-type]
     try:
         listener.listen(BACKLOG)
     except OSError as error:
@@ -167,18 +169,20 @@ async def _serve(
     url = url_of(listener, server)
     write_record(folder.path, ServerRecord(os.getpid(), url, ", ".join(pool.servers), time.time()))
     serving = asyncio.create_task(http.serve(sockets=[listener]))
-    watching = asyncio.create_task(pool.watch())
+    watching = [asyncio.create_task(work()) for work in (pool.watch, pool.watch_batches, shared.tenants.keep)]
     log.info("ready after %.1f s: %s", time.monotonic() - started, url)
     await asyncio.wait({serving, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping: running requests get up to %g s", server.shutdown_timeout)
     pool.is_closing = True
+    shared.drain()
     ends = [asyncio.create_task(event.wait()) for event in (gateway.idle, hurry)]
     await asyncio.wait(ends, timeout=server.shutdown_timeout, return_when=asyncio.FIRST_COMPLETED)
-    for task in ends:
-        task.cancel()
+    for end in ends:
+        end.cancel()
     is_clean = not gateway.num_open
-    watching.cancel()
+    for task in watching:
+        task.cancel()
     http.should_exit = True
-    await asyncio.gather(serving, watching, return_exceptions=True)
+    await asyncio.gather(serving, *watching, return_exceptions=True)
     log.info("stopped" if is_clean else "stopped; some requests were cut off")
     return 0 if is_clean else 3

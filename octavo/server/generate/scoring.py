@@ -3,10 +3,13 @@
 A cross-encoder, which is a sequence classifier with one label, reads both texts at once. Any other model embeds each text, and the score is
 the cosine of the two vectors."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
+from starlette.responses import Response
 
 from octavo.admission.pairs import PairPrompts, Texts, check_sides, dot, score_pooling
 from octavo.admission.validate import RequestSize, admit_embedding, cut_to, longest_embedding
@@ -16,6 +19,7 @@ from octavo.server.generate.embeddings import MAX_INPUTS, vectors
 from octavo.server.generate.offload import offload, offload_prompt
 from octavo.server.generate.requests import check_text_len, new_id
 from octavo.server.schema.fields import LimitFields, RequestFields
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
@@ -31,6 +35,32 @@ class PoolingUsage(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int = 0
+
+
+T = TypeVar("T")
+
+
+class PoolingAnswer(msgspec.Struct, Generic[T], frozen=True, gc=False):
+    """vLLM's list of what a model makes of its hidden states."""
+
+    id: str
+    created: int
+    model: str
+    data: list[T]
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
+def pooling_answer(
+    service: Service,
+    kind: type[PoolingAnswer[T]],
+    response_id: str,
+    data: list[T],
+    num_tokens: int,
+    ignored: Sequence[str],
+) -> Response:
+    usage = PoolingUsage(num_tokens, num_tokens)
+    return json_response(kind(response_id, int(time.time()), service.answering_name, data, usage), ignored)
 
 
 class ScoringFields(RequestFields, LimitFields):

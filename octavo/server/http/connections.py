@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from octavo.config import BudgetConfig
+from octavo.config import BudgetConfig, ServerConfig
 from octavo.ipc.launch import ApiLaunch, Patience, tell_supervisor
 from octavo.messages import ServerReady
 from octavo.observe.logs import RareWarning
@@ -169,28 +169,30 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(launch: ApiLaunch, app: object, count_malformed: Callable[[Malformed], None]) -> HttpServer:
-    server = launch.config.server
     return HttpServer(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level=server.uvicorn_log_level,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # browsers.py alone reads X-Forwarded-*
-            ssl_certfile=server.ssl_certfile or None,
-            ssl_keyfile=server.ssl_keyfile or None,
-            ssl_ca_certs=server.ssl_ca_certs or None,
-            # Naming authorities means that clients must present a certificate signed by them.
-            ssl_cert_reqs=ssl.CERT_REQUIRED if server.ssl_ca_certs else ssl.CERT_NONE,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=1,
-        ),
+        uvicorn.Config(app, http="httptools", **http_options(launch.config.server)),  # type: ignore[arg-type]
         socket.socket(fileno=launch.fd),
         launch.patience,
         launch.config.budget,
         count_malformed,
     )
+
+
+def http_options(server: ServerConfig) -> dict[str, Any]:
+    """Of uvicorn.Config."""
+    return {
+        "ws": "none",
+        "lifespan": "off",
+        "log_config": None,
+        "log_level": server.uvicorn_log_level,
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,  # browsers.py alone reads X-Forwarded-*
+        "ssl_certfile": server.ssl_certfile or None,
+        "ssl_keyfile": server.ssl_keyfile or None,
+        "ssl_ca_certs": server.ssl_ca_certs or None,
+        # Naming authorities means that clients must present a certificate signed by them.
+        "ssl_cert_reqs": ssl.CERT_REQUIRED if server.ssl_ca_certs else ssl.CERT_NONE,
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+        "timeout_graceful_shutdown": 1,
+    }

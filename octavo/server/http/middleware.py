@@ -16,12 +16,12 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import EngineUnavailable, Forbidden, Overloaded, RequestError, RequestTimeout, TooLarge, Unauthorized
+from octavo.errors import EngineUnavailable, Forbidden, RequestError, Unauthorized
 from octavo.observe.journeys.journey import current
+from octavo.server.http.body import BodyLimits, BodyReader
 from octavo.server.http.browsers import HostRule, OriginRule, machine_names
 from octavo.server.http.errors import error_response
-from octavo.server.http.inflate import Inflater, inflater_for
-from octavo.server.state.disconnect import DRAIN_RETRY_AFTER, ClientGone, receiving
+from octavo.server.state.disconnect import ClientGone, receiving
 from octavo.server.state.journeys import JourneySender
 from octavo.server.state.loopback import INSIDE, OWNER
 from octavo.server.state.owners import NO_OWNER
@@ -36,9 +36,6 @@ PAGES_FOLDER = "/pages/"
 MAX_REQUEST_ID_LEN = 200
 MAX_LABEL_LEN = 256  # characters of a header that a request shares the engine by (--fairness header:NAME)
 MAX_PATH_LEN = 1000  # characters of a path in journeys and logs
-SMALL_BODY = 64 * 2**10  # bytes: bodies of this size are taken however many bytes others have sent
-BODIES_RETRY_AFTER = 2
-BODY_STEP = 1024  # bytes of a body that must arrive within the time limit, unless the body is complete
 
 
 class Entrance:
@@ -86,10 +83,9 @@ class RequestMiddleware:
         self._hosts = HostRule(server, machine_names())
         self._origins = OriginRule(server)
         self._prefix = server.root_path.rstrip("/")
-        self._max_body_bytes = int(service.config.budget.max_body_bytes)
-        self._max_bodies_bytes = int(service.config.budget.max_bodies_bytes)
+        budget = service.config.budget
+        self.bodies = BodyLimits(int(budget.max_body_bytes), int(budget.max_bodies_bytes), service.body_limits)
         self._entrance = Entrance()
-        self._num_bodies_bytes = 0  # of all bodies whose responses have not begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,31 +144,6 @@ class RequestMiddleware:
             self._origins.check(scope, headers)  # browsers add a stored password to requests of other sites' pages, too
         scope[OWNER] = self._service.owners.of((right or right_passwords)[0])
 
-    def check_length(self, scope: Scope, num_bytes: int, what: str = "the request body") -> None:
-        if num_bytes <= self._max_body_bytes or INSIDE in scope:
-            return
-        limit = self._service.body_limits.get(route_of(scope), self._max_body_bytes)
-        if num_bytes > limit:
-            flag = "--max-body-bytes" if limit == self._max_body_bytes else "--max-file-bytes"
-            raise TooLarge(f"{what} is over the limit of {limit} bytes ({flag})")
-
-    def count_body(self, scope: Scope, num_bytes: int, num_body_bytes: int) -> int:
-        """Count `num_bytes` more of a body that has `num_body_bytes` by now. → the bytes counted, for `release_body`. Raises
-        Overloaded if all bodies together are too large."""
-        if INSIDE in scope or route_of(scope) in self._service.body_limits:
-            return 0
-        if num_body_bytes > SMALL_BODY and self._num_bodies_bytes + num_bytes > self._max_bodies_bytes:
-            raise Overloaded(
-                f"the bodies of requests in progress take {self._num_bodies_bytes} bytes, and this one would exceed the limit of "
-                f"{self._max_bodies_bytes} (--max-bodies-bytes)",
-                BODIES_RETRY_AFTER,
-            )
-        self._num_bodies_bytes += num_bytes
-        return num_bytes
-
-    def release_body(self, num_bytes: int) -> None:
-        self._num_bodies_bytes -= num_bytes
-
 
 class _Passage:
     """One request on its way through the middleware."""
@@ -183,18 +154,14 @@ class _Passage:
         self._service = service
         self._journeys = service.journeys
         self._scope = scope
-        self._receive = receive
         self._headers = Headers(scope=scope)
-        self._num_body_bytes = 0
-        self._num_held_bytes = 0  # of the body, as the middleware counts them
-        self._is_body_complete = False
-        self._inflater: Inflater | None = None  # None: the body is not compressed
-        # Seconds waited for the next BODY_STEP bytes, and how many of them have arrived.
-        self._waited, self._num_late_bytes = 0.0, 0
-        self._patience = service.patience.request
         self._status = 0
-        self.request_id = _request_id(self._headers.get("x-request-id", ""))
+        self.request_id = request_id_of(self._headers.get("x-request-id", ""))
         self.journey = service.journeys.begin(self.request_id, scope["method"], scope["path"][:MAX_PATH_LEN], started)
+        self._body = BodyReader(
+            scope, route_of(scope), receive, door.bodies, service, lambda: self.journey.reach("receive")
+        )
+        self.receive = self._body.receive
         if "traceparent" in self._headers:
             names = ("traceparent", "tracestate")
             self.journey.trace_context = {name: self._headers[name] for name in names if name in self._headers}
@@ -211,12 +178,7 @@ class _Passage:
             self.journey.owner = self._scope.get(OWNER, NO_OWNER)
             if header := self._service.tenants.header:
                 self.journey.header_value = self._headers.get(header, "")[:MAX_LABEL_LEN]
-            length = self._headers.get("content-length", "")
-            if length.isascii() and length.isdigit():
-                self._door.check_length(self._scope, int(length))
-            encoding = self._headers.get("content-encoding", "")
-            if encoding and self._scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-                self._inflater = inflater_for(encoding)
+            self._body.expect(self._headers.get("content-length", ""), self._headers.get("content-encoding", ""))
             await app(self._scope, self.receive, self.send)
         except (ClientGone, ClientDisconnect):
             self._status = 499
@@ -229,63 +191,10 @@ class _Passage:
             method, path = self._scope["method"], route_of(self._scope)
             await error_response(error, self.request_id, method, path)(self._scope, self.receive, self.send)
 
-    async def receive(self) -> Message:
-        if self._inflater is None or self._inflater.is_over:
-            return await self._receive_as_sent()
-        return await self._receive_inflated(self._inflater)
-
-    async def _receive_inflated(self, inflater: Inflater) -> Message:
-        while True:
-            piece = inflater.take()
-            self._door.check_length(self._scope, inflater.num_bytes, "the request body, inflated,")
-            if piece or inflater.is_over:
-                self._num_held_bytes += self._door.count_body(self._scope, len(piece), inflater.num_bytes)
-                await asyncio.sleep(0)  # other requests have their turn between two pieces
-                return {"type": "http.request", "body": piece, "more_body": not inflater.is_over}
-            message = await self._receive_as_sent()
-            if message["type"] != "http.request":
-                return message
-            inflater.feed(message.get("body", b""), is_last=not message.get("more_body", False))
-
-    async def _receive_as_sent(self) -> Message:
-        message = await self._receive() if self._is_body_complete else await self._receive_in_time()
-        if message["type"] == "http.request":
-            num_bytes = len(message.get("body", b""))
-            self._num_body_bytes += num_bytes
-            self._door.check_length(self._scope, self._num_body_bytes)
-            self._num_held_bytes += self._door.count_body(self._scope, num_bytes, self._num_body_bytes)
-            self._num_late_bytes += num_bytes
-            if self._num_late_bytes >= BODY_STEP:
-                self._waited, self._num_late_bytes = 0.0, 0
-            if not message.get("more_body", False):
-                self._is_body_complete = True
-                self.journey.reach("receive")
-        return message
-
-    async def _receive_in_time(self) -> Message:
-        """Receive with a time limit, which is short once the server stops. Time spent on processing does not count."""
-        began = time.monotonic()
-        if self._service.draining and self._patience > (farewell := self._service.patience.farewell):
-            self._patience, self._waited = farewell, 0.0
-        try:
-            async with asyncio.timeout(self._patience - self._waited) as limit:
-                with self._service.arriving(limit):
-                    return await self._receive()
-        except TimeoutError:
-            if self._service.draining:
-                raise EngineUnavailable(
-                    "the server is shutting down, and the request body has not arrived", DRAIN_RETRY_AFTER
-                ) from None
-            raise RequestTimeout(
-                f"the request body did not arrive in time: fewer than {BODY_STEP} bytes within {self._patience:g} s"
-            ) from None
-        finally:
-            self._waited += time.monotonic() - began
-
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = self.journey.status = message["status"]
-            self._release_body()
+            self._body.release()
             limits = self._service.tenants.headers(self.journey.owner)
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode()), *limits]
         await self._send(message)
@@ -295,13 +204,8 @@ class _Passage:
             if not message.get("more_body", False):
                 self.journey.ended = time.monotonic()
 
-    def _release_body(self) -> None:
-        """Count the body no longer: it is parsed, or not read further."""
-        self._door.release_body(self._num_held_bytes)
-        self._num_held_bytes = 0
-
     def end(self) -> None:
-        self._release_body()
+        self._body.release()
         journey = self.journey
         if self._status == 499 or not journey.ended:
             journey.status = self._status or 500
@@ -311,7 +215,7 @@ class _Passage:
         self._journeys.end(journey)
 
 
-def _request_id(given: str) -> str:
+def request_id_of(given: str) -> str:
     """The client's own id where it is safe in a header and a log line; else a new one."""
     if given and len(given) <= MAX_REQUEST_ID_LEN and given.isascii() and given.isprintable():
         return given

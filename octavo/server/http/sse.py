@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from octavo.server.http.errors import error_event, note
 from octavo.server.state.disconnect import cut_off, while_connected
 from octavo.server.state.ignored_fields import EVENT_END, name_back
 from octavo.server.state.loopback import OWNER
-from octavo.server.state.owners import NO_OWNER, Viewer
+from octavo.server.state.owners import NO_OWNER, Owners, Viewer
 from octavo.server.state.service import Service
 
 log = logging.getLogger("octavo.server")
@@ -67,7 +68,12 @@ def owner_of(request: Request) -> bytes:
     return owner
 
 
-def viewer_of(service: Service, request: Request) -> Viewer:
+class HasOwners(Protocol):
+    @property
+    def owners(self) -> Owners: ...
+
+
+def viewer_of(service: HasOwners, request: Request) -> Viewer:
     """What the request's key may see."""
     return service.owners.viewer(owner_of(request))
 

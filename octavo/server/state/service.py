@@ -60,7 +60,7 @@ class Service:
         # As many as the supervisor starts: they share the engine's memory for journeys.
         num_processes = config.server.num_api_processes(usable_cores())
         kept = int(config.server.journey_bytes) // num_processes if engine.can_be_replaced else 0
-        self.tenants = Tenants(config, self.owners, engine.origin, num_processes)
+        self.tenants = Tenants(config, self.owners)
         engine.count_usage(self.tenants.accounts)
         self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
         self.journeys.spell = lambda token_ids: text.decode(token_ids, False)

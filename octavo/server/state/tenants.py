@@ -10,7 +10,7 @@ import msgspec
 from octavo import key_settings
 from octavo.config import Config
 from octavo.errors import BudgetSpent, RateLimited
-from octavo.ipc.usage_ledger import Account, Remaining, UsageLedger, Used, clear_open
+from octavo.ipc.usage_ledger import Account, Remaining, UsageLedger, Used
 from octavo.key_settings import KeySettings
 from octavo.messages import GenerateRequest
 from octavo.observe.journeys.journey import OpenJourney
@@ -43,8 +43,8 @@ _NOT_KNOWN = KeyTenant(0, "", KeySettings())
 
 
 class Tenants:
-    def __init__(self, config: Config, owners: Owners, row: int, num_rows: int) -> None:
-        """`row`: the number of this API process, of `num_rows`. Raises ConfigError."""
+    def __init__(self, config: Config, owners: Owners) -> None:
+        """Raises ConfigError."""
         mode, _, self.header = config.scheduler.fairness.partition(":")
         self.header = self.header.lower()
         self._mode = mode
@@ -54,10 +54,8 @@ class Tenants:
         self.ledger: UsageLedger | None = None
         accounts: dict[bytes, Account] = {}
         if keys and config.batches.files_folder:
-            self.ledger = UsageLedger(Path(config.batches.files_folder) / LEDGER_FILE, row)
+            self.ledger = UsageLedger(Path(config.batches.files_folder) / LEDGER_FILE)
             accounts = self.ledger.accounts({_id_of(owner, of.name): of for owner, of in by_owner.items()})
-            if row == 0:
-                clear_open(self.ledger, accounts.values(), num_rows)
         self._by_owner = {
             owner: KeyTenant(number, of.name or f"key-{number}", of, accounts.get(_id_of(owner, of.name)))
             for number, (owner, of) in enumerate(by_owner.items())

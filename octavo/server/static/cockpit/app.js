@@ -30,6 +30,8 @@ const past = new Past(SPANS[localStorage.getItem(SPAN)] ?? SPANS["5 min"]);
 const charts = new Charts(find("charts"), () => schedule());
 let offset = 0; // from the feed's clock to seconds since 1970
 let model = null;
+let nextModels = 0; // timer
+const MODELS_MS = 2000; // between two looks at which models are loaded
 const showKey = keyDialog(() => follow());
 let ended = []; // newest first
 let state = null;
@@ -93,8 +95,9 @@ function connection(is, why = "") {
 async function loadModel() {
   try {
     const models = await (await ask("/v1/models")).json();
-    model = models.data[0];
-    write(find("model"), `${model.id} · context ${count(model.max_model_len)}`);
+    model = models.data.find((each) => (each.status ?? "ready") === "ready") ?? models.data[0];
+    showModels(models.data);
+    write(find("model"), model.max_model_len ? `${model.id} · context ${count(model.max_model_len)}` : model.id);
     find("model").title = find("model").textContent;
     write(find("chat-link-text"), model.capabilities?.includes("completion") ? "Chat" : "Embeddings");
     find("map-card").classList.toggle("hidden", !model.capabilities?.includes("completion")); // an encoder keeps no pages
@@ -102,6 +105,19 @@ async function loadModel() {
   } catch {
     // The feed reports the same error.
   }
+}
+
+// Several models on one port; the card is hidden where there is one. The rest of the page shows the first one that is loaded.
+function showModels(models) {
+  const several = models.filter((each) => each.status);
+  find("models-card").classList.toggle("hidden", !several.length);
+  const rows = several.map((each) => {
+    const doing = each.status === "loading" ? `loading for ${seconds(each.loading_seconds)}` : each.status;
+    return element("tr", {}, element("td", {}, each.id), element("td", {}, doing), element("td", { class: "right number" }, count(each.waiting ?? 0)));
+  });
+  find("models").replaceChildren(...rows);
+  clearTimeout(nextModels);
+  if (several.length) nextModels = setTimeout(loadModel, MODELS_MS);
 }
 
 async function loadPast(span = past.span) {
@@ -294,7 +310,7 @@ function drawEnded() {
     (end) => end.number,
     (end) => {
       const sum = (...names) => names.reduce((total, name) => total + (end.stages[name] || 0), 0);
-      const parts = [["wait", sum("adapter", "load", "queue", "preempted", "restart")], ["prompt", sum("prefill", "recompute")], ["decode", sum("decode", "several", "engine")]];
+      const parts = [["wait", sum("model", "adapter", "load", "queue", "preempted", "restart")], ["prompt", sum("prefill", "recompute")], ["decode", sum("decode", "several", "engine")]];
       const bar = element("div", { class: "mini", title: parts.map(([, spent]) => seconds(spent)).join(" · ") });
       bar.append(...parts.map(([kind, spent]) => element("i", { "data-kind": kind, style: `width:${((100 * spent) / Math.max(1e-9, end.seconds)).toFixed(1)}%` })));
       const status = element("td", { class: `right number${end.status >= 400 ? " bad" : ""}`, text: end.status === 499 ? "aborted" : end.status });
