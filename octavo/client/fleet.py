@@ -92,6 +92,7 @@ class _Member:
         self.link: EngineLink | None = None  # None: it has no engine now
         self.report: EngineReport | None = None  # None: its engine is not ready
         self.is_draining = False
+        self.awaits_snapshot = False  # its engine was asked for one
         self.requests: dict[str, None] = {}  # that are placed here, in order
         self.quarantined: set[str] = set()  # suspects that wait for its next engine
 
@@ -287,7 +288,7 @@ class FleetClient(EngineClient):
 
     def _connect(self, member: _Member, engine_address: str, reply_address: str, epoch: int) -> None:
         """Connect to a replica's new engine. Suspects that wait for it go with the Hello: an engine runs these before all others."""
-        member.epoch, member.is_draining = epoch, False
+        member.epoch, member.is_draining, member.awaits_snapshot = epoch, False, False
 
         def receive(message: FromEngine) -> None:
             self._receive_from(member, epoch, message)
@@ -346,9 +347,10 @@ class FleetClient(EngineClient):
                             self._router.settle(delta.request_id)
                 self._streams.deliver(mine)
             case PageEvents():
-                if self._router.take_events(message) and self._router.index.incomplete and member.link is not None:
-                    member.link.send(WantSnapshot(self.origin))
+                if self._router.take_events(message):
+                    self._ask_if_incomplete(member)
             case PageSnapshot():
+                member.awaits_snapshot = False
                 self._router.take_snapshot(message)
             case EngineReport():
                 self._joined(member, message)
@@ -356,6 +358,13 @@ class FleetClient(EngineClient):
                 log.warning("replica %d: %s", member.number, message.message)  # the supervisor decides what follows
             case Travelled() | Reply():
                 self._receive(message)
+
+    def _ask_if_incomplete(self, member: _Member) -> None:
+        """Ask a replica of which events are missing for a snapshot, once: making one takes its engine time between two steps."""
+        if member.awaits_snapshot or member.link is None or member.number not in self._router.index.incomplete:
+            return
+        member.awaits_snapshot = True
+        member.link.send(WantSnapshot(self.origin))
 
     def _joined(self, member: _Member, report: EngineReport) -> None:
         """A replica's engine is ready."""
