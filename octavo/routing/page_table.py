@@ -212,7 +212,9 @@ class PageTable:
         buckets = np.empty((len(pages), 2), np.uint64)
         np.bitwise_and(pages, self._mask, out=buckets[:, 0])
         np.bitwise_and(pages >> np.uint64(32), self._mask, out=buckets[:, 1])
-        return buckets, self._ids.take(buckets.view(np.int64), axis=0, mode="wrap")  # several times as fast as self._ids[buckets]
+        return buckets, self._ids.take(
+            buckets.view(np.int64), axis=0, mode="wrap"
+        )  # several times as fast as self._ids[buckets]
 
     def _find(self, pages: Pages) -> Slots:
         """The slot of each page; −1: it has none."""
