@@ -162,6 +162,11 @@ class FleetClient(EngineClient):
         open_to = self._accepting(request)
         self._streams.open(request)
         self._unsettled.add(request.id)
+        if any(request.begun):  # in another process, whose replicas were these
+            fingerprint = self.report.system_fingerprint
+            able = self._able(request.id, fingerprint)
+            open_to = [member for member in open_to if member in able]
+            self._unplaced[request.id] = fingerprint  # where none is left
         self._place(request, open_to)
         if request.deadline or request.queue_until:
             self._set_timers(request)
