@@ -40,65 +40,50 @@ def run(arguments: argparse.Namespace) -> None:
         folder = Path(name)
         _write_words(folder)
         (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": VOCAB_SIZE}))
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.front",
-            SERVE,
-            str(folder),
-            "--port",
-            "0",
-            "--load-format",
-            "dummy",
-        ]
-        command += [
-            "--max-num-seqs",
-            "64",
-            "--max-model-len",
-            str(MAX_MODEL_LEN),
-            "--api-processes",
-            "1",
-            "--record-bytes",
-            "0",
-        ]
-        command += ["--served-model-name", PEER_MODEL]
-        fleet = f"{arguments.replicas} replicas"
+        command = [sys.executable, "-m", "benchmarks.front", SERVE, str(folder), "--served-model-name", PEER_MODEL]
+        command += ["--port", "0", "--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
+        command += ["--max-num-seqs", "64", "--api-processes", "1", "--record-bytes", "0"]
+        print(
+            f"prompts of {arguments.prompt_len} tokens, one client; two sides in turn, {arguments.requests} requests each; ms"
+        )
+        print(f"{'':<16} {'':<13} {'p50':>8} {'p99':>8} {'more p50':>9} {'more p99':>9}", flush=True)
         url, pid = stack.enter_context(server(command))
-        fleet_url, fleet_pid = stack.enter_context(server([*command, "--data-parallel-size", str(arguments.replicas)]))
-        sides = {ALONE: url, fleet: fleet_url}
-        processes = {ALONE: _children(pid), fleet: _children(fleet_pid)}
+        failed = _compare_fleet(arguments, command, url, pid)
         if arguments.peer:
             second = stack.enter_context(server(command))[0]
         for program in arguments.peer:
-            sides[program.name] = stack.enter_context(peer_router(program, [sides[ALONE], second]))
-        before = {side: _spent(found) for side, found in processes.items()}
-        figures = asyncio.run(measure(arguments, sides))
-        for side, found in processes.items():
-            spent = {kind: now - before[side][kind] for kind, now in _spent(found).items()}
-            if side == ALONE and arguments.peer:
-                continue  # the routers' requests are in it
-            print(
-                f"{side}: CPU ms a request: "
-                + ", ".join(
-                    f"{kind} {each / len(MOST_MS) / (arguments.requests + NUM_WARM) * 1e3:.3f}"
-                    for kind, each in spent.items()
-                )
-            )
-    print(
-        f"prompts of {arguments.prompt_len} tokens, one client, {arguments.requests} requests of each kind in turn; ms"
-    )
-    print(f"{'':<16} {'':<13} {'p50':>8} {'p99':>8} {'more p50':>9} {'more p99':>9}")
-    failed = []
-    for kind in MOST_MS:
-        alone = [percentile(figures[kind, ALONE], each) for each in (50, 99)]
-        for side in sides:
-            found = [percentile(figures[kind, side], each) for each in (50, 99)]
-            more = [each - before for each, before in zip(found, alone, strict=True)]
-            print(f"{side:<16} {kind:<13} {found[0]:>8.3f} {found[1]:>8.3f} {more[0]:>+9.3f} {more[1]:>+9.3f}")
-            if side == fleet and any(each > most for each, most in zip(more, MOST_MS[kind], strict=True)):
-                failed.append(kind)
+            with peer_router(program, [url, second]) as router:
+                _show(program.name, asyncio.run(measure(arguments, {ALONE: url, program.name: router})))
     if failed:
         sys.exit(f"FAILED: more than {MOST_MS}: {', '.join(failed)}")
+
+
+def _compare_fleet(arguments: argparse.Namespace, command: list[str], url: str, pid: int) -> list[str]:
+    """Returns which kind of request takes too long."""
+    name = f"{arguments.replicas} replicas"
+    with server([*command, "--data-parallel-size", str(arguments.replicas)]) as (fleet_url, fleet_pid):
+        processes = {ALONE: _children(pid), name: _children(fleet_pid)}
+        before = {side: _spent(found) for side, found in processes.items()}
+        failed = _show(name, asyncio.run(measure(arguments, {ALONE: url, name: fleet_url})))
+        num_requests = len(MOST_MS) * (arguments.requests + NUM_WARM)
+        for side, found in processes.items():
+            spent = {kind: (now - before[side][kind]) / num_requests * 1e3 for kind, now in _spent(found).items()}
+            print(f"{side}: CPU ms a request: " + ", ".join(f"{kind} {each:.3f}" for kind, each in spent.items()))
+    return failed
+
+
+def _show(other: str, figures: dict[tuple[str, str], list[float]]) -> list[str]:
+    """Print what a side takes more than one engine. Returns the kinds that take more than they may."""
+    failed = []
+    for kind, limits in MOST_MS.items():
+        alone = [percentile(figures[kind, ALONE], each) for each in (50, 99)]
+        found = [percentile(figures[kind, other], each) for each in (50, 99)]
+        more = [each - before for each, before in zip(found, alone, strict=True)]
+        print(f"{ALONE:<16} {kind:<13} {alone[0]:>8.3f} {alone[1]:>8.3f}")
+        print(f"{other:<16} {kind:<13} {found[0]:>8.3f} {found[1]:>8.3f} {more[0]:>+9.3f} {more[1]:>+9.3f}", flush=True)
+        if any(each > most for each, most in zip(more, limits, strict=True)):
+            failed.append(kind)
+    return failed
 
 
 def _write_words(folder: Path) -> None:
