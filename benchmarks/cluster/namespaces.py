@@ -2,19 +2,41 @@
 
 import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
-from benchmarks.cluster.peers import free_port
-from tests.cluster.ray_nodes import SETTINGS, ports
+from benchmarks.cluster.peers import START_LIMIT_S, free_port
+from tests.cluster.ray_nodes import SETTINGS
 
 NAME = "octnet"
 
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _wait_for(host: str, port: int) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=2).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def _wait_for_nodes(address: str, count: int) -> None:
+    look = "import ray, sys, time\nray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False)\n"
+    look += "while sum(each['Alive'] for each in ray.nodes()) < int(sys.argv[2]): time.sleep(0.2)"
+    command = [sys.executable, "-c", look, address, str(count)]
+    subprocess.run(
+        command, check=True, timeout=START_LIMIT_S, env={**os.environ, **SETTINGS}, stderr=subprocess.DEVNULL
+    )
 
 
 class CutNodes:
@@ -38,11 +60,9 @@ def cut_nodes(count: int) -> Iterator[CutNodes]:
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
 
     def start(prefix: list[str], *words: str) -> None:
-        # Ports that it would choose itself are those of the machine, of which a namespace has its own.
-        more = [f"--{name.replace('_', '-')}={each}" for name, each in ports().items()]
         started.append(
             subprocess.Popen(
-                [*prefix, *ray, *words, *more],
+                [*prefix, *ray, *words],
                 env={**os.environ, **SETTINGS},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -65,17 +85,22 @@ def cut_nodes(count: int) -> Iterator[CutNodes]:
         start(
             [], "--head", f"--node-ip-address={network}1", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"
         )
-        time.sleep(5)
+        _wait_for(f"{network}1", port)
         for number, space in enumerate(spaces):
             where = (f"--address={network}1:{port}", f"--node-ip-address={network}{number + 2}", "--num-cpus=1")
             start(["ip", "netns", "exec", space], *where)
+            # One after the other: nodes that start at the same time in one folder choose the same sockets.
+            _wait_for_nodes(f"{network}1:{port}", number + 2)
         yield CutNodes(f"{network}1:{port}", spaces)
     finally:
         for process in reversed(started):
             process.terminate()
         for process in reversed(started):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
             subprocess.run(["ip", "link", "del", f"{space}a"], capture_output=True)
