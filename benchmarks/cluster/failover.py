@@ -225,7 +225,11 @@ def run_peer(arguments: argparse.Namespace) -> None:
         calm, _ = streams(base, arguments, 0, None)
 
         def kill() -> None:
-            for pid in descendants(servers[0].process.pid):
+            counts = [server.in_use()[0] for server in servers]
+            print(
+                f"{arguments.peer.name}: streams at the servers {[int(count) for count in counts]}; the first of the busiest is killed"
+            )
+            for pid in descendants(servers[counts.index(max(counts))].process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
