@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", help="default: the embedded one, whose heads 3 ranks divide, and not 2")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-parallel-size", type=int, default=1)
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="go on with new requests for so long after the fault"
+    )
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="most tokens of each stream")
@@ -185,6 +188,8 @@ def run(arguments: argparse.Namespace) -> None:
         calm, _ = streams(server.base, arguments, 0, None)
         found, when = streams(server.base, arguments, 8, functools.partial(_fault, server, nodes, fault))
         journeys = json.loads(server.get(f"/v1/requests?state=finished&limit={arguments.streams}")[1])["data"]
+        if arguments.minutes:
+            _ask_on(server, arguments.minutes)
         if nodes is not None:
             print("\n".join(line for line in server.lines if "node" in line or "Ray" in line))
         back = _seconds_until_ready(server, arguments.replicas, when) if fault == "partition" else None
@@ -203,6 +208,20 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"  all replicas ready {back:.1f} s after the fault")
     is_right = bool(moved) == (fault not in ("gcs", "api"))
     if num_errors or num_same < len(found) or not is_right or max(gaps) > limit:
+        sys.exit(1)
+
+
+def _ask_on(server: Server, minutes: float) -> None:
+    """New requests for so long after the fault."""
+    until, statuses = time.monotonic() + 60 * minutes, []
+    while time.monotonic() < until:
+        statuses.append(_status(server.base))
+        time.sleep(5)
+    states = [each["status"] for each in json.loads(server.get("/v1/fleet")[1])["replicas"]]
+    print(
+        f"{minutes:g} minutes after it: {len(statuses)} new requests, {sum(each == 200 for each in statuses)} answered; replicas {states}"
+    )
+    if set(statuses) != {200}:
         sys.exit(1)
 
 

@@ -277,7 +277,10 @@ class FleetClient(EngineClient):
         for timer in self._drain_timers.values():
             timer.cancel()
         for member in self._members.values():
-            self._disconnect(member, linger=200)
+            if (
+                member.link is not None
+            ):  # the router's index goes with the process: taking each replica out of it takes time
+                member.link.close(200)
         self._supervisor.close(linger=0)
         self._context.term()
 
@@ -302,10 +305,10 @@ class FleetClient(EngineClient):
         survivors = [found for each in member.quarantined if (found := self._streams.survivor(each)) is not None]
         member.link.send(Hello(self.origin, reply_address, survivors))
 
-    def _disconnect(self, member: _Member, linger: int = 0) -> None:
+    def _disconnect(self, member: _Member) -> None:
         """Drop the connection to a replica's engine and all that is still in it."""
         if member.link is not None:
-            member.link.close(linger)
+            member.link.close()
         member.link = member.report = None
         self._router.leave(member.number)
         self.is_recovering = not any(each.takes_requests for each in self._members.values())
