@@ -1,8 +1,9 @@
-"""Replicas that follow the load through Ray's autoscaler: a head with a core for one replica, and nodes that the autoscaler starts and ends (its provider
+"""Replicas that follow the load through Ray's autoscaler: a head without cores, and nodes that the autoscaler starts and ends (its provider
 for one machine, that of ray.cluster_utils.AutoscalingCluster). Clients send more than one replica computes, then stop. No request may fail."""
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from tests.e2e.servers import Server
 
 NAME = "autoscale"
 HOST = "127.0.0.1"
+HEAD_NODE = "f" * 51 + "00000"  # as the provider names it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,15 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def autoscaling_head(most_nodes: int) -> Iterator[str]:
-    """A Ray head with one core, and nodes of one core each when they are asked for. → its address"""
+    """A Ray head without cores, and nodes of one core each when they are asked for. → its address"""
     port = free_port()
     names = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
     config = {
         "cluster_name": "octavo",
         "max_workers": most_nodes,
-        "provider": {"type": "fake_multinode", "gcs_address": f"{HOST}:{port}"},
+        "provider": {
+            "type": "fake_multinode",
+            "gcs_address": f"{HOST}:{port}",
+            "launch_multiple": True,
+            "head_node_id": HEAD_NODE,
+        },
         "available_node_types": {
-            "ray.head.default": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
             "node": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": most_nodes},
         },
         "head_node_type": "ray.head.default",
@@ -61,11 +68,13 @@ def autoscaling_head(most_nodes: int) -> Iterator[str]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
         command += [
             f"--node-ip-address={HOST}",
-            "--num-cpus=1",
+            "--num-cpus=0",
             "--include-dashboard=false",
             f"--autoscaling-config={path}",
         ]
         environment = {**os.environ, **SETTINGS, "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}
+        environment |= {"RAY_enable_autoscaler_v2": "1"}
+        environment |= {"RAY_CLOUD_INSTANCE_ID": HEAD_NODE, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_NODE}
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -86,7 +95,7 @@ class Clients:
     def __init__(self, server: Server, count: int) -> None:
         self.statuses: list[int] = []
         self._server, self._is_over = server, threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -107,8 +116,13 @@ def run(arguments: argparse.Namespace) -> None:
     flags = ["--min-replicas", "1", "--max-replicas", str(arguments.replicas), "--saturation-seconds", "0.5"]
     flags += ["--distributed-executor-backend", "ray", "--cpu-threads", "1", "--api-processes", "1"]
     flags += ["--kv-cache-memory-bytes", "64M", "--record-bytes", "0"]
+    defaults = Path(importlib.util.find_spec("ray").origin).parent / "autoscaler/_private/fake_multi_node/example.yaml"
+    if not defaults.exists():
+        sys.exit(
+            f"this installation of Ray lacks {defaults}, without which its autoscaler does not start: write {{}} into it"
+        )
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(autoscaling_head(arguments.replicas - 1))
+        address = stack.enter_context(autoscaling_head(arguments.replicas))
         _wait_for_head(address)
         server = stack.enter_context(Server(*flags, "--ray-address", address, environment=SETTINGS))
         began = time.monotonic()
