@@ -1,6 +1,8 @@
 """A rank's adapters: where a model's layers take them, those that are in memory, and which row has which."""
 
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -19,9 +21,9 @@ from octavo.layers.linear import Linear, RowLinear
 from octavo.layers.model import DecoderModel
 from octavo.messages import AdapterLoaded, AdapterRef
 from octavo.quants import Weight
-from octavo.weights.adapters.adapter_file import AdapterFile, check_rank, open_adapter, stamp_of
+from octavo.weights.adapters.adapter_file import AdapterFile, check_rank, open_adapter, padded_rank, stamp_of
 from octavo.weights.adapters.gguf_file import GGUFAdapter
-from octavo.weights.methods.base import HeldWeight
+from octavo.weights.methods.base import HeldWeight, Use
 from octavo.weights.methods.cpu_native import NativeWeight
 
 
@@ -61,6 +63,12 @@ def site_of(linear: Linear) -> int | None:
     return weight.site if isinstance(weight, NativeWeight) and weight.site >= 0 else None
 
 
+def with_other_stages(targets: dict[str, Target], whole: DecoderModel) -> dict[str, Target]:
+    """These of one stage, and those of other stages, without placements. `whole`: the model of one rank, without memory."""
+    every = targets_of(whole, [0 if linear.request.use is Use.PRODUCT else None for linear in linears_of(whole)])
+    return {name: Target(target.shape, []) for name, target in every.items()} | targets
+
+
 def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str, Target]:
     """The modules of a model that adapters may change, by the name of their weight. Found by storing numbers of rows and columns in
     place of weights: an adapter's rows then go the way that the weight's own rows went. `outline`: the model without memory, in which
@@ -86,6 +94,8 @@ def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str
                 of_columns = _probed(slot.store, torch.arange(slot.shape[1])[None, :], 0, filled)
                 assert of_columns is not None
                 columns = of_columns[0][2][0].clone()
+            if not len(rows) or (columns is not None and not len(columns)):
+                continue  # the last ranks may have padding alone
             first = linear.request.rows(part).start
             placements.append(Placement(sites[id(linear)], first, rows[:, 0].clone(), columns))
         targets[name.removesuffix(".weight")] = Target(slot.shape, placements)
@@ -105,7 +115,11 @@ def _probed(
         store(numbers)
     except _NO_PRODUCT:
         return None
-    is_right = all(rows.dim() == 2 and rows.shape[dim] == 1 for _, _, rows in filled)
+    # Of one column, which ranks divide, the first has all.
+    is_right = all(
+        rows.dim() == 2 and (rows.shape[dim] == 1 or (dim == 1 and isinstance(linear, RowLinear) and not rows.shape[1]))
+        for linear, _, rows in filled
+    )
     return list(filled) if filled and is_right else None
 
 
@@ -145,13 +159,19 @@ class RankAdapters:
         config: dict[str, Any],
         native: Native,
         dtype: torch.dtype,
+        whole: DecoderModel | None = None,
     ) -> None:
-        """`outline`: the model without memory. `config`: the model's. `dtype`: in which adapters are held, float32 or bfloat16."""
+        """`outline`: the model without memory. `config`: the model's. `dtype`: in which adapters are held, float32 or bfloat16. `whole`: the
+        outline of all stages, where this rank has one of several."""
         self._model, self._family, self._config, self._native, self._dtype = model, family, config, native, dtype
         self.targets = targets_of(outline, [site_of(linear) for linear in linears_of(model)])
+        if whole is not None:
+            self.targets = with_other_stages(self.targets, whole)
         self._loaded: dict[str, NativeAdapter] = {}  # by id
+        self._num_loads: Counter[str] = Counter()  # of each; several files may have the same content
         self._threads = Threads(1)  # to pack with: a step has the others
-        self._lock = threading.Lock()  # of the one that packs
+        self._packing = threading.Lock()
+        self._lock = threading.Lock()  # of what is loaded: a step waits for it, but never for packing
 
     # ── loading, beside steps ──
 
@@ -159,9 +179,21 @@ class RankAdapters:
         """Raises ConfigError if the adapter does not fit this model."""
         check_fit(file, self.targets, self._translated, str(self._config.get("model_type", "this")))
 
+    def check_files(self, ref: AdapterRef) -> int:
+        """Check an adapter without its numbers. → bytes that it will take here. Raises ConfigError."""
+        file = open_adapter(ref.path)
+        check_rank(file, ref.max_rank)
+        self.check(file)
+        return self.held_bytes(file)
+
     def held_bytes(self, file: AdapterFile) -> int:
-        """Bytes of memory that it takes."""
-        return file.num_weights * self.itemsize
+        """Bytes of memory that it takes on this rank."""
+        count = 0
+        for name, pair in file.pairs.items():
+            for placement in self.targets[self._translated(file, name)].placements:
+                depth = pair.in_features if placement.columns is None else len(placement.columns)
+                count += padded_rank(pair.rank) * (depth + len(placement.rows))
+        return count * self.itemsize
 
     @property
     def itemsize(self) -> int:
@@ -199,16 +231,40 @@ class RankAdapters:
                 )
                 sites.setdefault(placement.site, []).append(part)
         name = digest.hexdigest()
+        with self._packing:
+            adapter = self._taken(name, None)
+            if adapter is None:
+                adapter = self._taken(name, NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype))
+                assert adapter is not None
+            return AdapterLoaded(name, adapter.nbytes)
+
+    def _taken(self, name: str, made: NativeAdapter | None) -> NativeAdapter | None:
+        """The adapter of this name, counted once more; `made`, where there is none."""
         with self._lock:
-            if name not in self._loaded:
-                adapter = NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype)
-                self._loaded[name] = adapter
-            return AdapterLoaded(name, self._loaded[name].nbytes)
+            found = self._loaded.get(name, made)
+            if found is not None:
+                self._loaded[name] = found
+                self._num_loads[name] += 1
+            return found
+
+    def load_or_say_why(self, ref: AdapterRef) -> AdapterLoaded | str:
+        """load(), or why that cannot be done."""
+        try:
+            return self.load(ref)
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:  # a file may be damaged in ways that are not foreseen: its requests fail, no other
+            logging.getLogger("octavo.adapters").exception("adapter %s cannot be loaded", ref.name)
+            return f"adapter {ref.name} cannot be loaded: {type(error).__name__}: {error}"
 
     def forget(self, names: list[str]) -> None:
-        """Free adapters that no row has."""
-        for name in names:
-            self._loaded.pop(name, None)
+        """Undo a load of each of these, which no row has. The last one frees its memory."""
+        with self._lock:
+            for name in names:
+                self._num_loads[name] -= 1
+                if self._num_loads[name] <= 0:
+                    del self._num_loads[name]
+                    self._loaded.pop(name, None)
 
     def _translated(self, file: AdapterFile, name: str) -> str:
         return translated(file, name, self._model, self._family)

@@ -47,7 +47,7 @@ from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs
 from octavo.worker.kv_buffers import KVBuffers, name_of, page_dtype
 from octavo.worker.memory.measure import measure, memory_errors
-from octavo.worker.outline import Outline, outline_of
+from octavo.worker.outline import Outline, outline_of, whole_outline
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import RowState
 from octavo.worker.runner import Runner
@@ -111,10 +111,12 @@ class Loader:
             assert self._native is not None
             family = load_family(checkpoint.config["model_type"])
             # Where products round their activations to 8 bits, float32 would only be more to read.
-            is_rounded = any(kind.is_quantised for kind in kinds_of(self.model))
+            # Stages may hold their weights in several kinds, and adapters in one.
+            (is_rounded,) = self.ranks.world.highest([any(kind.is_quantised for kind in kinds_of(self.model))])
             dtype = torch.bfloat16 if is_rounded or self.weight_dtype == torch.bfloat16 else torch.float32
             outline = outline_of(checkpoint, self.spec, context)
-            self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, self._native, dtype)
+            whole = whole_outline(checkpoint, self.spec, context) if self.ranks.num_stages > 1 else None
+            self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, self._native, dtype, whole)
         self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())
         self.ranks.world.barrier()  # ranks on one machine share its memory: measure when all have loaded
         report = self.report(context.dtype, self._measure(context.ops) if self.device.is_cuda else None)
@@ -386,10 +388,12 @@ class Loader:
         host_available = int(host_available * self.config.cache.memory_share)
         adapter_bytes = 0
         if self.adapters is not None:
-            adapter_bytes = or_else(self.config.lora.lora_memory_bytes, host_available // 10)
+            num_ranks, asked = self.config.parallel.num_ranks, self.config.lora.lora_memory_bytes
+            adapter_bytes = or_else(asked, num_ranks * (host_available // 10)) // num_ranks
             if adapter_bytes > host_available // 2:
                 raise ConfigError(
-                    f"--lora-memory {adapter_bytes} is more than half of the {host_available} bytes that are left for adapters and KV pages"
+                    f"--lora-memory {asked} is more than half of the {num_ranks * host_available} bytes that are left for adapters and KV "
+                    "pages"
                 )
             host_available -= adapter_bytes
         return LoadReport(
@@ -418,6 +422,7 @@ class Loader:
             windows=self.layout.windows,
             stage=self.stage.index,
             adapter_bytes=adapter_bytes,
+            adapter_itemsize=0 if self.adapters is None else self.adapters.itemsize,
         )
 
 

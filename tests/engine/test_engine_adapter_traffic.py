@@ -1,6 +1,7 @@
 """Which adapters are in memory: a budget of bytes, requests that wait in order, and ends of requests that plans in flight still name."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 
 from octavo.cache import KVCache
 from octavo.engine.adapter_traffic import MAX_HELD, MAX_OVERTAKEN, AdapterTraffic, LetThrough
-from octavo.errors import ConfigError, Overloaded
+from octavo.errors import ConfigError, EngineDead, Overloaded
 from octavo.messages import Abort, AdapterLoaded, AdapterRef, GenerateRequest, SamplingParams, StepResult
 from octavo.observe.step_observer import StepTimes
 from octavo.schedule import Scheduler
@@ -20,8 +21,8 @@ class Loader:
     """Loads when it is told to: by `finish`."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, Callable[[AdapterLoaded | str], None]] = {}
-        self.loaded: set[str] = set()
+        self.asked: dict[str, Callable[[AdapterLoaded | str | EngineDead], None]] = {}
+        self.loaded: Counter[str] = Counter()
         self.sizes: dict[str, int] = {}
 
     def adapter_itemsize(self) -> int:
@@ -32,19 +33,19 @@ class Loader:
             raise ConfigError("it does not fit")
         return self.sizes.get(ref.name, 10)
 
-    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str | EngineDead], None]) -> None:
         assert ref.name not in self.asked, "asked twice"
         self.asked[ref.name] = done
 
     def forget_adapters(self, ids: list[str]) -> None:
-        assert self.loaded >= {*ids}
-        self.loaded -= {*ids}
+        assert self.loaded >= Counter(ids)
+        self.loaded -= Counter(ids)
 
     def finish(self, name: str, error: str = "") -> None:
         done = self.asked.pop(name)
         if error:
             return done(error)
-        self.loaded.add(f"id-{name}")
+        self.loaded[f"id-{name}"] += 1
         done(AdapterLoaded(f"id-{name}", self.sizes.get(name, 10)))
 
 
@@ -147,7 +148,7 @@ def test_the_cheapest_and_least_used_is_dropped() -> None:
     for _ in range(4):
         engine.step()
     engine.ask("d")
-    assert engine.loader.loaded == {"id-a", "id-c"} and [*engine.loader.asked] == ["d"]
+    assert engine.loader.loaded == {"id-a": 1, "id-c": 1} and [*engine.loader.asked] == ["d"]
 
 
 def test_what_is_in_use_is_never_dropped_and_waiting_is_bounded() -> None:
@@ -273,3 +274,27 @@ def test_parameters_of_a_request_without_an_adapter() -> None:
     given = GenerateRequest("x", [1], msgspec.structs.replace(PARAMS, adapter="id-a"), [])
     ((request, _),) = engine.traffic.add(given)
     assert request.params.adapter == ""
+
+
+def test_an_adapter_that_is_larger_than_was_estimated() -> None:
+    """It does not stay in memory while there is no room for it, and is read again when there is."""
+    engine = Engine(budget=30)
+    first, second = engine.ask("a"), engine.ask("b")
+    engine.load("a")
+    engine.loader.sizes["b"] = 25
+    engine.load("b")
+    assert engine.runs(first) and not engine.runs(second)
+    assert engine.loader.loaded == {"id-a": 1} and not engine.loader.asked
+    for _ in range(4):
+        engine.step()
+    engine.take()
+    engine.load("b")
+    assert engine.runs(second) and engine.loader.loaded == {"id-b": 1} and engine.traffic.state().num_bytes == 25
+
+
+def test_a_rank_that_ends_while_it_reads_ends_the_engine() -> None:
+    engine = Engine()
+    engine.ask("a")
+    engine.loader.asked["a"](EngineDead("rank 1 was killed by signal 9"))
+    with pytest.raises(EngineDead, match="rank 1"):
+        engine.take()
