@@ -257,7 +257,7 @@ class SchedulerConfig:
 class LoraConfig:
     enable_lora: bool = knob(
         False,
-        "serve adapters (LoRA) of the model beside it: a request names one as its model. On a CPU with native kernels",
+        "serve adapters (LoRA) of the model beside it: a request names one as its model. On a CPU with native kernels, and on a GPU with 16-bit arithmetic",
     )
     lora_modules: str = knob(
         "",

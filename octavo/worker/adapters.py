@@ -3,28 +3,31 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from octavo.batch import Batch
 from octavo.errors import ConfigError
-from octavo.kernels.cpu.adapters import AdapterPart, AdapterRows, NativeAdapter
-from octavo.kernels.cpu.library import Threads
-from octavo.kernels.cpu.native import Native
+from octavo.kernels.cpu.adapters import AdapterPart
 from octavo.layers.linear import Linear, RowLinear
 from octavo.layers.model import DecoderModel
 from octavo.messages import AdapterLoaded, AdapterRef
 from octavo.quants import Weight
+from octavo.sampling.state import Ints
 from octavo.weights.adapters.adapter_file import AdapterFile, check_rank, open_adapter, padded_rank, stamp_of
 from octavo.weights.adapters.gguf_file import GGUFAdapter
 from octavo.weights.methods.base import HeldWeight, Use
-from octavo.weights.methods.cpu_native import NativeWeight
+from octavo.worker.staging import Staging
+
+if TYPE_CHECKING:
+    from octavo.worker.gpu_adapters import HostBlocks
 
 
 class Placement(NamedTuple):
@@ -57,10 +60,43 @@ def linears_of(model: DecoderModel) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
-def site_of(linear: Linear) -> int | None:
-    """The number of its product for adapters; None: none can change it."""
-    weight = linear.weight
-    return weight.site if isinstance(weight, NativeWeight) and weight.site >= 0 else None
+class HeldAdapter(Protocol):
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        ...
+
+
+Adapter = TypeVar("Adapter", bound=HeldAdapter)
+
+
+class AdapterHolder(Protocol[Adapter]):
+    """Holds adapters in the memory of a device, and adds their products to those of steps."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of an adapter."""
+        ...
+
+    def site_of(self, linear: Linear) -> int | None:
+        """The number of its product for adapters; None: none can change it."""
+
+    def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> Adapter:
+        """Copy an adapter there; `sites`: its parts by the number of the product. One thread at a time, beside steps. Raises ConfigError
+        where there is no room."""
+        ...
+
+    def release(self, adapter: Adapter) -> None:
+        """Free its memory: no step has it any more."""
+
+    def begin(self, adapters: Sequence[Adapter], batch: Batch, staging: Staging) -> None:
+        """The operations from now on are of this batch; `adapters`: in the order of batch.adapters."""
+
+    def end(self) -> None:
+        """The operations from now on have no adapters."""
+
+    def warm_up(self) -> None:
+        """Inside a warm-up: launch every kernel that a step may take."""
 
 
 def with_other_stages(targets: dict[str, Target], whole: DecoderModel) -> dict[str, Target]:
@@ -102,6 +138,7 @@ def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str
     return targets
 
 
+_MAX_KNOWN = 100_000  # files whose content's id is kept
 _NO_PRODUCT = (RuntimeError, IndexError, AttributeError, AssertionError, TypeError)  # of a table, of experts, …
 
 
@@ -157,21 +194,24 @@ class RankAdapters:
         outline: DecoderModel,
         family: ModuleType,
         config: dict[str, Any],
-        native: Native,
-        dtype: torch.dtype,
+        holder: AdapterHolder[Any],
         whole: DecoderModel | None = None,
     ) -> None:
-        """`outline`: the model without memory. `config`: the model's. `dtype`: in which adapters are held, float32 or bfloat16. `whole`: the
-        outline of all stages, where this rank has one of several."""
-        self._model, self._family, self._config, self._native, self._dtype = model, family, config, native, dtype
-        self.targets = targets_of(outline, [site_of(linear) for linear in linears_of(model)])
+        """`outline`: the model without memory. `config`: the model's. `whole`: the outline of all stages, where this rank has one of several."""
+        self._model, self._family, self._config, self._holder = model, family, config, holder
+        self.targets = targets_of(outline, [holder.site_of(linear) for linear in linears_of(model)])
         if whole is not None:
             self.targets = with_other_stages(self.targets, whole)
-        self._loaded: dict[str, NativeAdapter] = {}  # by id
+        self._loaded: dict[str, HeldAdapter] = {}  # by id
+        self._known: dict[str, str] = {}  # AdapterRef.key → id, of files that were read before
         self._num_loads: Counter[str] = Counter()  # of each; several files may have the same content
-        self._threads = Threads(1)  # to pack with: a step has the others
-        self._packing = threading.Lock()
-        self._lock = threading.Lock()  # of what is loaded: a step waits for it, but never for packing
+        self._holding = threading.Lock()
+        self._lock = threading.Lock()  # of what is loaded: a step waits for it, but never for copies
+
+    def num_parts(self, num_sites: int) -> list[int]:
+        """For each site, the parts that an adapter may have there."""
+        counts = Counter(placement.site for target in self.targets.values() for placement in target.placements)
+        return [counts[site] for site in range(num_sites)]
 
     # ── loading, beside steps ──
 
@@ -197,7 +237,7 @@ class RankAdapters:
 
     @property
     def itemsize(self) -> int:
-        return self._dtype.itemsize
+        return self._holder.itemsize
 
     def load(self, ref: AdapterRef) -> AdapterLoaded:
         """Read an adapter into memory. Any thread, one at a time; steps go on meanwhile. Raises ConfigError."""
@@ -209,6 +249,9 @@ class RankAdapters:
         file = open_adapter(path)
         check_rank(file, ref.max_rank)
         self.check(file)
+        known = (
+            self._known.get(ref.key) if ref.stamp else None
+        )  # the same files: they were checked, and what they hold is known
         digest = blake2b(digest_size=16, person=b"octavo adapter")
         sites: dict[int, list[AdapterPart]] = {}
         for name, pair in file.pairs.items():
@@ -216,29 +259,34 @@ class RankAdapters:
             module = self._translated(file, name)
             if isinstance(file, GGUFAdapter):
                 up = self._family.gguf_fix(f"{module}.weight", up, self._config)
-            digest.update(repr((module, pair.scale, pair.rank)).encode())
-            for matrix in (down, up):
-                digest.update(_bytes(matrix))
-            if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-                raise ConfigError(f"{path}: {name} has numbers that are not finite: the file is damaged")
+            if known is None:
+                digest.update(repr((module, pair.scale, pair.rank)).encode())
+                for matrix in (down, up):
+                    digest.update(_bytes(matrix))
+                if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+                    raise ConfigError(f"{path}: {name} has numbers that are not finite: the file is damaged")
             for placement in self.targets[module].placements:
                 columns = placement.columns
                 part = AdapterPart(
-                    down if columns is None else down[:, columns],
-                    up[placement.rows],
+                    down if columns is None else _taken(down.T, columns).T,
+                    _taken(up, placement.rows),
                     placement.first_column,
                     pair.scale,
                 )
                 sites.setdefault(placement.site, []).append(part)
-        name = digest.hexdigest()
-        with self._packing:
-            adapter = self._taken(name, None)
+        name = known or digest.hexdigest()
+        if ref.stamp:
+            self._known[ref.key] = name
+            if len(self._known) > _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        with self._holding:
+            adapter = self._counted(name, None)
             if adapter is None:
-                adapter = self._taken(name, NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype))
+                adapter = self._counted(name, self._holder.hold(sites))
                 assert adapter is not None
             return AdapterLoaded(name, adapter.nbytes)
 
-    def _taken(self, name: str, made: NativeAdapter | None) -> NativeAdapter | None:
+    def _counted(self, name: str, made: HeldAdapter | None) -> HeldAdapter | None:
         """The adapter of this name, counted once more; `made`, where there is none."""
         with self._lock:
             found = self._loaded.get(name, made)
@@ -264,22 +312,45 @@ class RankAdapters:
                 self._num_loads[name] -= 1
                 if self._num_loads[name] <= 0:
                     del self._num_loads[name]
-                    self._loaded.pop(name, None)
+                    self._holder.release(self._loaded.pop(name))
 
     def _translated(self, file: AdapterFile, name: str) -> str:
         return translated(file, name, self._model, self._family)
 
     # ── steps ──
 
-    def of(self, batch: Batch) -> AdapterRows | None:
-        """The adapters of a step's tokens; None: no token has one."""
-        if batch.adapter_of is None:
-            return None
-        return AdapterRows([self._loaded[name] for name in batch.adapters], batch.adapter_of)
+    @contextmanager
+    def of(self, batch: Batch, staging: Staging) -> Iterator[None]:
+        """The operations inside are of this batch, and its tokens have adapters."""
+        self._holder.begin(self._these(batch.adapters), batch, staging)
+        try:
+            yield
+        finally:
+            self._holder.end()
+
+    def warm_up(self) -> None:
+        """Inside a warm-up: compile what steps with adapters take."""
+        self._holder.warm_up()
+
+    def plan(self, names: Sequence[str], of_rows: Ints) -> "HostBlocks":
+        """For a captured step on a GPU. `of_rows` [B]: numbers of these names, −1: none."""
+        found: HostBlocks = self._holder.plan(self._these(names), of_rows)  # type: ignore[attr-defined]
+        return found
+
+    def _these(self, names: Sequence[str]) -> list[Any]:
+        return [self._loaded[name] for name in names]
 
 
 def _trained_on(file: AdapterFile) -> str:
     return f" (its base is {file.base[:100]})" if file.base else ""
+
+
+def _taken(matrix: Tensor, rows: Tensor) -> Tensor:
+    """These rows; a view of them where they follow each other, as they do in most families."""
+    first, count = int(rows[0]), len(rows)
+    if int(rows[-1]) == first + count - 1 and bool((rows.diff() == 1).all()):
+        return matrix[first : first + count]
+    return matrix[rows]
 
 
 def _bytes(matrix: Tensor) -> bytes:

@@ -29,7 +29,7 @@ def outline_of(checkpoint: Checkpoint, spec: ModelSpec, context: BuildContext) -
     rank = context.methods.settings
     # Kernels hold weights in their own layouts, which need the data; slots and their shapes are the same with torch.
     outline = dataclasses.replace(
-        rank, device=_META, ops=torch_ops(_META, rank.dtype), quantization="", has_triton=False
+        rank, device=_META, ops=torch_ops(_META, rank.dtype), quantization="", has_triton=False, around=None
     )
     family = load_family(checkpoint.config["model_type"])
     model: DecoderModel = family.Model(
