@@ -10,6 +10,7 @@ from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
 from octavo.kernels.triton.gemm.adapters import (
     BLOCK_FIELDS,
+    MAX_SPLIT_ROWS,
     AdapterBlocks,
     Scratch,
     add_adapters,
@@ -40,6 +41,7 @@ class AdapterSites:
         self._kinds: dict[WeightRequest, int] = {}  # products of one shape are of one kind
         self._scratch: Scratch | None = None
         self._num_parts: list[int] = []
+        self._max_tokens = 0
 
     def around(self, held: HeldWeight, request: WeightRequest) -> HeldWeight:
         """Give the product a number."""
@@ -49,7 +51,7 @@ class AdapterSites:
 
     def open(self, num_parts: list[int], max_tokens: int, max_rank: int) -> None:
         """Make room for what the kernels pass on. `num_parts`: for each site, the parts that an adapter may have there."""
-        self._num_parts = num_parts
+        self._num_parts, self._max_tokens = num_parts, max_tokens
         shapes = [
             (weight.request.in_features, parts) for weight, parts in zip(self.weights, num_parts, strict=True) if parts
         ]
@@ -81,13 +83,15 @@ class AdapterSites:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def warm_up(self) -> None:
-        """Launch every kernel of this file, for a row without an adapter: they are the same for all steps."""
+        """Launch every kernel of this file, for rows without an adapter: those of steps with few rows and with many."""
         order = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.begin(order, torch.zeros((1, BLOCK_FIELDS), dtype=torch.int64, device=self.device), -1)
         for weight in {weight.kind: weight for weight in self.weights if self._num_parts[weight.site]}.values():
-            x, y = self.zeros(1, weight.request.in_features), self.zeros(1, weight.request.out_features)
-            for norm in (None, (x[0], 1.0)):
-                self.add_to(y, x, weight.site, norm)
+            for num_rows in {1, min(MAX_SPLIT_ROWS + 1, self._max_tokens)}:
+                request = weight.request
+                x, y = self.zeros(num_rows, request.in_features), self.zeros(num_rows, request.out_features)
+                for norm in (None, (x[0], 1.0)):
+                    self.add_to(y, x, weight.site, norm)
             self.take_changed(y, y, weight.site)
         self.end()
 

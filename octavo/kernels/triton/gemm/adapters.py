@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.kernels.triton.runtime.chip import starts_early
 from octavo.kernels.triton.runtime.launch import Launcher
 
 BLOCK_ROWS = 16
@@ -38,6 +40,14 @@ def _entry(blocks, block, site, part, max_parts):  # type: ignore[no-untyped-def
     return table + (site * max_parts + part) * _FIELDS
 
 
+@triton.jit
+def _rank_here(blocks, block, site, part, max_parts, start, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rank of a part; 0: it has no columns from `start` on that are in this tile."""
+    entry = _entry(blocks, block, site, part, max_parts)
+    rank, first, count = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    return tl.where((first < start + WIDTH) & (first + count > start), rank, 0).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["site", "num_tokens", "num_slices"])
 def _shrink(  # type: ignore[no-untyped-def]
     x,  # [T, K], rows x_stride apart
@@ -54,7 +64,11 @@ def _shrink(  # type: ignore[no-untyped-def]
     x_stride,
     K,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     block, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(blocks + block * _BLOCK_FIELDS + 2).to(tl.int32)
     if count == 0:
@@ -96,55 +110,55 @@ def _shrink(  # type: ignore[no-untyped-def]
             tl.store(squares + target, total_squares, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["site", "num_tokens", "num_groups", "num_parts"])
+@triton.jit(do_not_specialize=["site", "num_tokens"])
 def _expand(  # type: ignore[no-untyped-def]
     y,  # [T, N], rows y_stride apart
     order,
     blocks,
-    inner,  # [groups, T, parts, max_rank] float32
-    squares,  # [groups, T, parts] float32, or None: there is no norm
+    inner,  # [GROUPS, T, PARTS, max_rank] float32
+    squares,  # [GROUPS, T, PARTS] float32, or None: there is no norm
     site,
     num_tokens,
-    num_groups,
-    num_parts,
     max_parts,
     max_rank,
     y_stride,
     N,
     depth,  # numbers whose squares were summed
     epsilon,
+    PARTS: tl.constexpr,  # of this site
+    GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     block = tl.program_id(0)
     count = tl.load(blocks + block * _BLOCK_FIELDS + 2).to(tl.int32)
     if count == 0:
         return
     start = tl.program_id(1) * BLOCK_N
     is_changed = 0
-    for part in range(num_parts):
-        entry = _entry(blocks, block, site, part, max_parts)
-        first = tl.load(entry + 3).to(tl.int32)
-        meets = (first < start + BLOCK_N) & (first + tl.load(entry + 4).to(tl.int32) > start)
-        is_changed += ((tl.load(entry + 2) > 0) & meets).to(tl.int32)
+    for part in tl.static_range(PARTS):
+        is_changed += (_rank_here(blocks, block, site, part, max_parts, start, BLOCK_N) > 0).to(tl.int32)
     if is_changed == 0:
         return
     at, number, column = tl.arange(0, _BLOCK_ROWS), tl.arange(0, _RANK_STEP), start + tl.arange(0, BLOCK_N)
     is_row = at < count
     place = tl.load(blocks + block * _BLOCK_FIELDS + 1).to(tl.int64) + at
     total = tl.zeros((_BLOCK_ROWS, BLOCK_N), tl.float32)
-    for part in range(num_parts):
+    for part in tl.static_range(PARTS):
         entry = _entry(blocks, block, site, part, max_parts)
-        rank, first = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
-        rank = tl.multiple_of(rank, 16)
-        mine = column - first
+        rank = tl.multiple_of(_rank_here(blocks, block, site, part, max_parts, start, BLOCK_N), 16)
+        mine = column - tl.load(entry + 3).to(tl.int32)
         is_mine = (mine >= 0) & (mine < tl.load(entry + 4).to(tl.int32))
         up = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(y.dtype.element_ty)), 16)  # [columns, rank]
         scale = tl.load(entry + 5).to(tl.int32).to(tl.float32, bitcast=True)
         sums = tl.zeros((_BLOCK_ROWS, BLOCK_N), tl.float32)
         for first_rank in range(0, rank, _RANK_STEP):
             narrow = tl.zeros((_BLOCK_ROWS, _RANK_STEP), tl.float32)
-            for group in range(num_groups):
-                source = ((group * num_tokens + place) * num_parts + part) * max_rank
+            for group in tl.static_range(GROUPS):  # all loads are on their way before the first sum
+                source = ((group * num_tokens + place) * PARTS + part) * max_rank
                 found = inner + source[:, None] + (first_rank + number)[None, :]
                 narrow += tl.load(found, mask=is_row[:, None], other=0.0)
             tile = up + mine.to(tl.int64)[None, :] * rank + (first_rank + number)[:, None]
@@ -152,11 +166,11 @@ def _expand(  # type: ignore[no-untyped-def]
             sums = tl.dot(narrow.to(y.dtype.element_ty), outputs, sums, input_precision="ieee")
         if squares is not None:
             mean = tl.zeros((_BLOCK_ROWS,), tl.float32)
-            for group in range(num_groups):
-                source = (group * num_tokens + place) * num_parts + part
+            for group in tl.static_range(GROUPS):
+                source = (group * num_tokens + place) * PARTS + part
                 mean += tl.load(squares + source, mask=is_row & (rank > 0), other=0.0)
             sums *= tl.rsqrt(mean / depth + epsilon)[:, None]
-        total += tl.where(is_mine[None, :], sums * scale, 0.0)
+        total += tl.where(is_mine[None, :] & (rank > 0), sums * scale, 0.0)
     row = tl.load(order + place, mask=is_row, other=0).to(tl.int64)
     target = y + row[:, None] * y_stride + column[None, :]
     mask = is_row[:, None] & (column < N)[None, :]
@@ -165,7 +179,10 @@ def _expand(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["site", "num_parts"])
-def _take(source, target, order, blocks, site, num_parts, max_parts, N, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _take(source, target, order, blocks, site, num_parts, max_parts, N, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     block, column = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     count = tl.load(blocks + block * _BLOCK_FIELDS + 2).to(tl.int32)
     if count == 0:
@@ -202,6 +219,12 @@ class Scratch(NamedTuple):
 
 def num_slices(depth: int) -> int:
     return -(-depth // SLICE)
+
+
+def _early(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    """Whether launches may begin before the one before them has ended, and the option for it."""
+    pdl = starts_early(device)
+    return pdl, {"launch_pdl": True} if pdl else {}
 
 
 def _num_groups(num_tokens: int, depth: int) -> int:
@@ -252,23 +275,24 @@ def add_adapters(
     inner, squares, max_rank, max_parts = scratch
     assert groups * num_tokens * num_parts * max_rank <= inner.numel() and num_parts <= max_parts
     weight, epsilon = (None, 0.0) if norm is None else norm
+    pdl, options = _early(x.device)
     _launch_shrink(
         (num_blocks, groups, num_parts),
         (
             x, weight, rows.order, rows.blocks, inner, squares, site, num_tokens, num_slices(depth) // groups, max_parts, max_rank,
             x.stride(0), depth,
         ),
-        (_BLOCK_K,),
-        {"num_warps": 4, "num_stages": 3},
+        (_BLOCK_K, pdl),
+        {"num_warps": 4, "num_stages": 3} | options,
     )  # fmt: skip
     _launch_expand(
         (num_blocks, -(-width // _BLOCK_N), 1),
         (
-            y, rows.order, rows.blocks, inner, None if norm is None else squares, site, num_tokens, groups, num_parts, max_parts, max_rank,
-            y.stride(0), width, depth, float(epsilon),
+            y, rows.order, rows.blocks, inner, None if norm is None else squares, site, num_tokens, max_parts, max_rank, y.stride(0), width,
+            depth, float(epsilon),
         ),
-        (_BLOCK_N,),
-        {"num_warps": 4, "num_stages": 2},
+        (num_parts, groups, _BLOCK_N, pdl),
+        {"num_warps": 4, "num_stages": 2} | options,
     )  # fmt: skip
 
 
@@ -283,10 +307,11 @@ def take_changed(
     """Copy the rows whose adapter changes the site."""
     assert target.is_contiguous() and source.is_contiguous() and target.shape == source.shape
     width = target.shape[1]
+    pdl, options = _early(target.device)
     if len(target) and len(rows.blocks):
         _launch_take(
             (len(rows.blocks), -(-width // _COPY_N), 1),
             (source, target, rows.order, rows.blocks, site, num_parts, max_parts, width),
-            (_COPY_N,),
-            {"num_warps": 4},
+            (_COPY_N, pdl),
+            {"num_warps": 4} | options,
         )
