@@ -35,8 +35,10 @@ class Placement(NamedTuple):
 
     site: int
     first_column: int  # of the product
-    rows: Tensor  # [n] int64: rows of B, in the order of the product's columns
-    columns: Tensor | None  # int64: columns of A that this rank multiplies; None: all
+    rows: slice | Tensor  # of B, in the order of the product's columns
+    num_rows: int
+    columns: slice | Tensor | None  # of A that this rank multiplies; None: all
+    depth: int  # how many these are
 
 
 class Target(NamedTuple):
@@ -124,18 +126,26 @@ def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str
             continue
         placements = []
         for linear, part, rows in found:
-            columns: Tensor | None = None
+            columns, depth = None, slot.shape[1]
             if isinstance(linear, RowLinear):  # its inputs are divided over ranks, not its outputs
                 rows = torch.arange(slot.shape[0])[:, None]
                 of_columns = _probed(slot.store, torch.arange(slot.shape[1])[None, :], 0, filled)
                 assert of_columns is not None
-                columns = of_columns[0][2][0].clone()
-            if not len(rows) or (columns is not None and not len(columns)):
+                mine = of_columns[0][2][0].clone()
+                columns, depth = _as_slice(mine), len(mine)
+            if not len(rows) or not depth:
                 continue  # the last ranks may have padding alone
             first = linear.request.rows(part).start
-            placements.append(Placement(sites[id(linear)], first, rows[:, 0].clone(), columns))
+            placement = Placement(sites[id(linear)], first, _as_slice(rows[:, 0].clone()), len(rows), columns, depth)
+            placements.append(placement)
         targets[name.removesuffix(".weight")] = Target(slot.shape, placements)
     return targets
+
+
+def _as_slice(numbers: Tensor) -> slice | Tensor:
+    """Numbers that follow each other, as they do in most families, are a slice: a view instead of a copy."""
+    first, count = int(numbers[0]) if len(numbers) else 0, len(numbers)
+    return slice(first, first + count) if torch.equal(numbers, torch.arange(first, first + count)) else numbers
 
 
 _MAX_KNOWN = 100_000  # files whose content's id is kept
@@ -231,8 +241,7 @@ class RankAdapters:
         count = 0
         for name, pair in file.pairs.items():
             for placement in self.targets[self._translated(file, name)].placements:
-                depth = pair.in_features if placement.columns is None else len(placement.columns)
-                count += padded_rank(pair.rank) * (depth + len(placement.rows))
+                count += padded_rank(pair.rank) * (placement.depth + placement.num_rows)
         return count * self.itemsize
 
     @property
@@ -266,10 +275,9 @@ class RankAdapters:
                 if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
                     raise ConfigError(f"{path}: {name} has numbers that are not finite: the file is damaged")
             for placement in self.targets[module].placements:
-                columns = placement.columns
                 part = AdapterPart(
-                    down if columns is None else _taken(down.T, columns).T,
-                    _taken(up, placement.rows),
+                    down if placement.columns is None else down[:, placement.columns],
+                    up[placement.rows],
                     placement.first_column,
                     pair.scale,
                 )
@@ -343,14 +351,6 @@ class RankAdapters:
 
 def _trained_on(file: AdapterFile) -> str:
     return f" (its base is {file.base[:100]})" if file.base else ""
-
-
-def _taken(matrix: Tensor, rows: Tensor) -> Tensor:
-    """These rows; a view of them where they follow each other, as they do in most families."""
-    first, count = int(rows[0]), len(rows)
-    if int(rows[-1]) == first + count - 1 and bool((rows.diff() == 1).all()):
-        return matrix[first : first + count]
-    return matrix[rows]
 
 
 def _bytes(matrix: Tensor) -> bytes:

@@ -124,7 +124,7 @@ class GpuHolder:
 
     def _hold(self, sites: Mapping[int, Sequence[AdapterPart]], places: list[int]) -> GpuAdapter:
         self._device.use()
-        table = torch.zeros((len(self._sites.weights), self._sites.max_parts, FIELDS), dtype=torch.int64)
+        table = np.zeros((len(self._sites.weights), self._sites.max_parts, FIELDS), dtype=np.int64)
         nbytes = kinds = 0
         for site, parts in sites.items():
             kinds |= self._sites.weights[site].kind
@@ -139,11 +139,17 @@ class GpuHolder:
                 self._copy(down, part.down)
                 self._copy(up, part.up)
                 (bits,) = struct.unpack("i", struct.pack("f", part.scale))
-                entry = (down.data_ptr(), up.data_ptr(), held_rank, part.first_column, len(part.up), bits)
-                table[site, number] = torch.tensor(entry)
+                table[site, number] = (
+                    down.data_ptr(),
+                    up.data_ptr(),
+                    held_rank,
+                    part.first_column,
+                    len(part.up),
+                    bits,
+                )
                 nbytes += down.nbytes + up.nbytes
         here = self._room_for(table.nbytes, places).view(torch.int64).view(table.shape)
-        self._copy_rows(here, table)
+        self._copy_rows(here, torch.from_numpy(table))
         for copied in self._copied:
             copied.wait_asleep()
         return GpuAdapter(here.data_ptr(), kinds, places, nbytes + table.nbytes)
