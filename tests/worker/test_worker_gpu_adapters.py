@@ -123,6 +123,8 @@ def test_products_of_every_kind_of_weight(way: str) -> None:
     assert near(active, F.relu(plain.product(x).float() + product.added(x, of_rows)))
     before = plain.product_add(x, bias, residual.clone())
     assert near(found, before.float() + product.added(x, of_rows)) and torch.equal(found[without], before[without])
+    with product.sites.rehearsed():
+        assert torch.equal(adapted.product(x), plain.product(x)), "the way of a step with adapters, without one"
     product.begin(of_rows, kinds=0)  # no adapter of the step changes a product of this kind
     assert torch.equal(adapted.product(x), plain.product(x))
     product.sites.end()

@@ -1,6 +1,8 @@
 """Adapters around the weights of products on a GPU: the weight is held and multiplied by another method, and where rows of a step have an
 adapter, its product is added to theirs (kernels/triton/gemm/adapters.py). A step without adapters runs the other method's kernels alone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -83,17 +85,25 @@ class AdapterSites:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def warm_up(self) -> None:
-        """Launch every kernel of this file, for rows without an adapter: those of steps with few rows and with many."""
+        """Launch every kernel of this file: those of steps with few rows and with many."""
+        with self.rehearsed():
+            for weight in {weight.kind: weight for weight in self.weights if self._num_parts[weight.site]}.values():
+                for num_rows in {1, min(MAX_SPLIT_ROWS + 1, self._max_tokens)}:
+                    request = weight.request
+                    x, y = self.zeros(num_rows, request.in_features), self.zeros(num_rows, request.out_features)
+                    for norm in (None, (x[0], 1.0)):
+                        self.add_to(y, x, weight.site, norm)
+                self.take_changed(y, y, weight.site)
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """The products inside take the way and the memory of a step in which adapters may change all of them, and no row has one."""
         order = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.begin(order, torch.zeros((1, BLOCK_FIELDS), dtype=torch.int64, device=self.device), -1)
-        for weight in {weight.kind: weight for weight in self.weights if self._num_parts[weight.site]}.values():
-            for num_rows in {1, min(MAX_SPLIT_ROWS + 1, self._max_tokens)}:
-                request = weight.request
-                x, y = self.zeros(num_rows, request.in_features), self.zeros(num_rows, request.out_features)
-                for norm in (None, (x[0], 1.0)):
-                    self.add_to(y, x, weight.site, norm)
-            self.take_changed(y, y, weight.site)
-        self.end()
+        try:
+            yield
+        finally:
+            self.end()
 
 
 class AdaptedWeight(HeldWeight):
