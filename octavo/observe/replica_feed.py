@@ -68,8 +68,12 @@ class ReplicaFeed(StepObserver):
 
     # ── what it hears ──
 
+    def received(self, origin: int) -> None:
+        """A request came from an API process: also one that is refused, or that ends before it is queued, because a router counts the work of
+        all that it has sent until they are taken."""
+        self._num_taken[origin] = self._num_taken.get(origin, 0) + 1
+
     def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
-        self._num_taken[request.origin] = self._num_taken.get(request.origin, 0) + 1
         if request.adapter is not None and request.adapter.key not in self._adapters:
             key, its_id = request.adapter.key, request.params.adapter
             self._adapters[key] = self._new_adapters[key] = its_id

@@ -22,7 +22,9 @@ class SideWork:
         self._line, self._runner = line, runner
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()  # of senders
-        self._reading = ThreadPoolExecutor(1, "octavo-adapters")  # a grammar does not wait for files
+        # A grammar does not wait for files, nor does a check, for which the engine waits, for an adapter that is being read.
+        self._reading = ThreadPoolExecutor(1, "octavo-adapters")
+        self._checking = ThreadPoolExecutor(1, "octavo-adapter-checks")
 
     def serve(self) -> None:
         """Do what the executor asks for, until it has closed the line."""
@@ -37,7 +39,7 @@ class SideWork:
                 done = functools.partial(self._reply, SideReply(number))
                 self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
             case CheckAdapter(number, adapter):
-                self._reading.submit(self._check, number, adapter)
+                self._checking.submit(self._check, number, adapter)
             case ReadAdapter(number, adapter):
                 self._reading.submit(self._read, number, adapter)
             case ForgetAdapters(number, ids):

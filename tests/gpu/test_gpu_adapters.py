@@ -117,15 +117,17 @@ def test_around_weights_of_few_bits(served: Served, quantization: str) -> None:
 
 
 def test_captured_steps_give_the_tokens_of_others(served: Served) -> None:
-    """And a step without adapters is captured without them."""
+    """And a step without adapters is captured without them. Answers are compared when all adapters are in memory: then all requests come at
+    once, and steps have the same rows."""
     adapters = mix(served)
-    with engine(served, enforce_eager=True) as llm:
+    with engine(served, enforce_eager=True, enable_prefix_caching=False) as llm:
+        tokens(llm, adapters)
         expected = tokens(llm, adapters)
-    with engine(served) as llm:
+    with engine(served, enable_prefix_caching=False) as llm:
         graphs = llm._loop.executor._runner.graphs  # type: ignore[attr-defined]
         tokens(llm, [None] * len(PROMPTS))
         assert graphs.num_captured and not any(key.adapted for key in graphs._captured)
-        assert tokens(llm, adapters) == expected
+        tokens(llm, adapters)
         assert tokens(llm, adapters) == expected
         assert len({key.adapted for key in graphs._captured}) >= 2
         captured = graphs.num_captured
