@@ -282,6 +282,8 @@ class AdapterTraffic(StepObserver):
         if adapter is None:
             return []
         adapter.is_loading = False
+        if isinstance(loaded, AdapterLoaded) and not loaded.id:
+            return self._try_again(adapter)
         calls, adapter.calls = adapter.calls, []
         if isinstance(loaded, str):
             self.stats.failures += 1
@@ -302,6 +304,22 @@ class AdapterTraffic(StepObserver):
         for call in calls:
             call("")
         self._forget_if_unwanted(adapter)
+        return []
+
+    def _try_again(self, adapter: _Adapter) -> list[Refused]:
+        """What is free lies in pieces that are too small for it: one more adapter must go before it is loaded again."""
+        others = [other.num_bytes for other in self._adapters.values() if other.id or other.is_loading]
+        calls = adapter.calls
+        if not others:
+            adapter.calls = []
+            why = f"adapter {adapter.ref.name} does not fit into the memory for adapters, {self._budget} bytes (--lora-memory)"
+            return self._fail(adapter, why, calls)
+        adapter.num_bytes = max(adapter.num_bytes, self._budget - sum(others) + 1)
+        if not self._start(adapter):  # those that are left are in use: it is loaded when they are not
+            adapter.calls = []
+            for call in calls:
+                call("")
+            self._forget_if_unwanted(adapter)
         return []
 
     def _fail(self, adapter: _Adapter, why: str, calls: list[Callable[[str], None]]) -> list[Refused]:

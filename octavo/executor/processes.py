@@ -107,15 +107,16 @@ class ProcessExecutor:
                 done(EngineDead(self._describe_end(self._ranks[0])))
                 return
             why = next((f"{reply.error}{self._ranks[at].where}" for at, reply in enumerate(replies) if reply.error), "")
-            if not why and len({reply.id for reply in replies}) > 1:
+            has_room = all(reply.id for reply in replies)
+            if not why and has_room and len({reply.id for reply in replies}) > 1:
                 why = f"adapter {ref.name}: the files at {ref.path} differ between hosts, or were written while they were read"
-            if not why:
+            if not why and has_room:
                 done(AdapterLoaded(replies[0].id, _size_on(replies)))
                 return
             for at, reply in enumerate(replies):
                 if reply.id:
                     self._forget([at], [reply.id])
-            done(why)
+            done(why or AdapterLoaded("", 0))
 
         self._asking().ask(range(len(self._ranks)), lambda number: ReadAdapter(number, ref), answered)
 

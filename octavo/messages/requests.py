@@ -35,7 +35,7 @@ class AdapterRef(msgspec.Struct, frozen=True, gc=False):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, gc=False):
-    id: str  # a digest of its content: adapters with the same content are one
+    id: str  # a digest of its content: adapters with the same content are one. Empty: it is not loaded, because others are in its way
     num_bytes: int  # in memory
 
 

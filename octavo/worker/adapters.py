@@ -62,6 +62,10 @@ def linears_of(model: DecoderModel) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
+class NoRoom(Exception):
+    """What is free lies in pieces that are too small: other adapters must go first."""
+
+
 class HeldAdapter(Protocol):
     @property
     def nbytes(self) -> int:
@@ -84,8 +88,7 @@ class AdapterHolder(Protocol[Adapter]):
         """The number of its product for adapters; None: none can change it."""
 
     def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> Adapter:
-        """Copy an adapter there; `sites`: its parts by the number of the product. One thread at a time, beside steps. Raises ConfigError
-        where there is no room."""
+        """Copy an adapter there; `sites`: its parts by the number of the product. One thread at a time, beside steps. Raises NoRoom."""
         ...
 
     def release(self, adapter: Adapter) -> None:
@@ -249,7 +252,7 @@ class RankAdapters:
         return self._holder.itemsize
 
     def load(self, ref: AdapterRef) -> AdapterLoaded:
-        """Read an adapter into memory. Any thread, one at a time; steps go on meanwhile. Raises ConfigError."""
+        """Read an adapter into memory. Any thread, one at a time; steps go on meanwhile. Raises ConfigError and NoRoom."""
         path = Path(ref.path)
         if ref.stamp and stamp_of(path) != ref.stamp:
             raise ConfigError(
@@ -304,9 +307,11 @@ class RankAdapters:
             return found
 
     def load_or_say_why(self, ref: AdapterRef) -> AdapterLoaded | str:
-        """load(), or why that cannot be done."""
+        """load(), or why that cannot be done. Without an id: other adapters must go first."""
         try:
             return self.load(ref)
+        except NoRoom:
+            return AdapterLoaded("", 0)
         except ConfigError as error:
             return str(error)
         except Exception as error:  # a file may be damaged in ways that are not foreseen: its requests fail, no other

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from octavo.batch import Batch
 from octavo.device import Device
-from octavo.errors import ConfigError
 from octavo.kernels.cpu.adapters import AdapterPart
 from octavo.kernels.triton.gemm.adapters import FIELDS, block_plan
 from octavo.layers.linear import Linear
 from octavo.weights.adapters.adapter_file import padded_rank
 from octavo.weights.methods.triton_adapters import AdaptedWeight, AdapterSites
+from octavo.worker.adapters import NoRoom
 from octavo.worker.staging import Staging
 
 _ALIGNMENT = 256  # bytes
@@ -113,7 +113,7 @@ class GpuHolder:
     # ── loading, by one thread at a time, beside steps ──
 
     def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> GpuAdapter:
-        """Copy an adapter to the device, and wait until it is there. Raises ConfigError where there is no room."""
+        """Copy an adapter to the device, and wait until it is there. Raises NoRoom."""
         places: list[int] = []
         try:
             with torch.inference_mode():
@@ -161,9 +161,7 @@ class GpuHolder:
     def _room_for(self, num_bytes: int, places: list[int]) -> Tensor:
         start = self._arena.take(num_bytes)
         if start is None:
-            raise ConfigError(
-                f"no place of {num_bytes} bytes is free in the memory for adapters: give more with --lora-memory"
-            )
+            raise NoRoom(f"no place of {num_bytes} bytes is free")
         places.append(start)
         return self._memory[start : start + num_bytes]
 

@@ -298,3 +298,41 @@ def test_a_rank_that_ends_while_it_reads_ends_the_engine() -> None:
     engine.loader.asked["a"](EngineDead("rank 1 was killed by signal 9"))
     with pytest.raises(EngineDead, match="rank 1"):
         engine.take()
+
+
+def test_an_adapter_for_which_others_lie_in_the_way() -> None:
+    """One more goes each time, and when none is left it cannot be loaded."""
+    engine = Engine(budget=100)
+    for name in ("a", "b", "c"):
+        engine.ask(name)
+        engine.load(name)
+    for _ in range(4):
+        engine.step()
+    engine.take()
+    waiting = engine.ask("d")
+    for num_left in (2, 1):
+        engine.loader.asked.pop("d")(AdapterLoaded("", 0))
+        engine.take()
+        assert len(engine.loader.loaded) == num_left and "d" in engine.loader.asked
+    engine.load("d")
+    assert engine.runs(waiting) and engine.traffic.state().num_bytes == 20
+    alone = Engine(budget=100)
+    asked = alone.ask("e")
+    alone.loader.asked.pop("e")(AdapterLoaded("", 0))
+    assert [(name, "--lora-memory" in why) for name, why in alone.take()] == [(asked, True)]
+
+
+def test_an_adapter_waits_for_those_that_lie_in_the_way_and_are_in_use() -> None:
+    engine = Engine(budget=100)
+    first = engine.ask("a")
+    engine.load("a")
+    second, told = engine.ask("b"), []
+    engine.traffic.load(AdapterRef("b", "/b", num_weights=10), told.append)
+    engine.loader.asked.pop("b")(AdapterLoaded("", 0))
+    engine.take()
+    assert engine.runs(first) and not engine.runs(second) and not engine.loader.asked and told == [""]
+    for _ in range(4):
+        engine.step()
+    engine.take()
+    engine.load("b")
+    assert engine.runs(second) and engine.loader.loaded == {"id-b": 1}
