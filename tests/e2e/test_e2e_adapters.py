@@ -103,15 +103,19 @@ def test_a_fleet_whose_replicas_have_two_stages(place: Path) -> None:
         poet = {"lora_name": "poet", "lora_path": str(place / "adapters" / "poet")}
         assert server.post("/v1/load_lora_adapter", poet)[0] == 200
         assert server.metric("octavo:adapters_loaded") == 2, "one in each replica"
-        expected = asyncio.run(answers(server, max_tokens=600))
+        expected = asyncio.run(answers(server, max_tokens=900))
         assert len(set(expected)) == 3
 
-        found = [_cached(server, "poet") for _ in range(3)]
-        assert found == [0, 384, 384], "of its own pages"
-        assert _cached(server, "model") == 0
+        # A router hears of pages a moment after the answer that made them.
+        found = [_cached(server, "poet")]
+        while found[-1] == 0:
+            assert time.monotonic() < deadline, server.lines
+            found.append(_cached(server, "poet"))
+        assert found[0] == 0 and found[-1] == 384, "of its own pages"
+        assert [_cached(server, "poet") for _ in range(2)] == [384, 384] and _cached(server, "model") == 0
         journeys = json.loads(server.get("/v1/requests?state=finished&limit=1000")[1])["data"]
         reasons = [each["replicas"][0]["reason"] for each in journeys if each["prompt_tokens"] == 400]
-        assert sorted(reason == "prefix" for reason in reasons) == [False, False, True, True], journeys[:4]
+        assert reasons.count("prefix") >= 2, journeys[:4]
 
         def kill() -> None:
             """The last stage of the replica that has most to do."""
@@ -119,7 +123,7 @@ def test_a_fleet_whose_replicas_have_two_stages(place: Path) -> None:
             busiest = max(pids, key=lambda number: server.metric("vllm:num_requests_running", f'engine="{number}"'))
             os.kill(max(children_of(pids[busiest])), signal.SIGKILL)
 
-        assert asyncio.run(answers(server, kill, 600)) == expected
+        assert asyncio.run(answers(server, kill, 900)) == expected
         journeys = json.loads(server.get("/v1/requests?state=finished&limit=1000")[1])["data"]
         assert any(each["replicas"][-1].get("moved") == "the replica ended" for each in journeys), journeys[:4]
         assert server.terminate() == 0
