@@ -257,7 +257,7 @@ class SchedulerConfig:
 class LoraConfig:
     enable_lora: bool = knob(
         False,
-        "serve adapters (LoRA) of the model beside it: a request names one as its model. On a CPU with native kernels and one rank",
+        "serve adapters (LoRA) of the model beside it: a request names one as its model. On a CPU with native kernels, and on a GPU with 16-bit arithmetic",
     )
     lora_modules: str = knob(
         "",
@@ -276,7 +276,8 @@ class LoraConfig:
     )
     lora_memory_bytes: int | str = knob(
         AUTO,
-        "memory for adapters, beside the KV pages (2G, 512M, or bytes); auto: a tenth of what is left after the model is loaded",
+        "memory for adapters, beside the KV pages, on all ranks together (2G, 512M, or bytes); auto: a tenth of what is left after the model "
+        "is loaded",
         kind="bytes",
         flag="lora-memory",
         least=1,
@@ -874,10 +875,6 @@ class Config:
         if lora.max_cpu_loras and lora.max_cpu_loras < lora.max_loras:
             raise ConfigError(
                 f"--max-cpu-loras {lora.max_cpu_loras} is below --max-loras {lora.max_loras}: adapters of running requests are in memory"
-            )
-        if lora.enable_lora and self.parallel.num_ranks > 1:
-            raise ConfigError(
-                "--enable-lora works with one rank: leave out --tensor-parallel-size and --pipeline-parallel-size"
             )
 
     def _check_fleet(self) -> None:

@@ -53,7 +53,7 @@ def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> 
 
 
 _NO_CODE = "code from a checkpoint is never run here; the supported architectures need none"
-_LORA = "of adapters (--enable-lora), those of attention and MLP matrices are served, in the type of the weights and on one rank"
+_LORA = "of adapters (--enable-lora), those of attention and MLP matrices are served, in a type that the server chooses"
 _SPECULATION = "give it in --speculative-config"
 _REPLICAS = (
     "--data-parallel-size starts and balances all replicas of a server; there is nothing to place or connect by hand"

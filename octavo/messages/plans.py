@@ -99,6 +99,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     )  # window of each group of layers with its own page table; 0: the group keeps all pages
     stage: int = 0  # of the pipeline
     adapter_bytes: int = 0  # memory for adapters, beside the pages
+    adapter_itemsize: int = 0  # bytes of a number of an adapter
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):
@@ -106,14 +107,6 @@ class Allocate(msgspec.Struct, frozen=True, gc=False):
 
     num_pages: int
     num_host_pages: int
-
-
-class PrepareGrammar(msgspec.Struct, frozen=True, gc=False):
-    """Sent to every rank, on another pipe than the plans. Each rank returns the number when its grammar is ready."""
-
-    number: int
-    grammar: str
-    forgets: list[str]
 
 
 class RankFailed(msgspec.Struct, frozen=True, gc=False):

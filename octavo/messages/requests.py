@@ -28,9 +28,14 @@ class AdapterRef(msgspec.Struct, frozen=True, gc=False):
     max_rank: int = 256  # what --max-lora-rank allows
     num_weights: int = 0  # numbers that it holds in memory, all ranks together
 
+    @property
+    def key(self) -> str:
+        """Which files these are, in which state. Equal keys have the same content on every replica."""
+        return f"{self.path}\0{self.stamp}"
+
 
 class AdapterLoaded(msgspec.Struct, frozen=True, gc=False):
-    id: str  # a digest of its content: adapters with the same content are one
+    id: str  # a digest of its content: adapters with the same content are one. Empty: it is not loaded, because others are in its way
     num_bytes: int  # in memory
 
 

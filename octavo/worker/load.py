@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -40,14 +41,15 @@ from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
 from octavo.worker import page_transfer
-from octavo.worker.adapters import RankAdapters
+from octavo.worker.adapters import AdapterHolder, RankAdapters
 from octavo.worker.cpu_steps import CpuSteps, find_native, held, kinds_of, record
 from octavo.worker.determinism import about_determinism
 from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs
 from octavo.worker.kv_buffers import KVBuffers, name_of, page_dtype
 from octavo.worker.memory.measure import measure, memory_errors
-from octavo.worker.outline import Outline, outline_of
+from octavo.worker.native_adapters import NativeHolder
+from octavo.worker.outline import Outline, outline_of, whole_outline
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import RowState
 from octavo.worker.runner import Runner
@@ -57,6 +59,7 @@ from octavo.worker.weights import RankWeights
 
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
+    from octavo.weights.methods.triton_adapters import AdapterSites
 
 _MAX_STAGES = 14  # with more, the ring of inputs of CUDA graphs is too short
 _START_S = 2.0  # delay before the vocabulary for grammars is read, so that it does not slow down the start
@@ -76,6 +79,8 @@ class Loader:
     kv_dtype: torch.dtype
     stage: Stage = WHOLE
     adapters: RankAdapters | None = None  # None: without --enable-lora
+    _adapter_bytes = 0  # memory for them on this rank
+    _sites: "AdapterSites | None" = None  # products that they may change, on a GPU
 
     def __init__(
         self,
@@ -108,13 +113,7 @@ class Loader:
             self.build(checkpoint, context)
             self._notes += self.weights.fill(checkpoint, available)
         if context.methods.settings.adapts:
-            assert self._native is not None
-            family = load_family(checkpoint.config["model_type"])
-            # Where products round their activations to 8 bits, float32 would only be more to read.
-            is_rounded = any(kind.is_quantised for kind in kinds_of(self.model))
-            dtype = torch.bfloat16 if is_rounded or self.weight_dtype == torch.bfloat16 else torch.float32
-            outline = outline_of(checkpoint, self.spec, context)
-            self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, self._native, dtype)
+            self._open_adapters(checkpoint, context)
         self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())
         self.ranks.world.barrier()  # ranks on one machine share its memory: measure when all have loaded
         report = self.report(context.dtype, self._measure(context.ops) if self.device.is_cuda else None)
@@ -124,6 +123,46 @@ class Loader:
             context, self.config.model, self.source, self.spec, self.model, report.kv_dtype, self.device.chip
         )
         return msgspec.structs.replace(report, fingerprint=parts)
+
+    def _open_adapters(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        """Find the products that adapters may change, and make room for adapters: on a GPU before its memory is measured."""
+        lora, num_ranks = self.config.lora, self.config.parallel.num_ranks
+        available = self._host_available() if self._sites is None else self.device.memory_available()
+        self._adapter_bytes = or_else(lora.lora_memory_bytes, num_ranks * (available // 10)) // num_ranks
+        if self._adapter_bytes > available // 2:
+            raise ConfigError(
+                f"--lora-memory {num_ranks * self._adapter_bytes} is more than half of the {num_ranks * available} bytes that are left "
+                "for adapters and KV pages"
+            )
+        holder = self._native_holder() if self._sites is None else self._gpu_holder(self._sites)
+        family = load_family(checkpoint.config["model_type"])
+        outline = outline_of(checkpoint, self.spec, context)
+        whole = whole_outline(checkpoint, self.spec, context) if self.ranks.num_stages > 1 else None
+        self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, holder, whole)
+        if self._sites is not None:
+            num_parts = self.adapters.num_parts(len(self._sites.weights))
+            self._sites.open(num_parts, most_tokens(self.limits), lora.max_lora_rank)
+
+    def _native_holder(self) -> AdapterHolder[Any]:
+        assert self._native is not None
+        # Where products round their activations to 8 bits, float32 would only be more to read. Stages may hold their weights in several
+        # kinds, and adapters in one.
+        (is_rounded,) = self.ranks.world.highest([any(kind.is_quantised for kind in kinds_of(self.model))])
+        is_half = is_rounded or self.weight_dtype == torch.bfloat16
+        return NativeHolder(self._native, torch.bfloat16 if is_half else torch.float32)
+
+    def _gpu_holder(self, sites: "AdapterSites") -> AdapterHolder[Any]:
+        gpu = importlib.import_module("octavo.worker.gpu_adapters")  # by name: Triton may not be installed
+        with memory_errors(self.limits.dtype, self.device.memory_available()):
+            holder: AdapterHolder[Any] = gpu.GpuHolder(sites, self._adapter_bytes, self.device)
+            return holder
+
+    def _host_available(self) -> int:
+        """Bytes of host memory for this rank."""
+        fleet = self.config.fleet  # replicas of a machine share its memory
+        num_replicas = max(fleet.first_replicas, fleet.max_replicas)
+        available = pick("cpu").memory_available() // (self._num_local_ranks * num_replicas)
+        return int(available * self.config.cache.memory_share)
 
     def open(self) -> Checkpoint:
         """Open the checkpoint, and set spec and limits from its configuration."""
@@ -176,6 +215,7 @@ class Loader:
         if config.model.quantization == "int4" and self.device.is_cuda:
             _check_int4(dtype)
         ops = _choose_ops(self.device, dtype, self._native, is_invariant)
+        adapts = self._adapts(ops)
         settings = Settings(
             place,
             dtype,
@@ -185,7 +225,8 @@ class Loader:
             packed_types=self._packed_types(checkpoint, ops),
             decodes=self.limits.decodes_packed,
             has_triton=_has_triton(self.device),
-            adapts=self._adapts(),
+            adapts=adapts,
+            around=None if self._sites is None else self._sites.around,
         )
         splits_experts = config.parallel.enable_expert_parallel and self.group.size > 1
         context = BuildContext(
@@ -200,20 +241,30 @@ class Loader:
         self._notes += [why, *filter(None, [self.stores.in_words()])]
         return context
 
-    def _adapts(self) -> bool:
+    def _adapts(self, ops: DeviceOps) -> bool:
         """Whether adapters may change products. Raises ConfigError where they cannot."""
         if not self.config.lora.enable_lora:
             return False
-        if self._native is None:
-            where = "a GPU" if self.device.is_cuda else "torch's kernels"
-            raise ConfigError(
-                f"--enable-lora needs a CPU with native kernels, and {where} would compute here: leave it out"
-            )
         if self.spec.is_encoder:
             raise ConfigError(
                 f"--enable-lora is for models that generate; {self.spec.family} is an encoder: leave it out"
             )
-        return True
+        match ops.kernels:
+            case "native":
+                return True
+            case "triton":
+                methods = importlib.import_module(
+                    "octavo.weights.methods.triton_adapters"
+                )  # by name: it imports Triton
+                self._sites = methods.AdapterSites(self.weight_dtype, self.device.torch_device)
+                return True
+        if self.device.is_cuda:
+            raise ConfigError(
+                "--enable-lora on a GPU needs the package triton, and --dtype bfloat16 or float16: torch's kernels would compute here"
+            )
+        raise ConfigError(
+            "--enable-lora on a CPU needs native kernels, and torch's would compute here: leave it out, or build them"
+        )
 
     def _take_stage(self, checkpoint: Checkpoint, context: BuildContext) -> Stage:
         """Divide the layers over the stages, as every rank does, and take this rank's."""
@@ -275,15 +326,22 @@ class Loader:
             trials = TrialSteps(runner, self.spec, limits)
             if ops.kernels == "triton":
                 trials.warm_up()
-            return measure(
-                self.device,
-                trials.run,
-                most_tokens(limits),
-                limits.max_num_seqs,
-                num_graphs=len(ladder(limits.max_num_seqs)) if runner.graphs is not None else 0,
-                staging_bytes=self._staging_bytes(),
-                is_alone=self._num_local_ranks == 1,
-            )
+            # Adapters keep gates apart from their products: such steps take more.
+            with nullcontext() if self._sites is None else self._sites.rehearsed():
+                return measure(
+                    self.device,
+                    trials.run,
+                    most_tokens(limits),
+                    limits.max_num_seqs,
+                    num_graphs=0 if runner.graphs is None else self._num_graphs,
+                    staging_bytes=self._staging_bytes(),
+                    is_alone=self._num_local_ranks == 1,
+                )
+
+    @property
+    def _num_graphs(self) -> int:
+        """Captured steps that memory is left for: of each size, and where there are adapters, with those of attention and of all products."""
+        return len(ladder(self.limits.max_num_seqs)) * (1 if self._sites is None else 3)
 
     def _staging_bytes(self) -> int:
         """What copies between the device and the host take on the device."""
@@ -356,7 +414,7 @@ class Loader:
             and self.group.size == 1
             and self.stage.count <= _MAX_STAGES
         ):
-            graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs)
+            graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs, self._sites)
         runner = Runner(self.device, self.model, rows, staging, limits.max_num_seqs, self._native, graphs)
         runner.adapters = self.adapters
         return runner
@@ -380,18 +438,9 @@ class Loader:
         has_8_bits = memory is not None and self.kv_dtype == dtype
         has_8_bits = has_8_bits and self.attention.supports(self.spec, place, dtype, torch.float8_e4m3fn) is None
         saving = 0 if memory is None else self.weights.offered_saving(dtype)
-        fleet = self.config.fleet  # replicas of a machine share its memory
-        num_replicas = max(fleet.first_replicas, fleet.max_replicas)
-        host_available = pick("cpu").memory_available() // (self._num_local_ranks * num_replicas)
-        host_available = int(host_available * self.config.cache.memory_share)
-        adapter_bytes = 0
-        if self.adapters is not None:
-            adapter_bytes = or_else(self.config.lora.lora_memory_bytes, host_available // 10)
-            if adapter_bytes > host_available // 2:
-                raise ConfigError(
-                    f"--lora-memory {adapter_bytes} is more than half of the {host_available} bytes that are left for adapters and KV pages"
-                )
-            host_available -= adapter_bytes
+        host_available = self._host_available()
+        if self.adapters is not None and self._sites is None:
+            host_available = max(0, host_available - self._adapter_bytes)
         return LoadReport(
             device=self.device.describe(limits.cpu_threads),
             dtype=limits.dtype,
@@ -417,7 +466,8 @@ class Loader:
             kv_dtype=name_of(self.kv_dtype),
             windows=self.layout.windows,
             stage=self.stage.index,
-            adapter_bytes=adapter_bytes,
+            adapter_bytes=self._adapter_bytes,
+            adapter_itemsize=0 if self.adapters is None else self.adapters.itemsize,
         )
 
 

@@ -1,5 +1,7 @@
 """Runner: one rank's steps, from StepPlan to Batch, hidden states, logits and tokens. load.py makes the runner."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from octavo.batch import Batch
@@ -8,8 +10,9 @@ from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
 from octavo.messages import StepPlan, most_samples
 from octavo.parallel import NO_LINKS, Links
+from octavo.sampling.state import Ints
 from octavo.worker.adapters import RankAdapters
-from octavo.worker.assemble import Assembled, Columns, assemble, shared_in
+from octavo.worker.assemble import Assembled, Columns, adapters_of, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.drafts import Drafted
 from octavo.worker.graphs import Graphs, is_only_greedy
@@ -19,6 +22,9 @@ from octavo.worker.rows import PageChanges, RowState
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, LaunchedStep
+
+if TYPE_CHECKING:
+    from octavo.worker.gpu_adapters import HostBlocks
 
 
 class Runner:
@@ -81,12 +87,8 @@ class Runner:
         assembled = assemble(columns, self.rows, self.staging)
         if assembled.batch.adapter_of is None or self.adapters is None:
             return self._compute(columns, assembled)
-        assert self._native is not None, "adapters are for native kernels"
-        self._native.set_adapters(self.adapters.of(assembled.batch))
-        try:
+        with self.adapters.of(assembled.batch, self.staging):
             return self._compute(columns, assembled)
-        finally:
-            self._native.set_adapters(None)
 
     def _compute(self, columns: Columns, assembled: Assembled) -> tuple[torch.Tensor | None, Extras | None]:
         if not self.model.stage.is_last:
@@ -150,7 +152,7 @@ class Runner:
         if not stage.is_first:
             self.links.receive(graphs.input(len(rows)))
         is_greedy = not stage.is_last or is_only_greedy(self.rows.sampling, rows, lens)
-        logits = graphs.run(rows, lens, changes, shared, is_greedy)
+        logits = graphs.run(rows, lens, changes, shared, is_greedy, self._adapters_of(rows))
         if not stage.is_last:
             self.links.send(graphs.output(len(rows)).clone())
             done = self.device.event()
@@ -164,6 +166,14 @@ class Runner:
         done = self.device.event()
         done.record()
         return LaunchedStep(number, graphs.host_tokens(len(rows)), done, extras)
+
+    def _adapters_of(self, rows: Ints) -> "HostBlocks | None":
+        """The adapters of a captured step's rows; None: no row has one."""
+        names, of_rows = adapters_of(rows, self.rows)
+        if of_rows is None:
+            return None
+        assert self.adapters is not None
+        return self.adapters.plan(names, of_rows)
 
     def _send_home(self, number: int, tokens: torch.Tensor | None, extras: Extras | None) -> LaunchedStep:
         if not self.device.is_cuda or (tokens is None and extras is None):

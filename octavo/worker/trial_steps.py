@@ -80,6 +80,10 @@ class TrialSteps:
                 self.run(tokens, rows, rows > 1, prefix_len)
                 runner.rows.tokens.zero_()  # nothing was sampled: the stored values are no tokens
             warm_up_gates(runner.model, num_tokens)
+            if runner.adapters is not None:
+                runner.adapters.warm_up()
+            if runner.graphs is not None:
+                runner.graphs.warm_up_adapters()
             for size in _WARMUP_SIZES:
                 if runner.graphs is not None and size <= limits.max_num_seqs:
                     runner.graphs.warm_up(size, is_shared=False)
