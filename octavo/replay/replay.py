@@ -102,6 +102,9 @@ class _UnknownText:
     def drafts(self, most: int) -> Offer:
         return Offer([], [])
 
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+        pass
+
 
 class RecordedSpeculation:
     """Drafts as many tokens as the recorded plan did, made-up ones."""
@@ -383,6 +386,7 @@ class Replay:
             outcome.candidates,
             outcome.late,
             outcome.runs,
+            outcome.drafted,
         )
 
     def _token(self, request: Request, end: str | None) -> int:

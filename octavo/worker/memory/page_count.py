@@ -97,6 +97,7 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         num_labels=first.num_labels,
         num_stages=1 + max(report.stage for report in reports),
         adapter_bytes=first.adapter_bytes,
+        draft_len=first.draft_len,
     )
 
 
