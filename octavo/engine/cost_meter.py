@@ -17,9 +17,7 @@ _DRAFT_SHARES = 15  # of the last steps with a draft model, whose median counts
 
 
 class CostMeter(StepObserver):
-    def __init__(
-        self, one_row_seconds: float = 0.0, verify_seconds: float = 0.0, draft_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, one_row_seconds: float = 0.0, verify_seconds: float = 0.0, draft_seconds: float = 0.0) -> None:
         """`one_row_seconds`: what a step of one row took before the first request; `verify_seconds`: what one of a VERIFIED_ROW took;
         `draft_seconds`: what a pass of the draft model took for one row; 0: not measured."""
         self.new_costs: StepCosts | None = None  # not handed on yet

@@ -689,7 +689,9 @@ class Scheduler:
         """How many tokens of each of these rows the draft model may compute in this step to catch up: as many as prompts might, because
         streams wait for both."""
         costs, total = self.costs, self.max_step_tokens
-        if self.stall_limit is not None and costs is not None and costs.draft:
+        if self.stall_limit is not None and costs is None:
+            total //= UNKNOWN_PART
+        elif self.stall_limit is not None and costs is not None and costs.draft:
             seconds = costs.seconds(shape)
             left = max(self.stall_limit.within(costs, seconds) - seconds, MIN_SHARE * seconds)
             total = min(total, costs.tokens_within(left / costs.draft, shape.context // shape.rows))

@@ -521,7 +521,9 @@ class DraftLoader(Loader):
         with torch.inference_mode(), _about_draft(self.source), memory_errors(self.limits.dtype, available):
             self.build(self.checkpoint, self.context)
             notes = self.weights.fill(self.checkpoint, available)
-        sizes = f"{in_words_of(self.model.weights_bytes)} of weights, {in_words_of(self.stores.page_bytes)} of each KV page"
+        sizes = (
+            f"{in_words_of(self.model.weights_bytes)} of weights, {in_words_of(self.stores.page_bytes)} of each KV page"
+        )
         return [f"draft model {self.source.name}: {each}" for each in (sizes, *notes)]
 
     def allocate_beside(self, num_pages: int, num_host_pages: int, runner: Runner) -> tuple[DraftModel, list[str]]:

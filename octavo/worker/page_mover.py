@@ -116,7 +116,9 @@ class PageMover:
         self.num_ram_pages, self.has_disk = self._ram.num_slots, folder is not None
         self.events: queue.SimpleQueue[TierEvent] = queue.SimpleQueue()
         self.on_event: Callable[[], None] = lambda: None  # called by any thread
-        self.on_load: Callable[[list[int]], None] = lambda pages: None  # called when pages were filled, by a thread of its own
+        self.on_load: Callable[[list[int]], None] = lambda pages: (
+            None
+        )  # called when pages were filled, by a thread of its own
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()
         self._approvals: queue.SimpleQueue[list[bool] | None] = queue.SimpleQueue()

@@ -147,7 +147,12 @@ class Recorded:
         lateness = random.Random(load.seed + 7 * 10**9) if load.has_late else None
         self.executor = OracleExecutor(
             OracleDevice(
-                load.page_size, load.rows, load.windows, lateness, load.num_stages, random.Random(load.seed + 13 * 10**9)
+                load.page_size,
+                load.rows,
+                load.windows,
+                lateness,
+                load.num_stages,
+                random.Random(load.seed + 13 * 10**9),
             ),
             bool(load.depth),
         )

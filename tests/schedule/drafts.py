@@ -28,7 +28,9 @@ class Continuation:
             self._all = prompt + output
 
     def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
-        assert num_tokens == len(self._request.tokens) and 0 <= num_right <= num_drafted, "other tokens than those that came"
+        assert num_tokens == len(self._request.tokens) and 0 <= num_right <= num_drafted, (
+            "other tokens than those that came"
+        )
 
     def drafts(self, most: int) -> Offer:
         tokens = self._all[self._num_learned : self._num_learned + most]

@@ -180,7 +180,9 @@ class OracleDevice:
                     sampled[-1] += 1 + plan.step  # a token that the grammar does not allow
                 if not self._is_pipelined:
                     self.tokens[row][span[-1] + 1] = sampled[-1]
-        return StepResult(plan.step, sampled, vectors, candidates=candidates, late=late, runs=runs, drafted=drafted, draft_work=work)
+        return StepResult(
+            plan.step, sampled, vectors, candidates=candidates, late=late, runs=runs, drafted=drafted, draft_work=work
+        )
 
     def _propose(self, plan: StepPlan) -> tuple[StepPlan, list[int], DraftWork | None]:
         """The plan with drafts that are right, wrong, right for a while, or not there, where it leaves them to a draft model."""

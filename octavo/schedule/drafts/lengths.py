@@ -81,7 +81,7 @@ class CostSpeculation:
         if not self.settings.model:
             return costs.seconds(shape) > MARGIN * shape.rows * _cost(costs, position)
         seconds = costs.seconds(shape)
-        return 0 < costs.draft and seconds > MARGIN * (costs.draft * seconds + shape.rows * _cost(costs, position))
+        return costs.draft > 0 and seconds > MARGIN * (costs.draft * seconds + shape.rows * _cost(costs, position))
 
 
 def _cost(costs: StepCosts, position: int) -> float:

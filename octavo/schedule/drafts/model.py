@@ -21,7 +21,9 @@ class ModelDrafter:
 
     def __init__(self, num_followed: int = 0) -> None:
         self.chance = _PRIOR
-        self.num_followed = num_followed  # tokens, from the first on, that the draft model has computed, as far as that is known
+        self.num_followed = (
+            num_followed  # tokens, from the first on, that the draft model has computed, as far as that is known
+        )
         self._count = _PRIOR_WEIGHT
         self._num_learned = 0
 
