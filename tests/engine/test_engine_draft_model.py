@@ -105,7 +105,9 @@ def test_it_catches_up_in_parts(source):
     drafted = [count for result in results for count in result.drafted]
     num_first = drafted.index(4)
     assert num_first >= 3, "three steps of 16 tokens at most, then the rest"
-    assert drafted[:num_first] == [0] * num_first and 0 not in drafted[num_first:], "the second finds what the first has"
+    assert drafted[:num_first] == [0] * num_first and 0 not in drafted[num_first:], (
+        "the second finds what the first has"
+    )
 
 
 def test_pages_from_a_tier_are_computed_again(source, tmp_path, monkeypatch):
@@ -115,13 +117,15 @@ def test_pages_from_a_tier_are_computed_again(source, tmp_path, monkeypatch):
     options = {"speculative_config": drafting(model, adaptive=False), "kv_tier": f"disk:64MiB:{tmp_path / 'tier'}"}
     prompt, other = list(range(60)), list(range(80, 140))
     for _ in range(2):
-        with LLM(model, block_size=4, kv_cache_memory_bytes=40 * 2048, cpu_threads=1, **options) as llm:
+        with LLM(model, block_size=4, kv_cache_memory_bytes=18 * 2048, cpu_threads=1, **options) as llm:
+            longer = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            llm.generate([other], longer, use_tqdm=False)  # so that all pages hold something else
             results = results_of(llm)
-            llm.generate([other], params, use_tqdm=False)  # so that pages hold something else
             found = llm.generate([prompt], params, use_tqdm=False)[0]
             num_loaded = llm._loop.tier.stats.loaded_pages
     assert num_loaded > 10 and found.num_cached_tokens > 40
     assert all(run == 1 + count for result in results for run, count in zip(result.runs, result.drafted, strict=True))
+    assert sum(result.draft_work.caught_up for result in results if result.draft_work is not None) >= len(prompt) - 1
 
 
 def test_memory_counts_both(source, tmp_path):
@@ -201,14 +205,19 @@ def test_the_same_tokens_are_computed_from_a_recording(source, tmp_path):
 def test_what_cannot_be_is_refused(source, tmp_path):
     model = source[0]
     other = write_tiny_llama(tmp_path / "other", vocab_size=200)
-    with pytest.raises(ConfigError, match="draft model other: its vocabulary has 200 tokens and the model's has 258: a draft model must have"):
+    with pytest.raises(
+        ConfigError,
+        match="draft model other: its vocabulary has 200 tokens and the model's has 258: a draft model must have",
+    ):
         start_engine(tiny_config(speculative_config=drafting(other.path)), model, "tiny")
     write_byte_tokenizer(tmp_path / "other")
     renamed = (tmp_path / "other" / "tokenizer.json").read_text()
     text = json.loads(renamed)
     text["model"]["vocab"] = {f"x{piece}": i for piece, i in text["model"]["vocab"].items()}
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(text))
-    with pytest.raises(ConfigError, match=r"draft model other: \d+ of its \d+ tokens are not those of the model, which has 258"):
+    with pytest.raises(
+        ConfigError, match=r"draft model other: \d+ of its \d+ tokens are not those of the model, which has 258"
+    ):
         start_engine(tiny_config(speculative_config=drafting(other.path)), model, "tiny")
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2: a draft model works with one rank only"):
         Loader(tiny_config(speculative_config=drafting(model.path), tensor_parallel_size=2), model).open()
@@ -218,5 +227,7 @@ def test_what_cannot_be_is_refused(source, tmp_path):
     folder = disturbed(model, tmp_path / "windows", 0.0)
     (folder / "config.json").write_text(json.dumps(windows))
     config = replace(tiny_config(), speculative_config=drafting(model.path))
-    with pytest.raises(ConfigError, match="a draft model cannot draft for mistral, whose layers keep only the KV pages of a window"):
+    with pytest.raises(
+        ConfigError, match="a draft model cannot draft for mistral, whose layers keep only the KV pages of a window"
+    ):
         start_engine(config, type(model)(folder, "windows", "folder"), "windows")
