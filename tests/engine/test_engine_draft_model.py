@@ -57,7 +57,7 @@ def run(loop: EngineLoop, seed: int, count: int) -> None:
     for number in range(count):
         prompt = stem[: r.randrange(60)] + [r.randrange(258) for _ in range(r.randrange(1, 12))]
         if outputs and number % 3 == 0:
-            prompt = r.choice(outputs)[:90] + [r.randrange(258)]
+            prompt = [*r.choice(outputs)[:90], r.randrange(258)]
         sampling = {"temperature": r.choice([0.0, 0.8, 1.5]), "presence_penalty": r.choice([0.0, 0.7])}
         params = SamplingParams(n=r.choice([1, 1, 2, 3]), seed=number, max_tokens=r.randrange(1, 30), **sampling)
         prompts[f"r{number}"] = prompt
