@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from octavo.messages import FROM_MODEL
 from octavo.schedule.drafts.base import Offer
 
-_PRIOR = 0.6  # chance of a drafted token before anything is known, …
+_PRIOR = 0.7  # chance of a drafted token before anything is known, …
 _PRIOR_WEIGHT = 4  # … as if so many tokens had been verified
 _MEMORY = 32  # tokens, after which an old one counts for little
 _FADE = 128  # tokens without a draft, after which what was known counts for a third: another try then tells
