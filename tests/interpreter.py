@@ -48,7 +48,8 @@ def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _multiply_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply values: the interpreter stores bfloat16 as bits, and multiplies matrices of those bits."""
+    """Multiply values, and each row of a tile by itself. The interpreter stores bfloat16 as bits, and multiplies matrices of those bits; and
+    a BLAS may sum the rows of one matrix in different orders, as no GPU does."""
     dot = interpreter.InterpreterBuilder.create_dot
 
     def widened(handle):
@@ -56,9 +57,15 @@ def _multiply_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             return handle
         return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    monkeypatch.setattr(
-        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
-    )
+    def by_rows(self, a, b, d, *rest):
+        a, b = widened(a), widened(b)
+        rows = interpreter.TensorHandle(a.data[..., None, :], a.dtype.scalar)
+        columns = interpreter.TensorHandle(b.data[..., None, :, :], b.dtype.scalar)
+        start = interpreter.TensorHandle(d.data[..., None, :], d.dtype.scalar)
+        product = dot(self, rows, columns, start, *rest)
+        return interpreter.TensorHandle(product.data[..., 0, :], product.dtype)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", by_rows)
 
 
 def _compare_to_truth(monkeypatch: pytest.MonkeyPatch) -> None:

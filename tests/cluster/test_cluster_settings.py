@@ -16,7 +16,7 @@ def test_an_address_needs_the_backend() -> None:
 
 
 def test_a_tier_on_this_machines_disk_is_not_for_nodes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--kv-tier keeps pages on this machine's disk"):
+    with pytest.raises(ConfigError, match="--kv-tier disk keeps pages on this machine's disk"):
         replace(Config(), distributed_executor_backend="ray", kv_tier=f"disk:1GiB:{tmp_path}")
 
 

@@ -132,7 +132,8 @@ def test_bytes_do_not_depend_on_the_mix(served: Served, options: dict[str, Any])
         assert scored(llm, served.prompts, adapters) == together
     few_pages = {"kv_cache_memory_bytes": 28 * 4 * 2 * 2 * 2 * 8 * 4}
     with engine(served, **options, **few_pages, enable_prefix_caching=False) as llm:
-        assert scored(llm, served.prompts, adapters) == together
+        assert scored(llm, served.prompts, adapters) == together  # requests enter when their adapters are loaded
+        assert scored(llm, served.prompts, adapters) == together  # all at once
         assert llm._loop.scheduler.num_preemptions > 0
     with engine(served, **options, enforce_eager=True) as llm:
         assert scored(llm, served.prompts, adapters) == together

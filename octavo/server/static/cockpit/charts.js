@@ -73,8 +73,10 @@ export class Charts {
     tip.style.top = `${Math.max(4, Math.min(y + 14, innerHeight - tip.offsetHeight - 8))}px`;
   }
 
+  // The figures of the moment that is pointed at; shortly before the first ones, those.
   nearest() {
-    return this.series?.findLast((figures) => figures.time <= this.pointed) ?? null;
+    const before = this.series?.findLast((figures) => figures.time <= this.pointed), first = this.series?.[0];
+    return before ?? (first && first.time - this.pointed < this.past.span / 50 ? first : null);
   }
 
   // `offset`: what must be added to the feed's times to get seconds since 1970.
