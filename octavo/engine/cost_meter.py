@@ -14,7 +14,10 @@ _DECODE_EVERY = 4  # of the steps without prompts, which are many and alike, one
 _FIT_EVERY, _FIT_NEW_EVERY = 64, 4  # samples between two fits; the second after a step of a new kind
 _FIT_DRAFTS_EVERY = 16  # … with a draft model, whose cost decides from step to step whether it is asked
 _DRAFT_SHARES = 7  # measured costs of a draft model's passes that are kept; the third lowest counts: other programs only add to them
-_FADE, _LEAST_FADE = 0.97, 0.25  # of that cost, for each measured step without a draft: a model that was too dear once is tried again
+_FADE, _LEAST_FADE = (
+    0.97,
+    0.25,
+)  # of that cost, for each measured step without a draft: a model that was too dear once is tried again
 
 
 class CostMeter(StepObserver):

@@ -158,7 +158,9 @@ def test_what_a_draft_model_takes_is_apart():
             scheduler.learn(costs)
             shares.append(costs.draft)
         if number == 120:
-            assert shares[0] == pytest.approx(0.4, rel=0.05) and 0.2 < shares[-1] < 0.26, "and fades a little from draft to draft"
+            assert shares[0] == pytest.approx(0.4, rel=0.05) and 0.2 < shares[-1] < 0.26, (
+                "and fades a little from draft to draft"
+            )
         if number == 1099:
             assert shares[-1] == pytest.approx(pass_seconds / 4, rel=0.1), "it was not asked for long: it may be tried"
     assert 0.2 < shares[-1] < 0.26
