@@ -37,7 +37,7 @@ def test_vllms_names():
         ('{"method": "draft_model"}', "the method draft_model needs a draft model: name it with `model`"),
         ('{"method": "ngram", "model": "x"}', "model is for the method draft_model, not for 'ngram'"),
         ('{"model": 3}', "model must be a text, the name of the draft model, got 3"),
-        ('{"num_tokens": 3}', "'num_tokens' is not known; known are method, num_speculative_tokens"),
+        ('{"num_tokens": 3}', "'num_tokens' is not known; known are method, model, num_speculative_tokens"),
         ('{"num_speculative_tokens": 16}', "num_speculative_tokens must be a whole number from 1 to 15, got 16"),
         ('{"num_speculative_tokens": 2.5}', "num_speculative_tokens must be a whole number"),
         (
