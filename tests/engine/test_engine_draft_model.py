@@ -19,6 +19,7 @@ from octavo.messages import GenerateRequest, SamplingParams
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.recording.format import read
 from octavo.replay.recompute import Recomputation
+from octavo.replay.replay import Replay
 from octavo.worker.dry_run import DryRun
 from octavo.worker.load import Loader
 from tests.doubles import write_byte_tokenizer
@@ -200,6 +201,29 @@ def test_the_same_tokens_are_computed_from_a_recording(source, tmp_path):
     findings = computation.run()
     assert computation.replay.num_same == computation.replay.num_steps > 20
     assert findings.num_same == findings.num_tokens > 100, findings
+
+
+def test_an_end_that_a_grammar_forces_beside_a_draft_is_replayed(source, tmp_path):
+    """From a recording without tokens: the stop token counts as no token of the run."""
+    model = source[0]
+    config = tiny_config(speculative_config=drafting(model.path, adaptive=False))
+    engine = start_engine(config, model, "tiny")
+    launch = EngineLaunch(config, str(model.path), "folder", "tiny", "tiny", "", record_to=str(tmp_path))
+    engine.loop.record(start_recorder(launch, engine))
+    results, collect = [], engine.loop.executor.collect
+    engine.loop.executor.collect = lambda: results.append(collect()) or results[-1]
+    grammar = '%llguidance {"no_forcing": true}\nstart: /([a-z]+ )*/'
+    for number in range(8):
+        params = SamplingParams(seed=number, temperature=1.0, max_tokens=29 + number, grammar=grammar)
+        engine.loop.add(GenerateRequest(f"r{number}", [number, 2, 3], params, [256]))
+    while engine.loop.has_work or not engine.loop.scheduler.is_idle:
+        engine.loop.step()
+    engine.loop.close()
+    assert any(result.last and result.runs and result.tokens[result.last[0]] == 256 for result in results)
+    replay = Replay(read(tmp_path))
+    for _ in replay.follow():
+        pass
+    assert replay.num_same == replay.num_steps > 20
 
 
 def test_what_cannot_be_is_refused(source, tmp_path):
