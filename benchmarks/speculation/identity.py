@@ -109,8 +109,8 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
     return found
 
 
-def _predict(request: GenerateRequest, tokens: list[int], r: random.Random) -> GenerateRequest:
-    if r.random() < 0.3:
+def _predict(request: GenerateRequest, tokens: list[int], r: random.Random, drafter: str) -> GenerateRequest:
+    if r.random() < (0.8 if drafter == DRAFT_MODEL else 0.3):  # a request with a prediction is not drafted by a model
         return request
     wrong = r.choice([0.0, 0.02, 0.1, 0.3])
     prediction = tuple(token if r.random() >= wrong else r.choice(tokens) for token in tokens)
@@ -145,7 +145,7 @@ class Campaign:
         for name in drafters:
             r = random.Random(f"{seed} {name}")
             # A random model copies little: what it will say is predicted, with mistakes.
-            predicted = [_predict(request, plain[request.id, 0].tokens, r) for request in requests]
+            predicted = [_predict(request, plain[request.id, 0].tokens, r, name) for request in requests]
             ours = self._run(self.drafters[name], predicted, r, is_mortal=is_mortal)
             for key, choice in plain.items():
                 self.seen.tokens += len(choice.tokens)

@@ -257,7 +257,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     # For each of the plan's drafts: how many tokens the row got, 1 to 1 + drafted. All but the last of them equal the draft. An index
     # of `failures`, `last` or `late` is never that of a run of several.
     runs: list[int] = []
-    # For each of the plan's drafts: how many tokens the draft model proposed; 0: it has not caught up with the row yet. Empty: the plan
-    # had the tokens.
+    # For each of the plan's drafts: how many tokens there were; 0: the draft model has not caught up with the row yet. Empty: the plan
+    # had all of them.
     drafted: list[int] = []
     draft_work: DraftWork | None = None  # None: no draft model was asked

@@ -680,9 +680,11 @@ class Scheduler:
             ]
             if rows and room > 0:
                 chosen = speculation.choose(rows, shape, self.costs, room)
-                catch_up = self._catch_up(shape, len(chosen)) if chosen and chosen[0].tokens[0] == FROM_MODEL else 0
+                num_by_model = sum(each.tokens[0] == FROM_MODEL for each in chosen)
+                catch_up = self._catch_up(shape, num_by_model) if num_by_model else 0
                 for each in chosen:
-                    self._add_draft(each, draft, planned.requests[each.at], catch_up)
+                    of_row = catch_up if each.tokens[0] == FROM_MODEL else 0
+                    self._add_draft(each, draft, planned.requests[each.at], of_row)
         planned.wants_drain = bool(draft.drafts) or speculation.wants_drain(self.num_steps, shape, self.costs)
 
     def _catch_up(self, shape: StepShape, num_drafts: int) -> int:

@@ -113,13 +113,14 @@ class DraftModel:
         self.filled.move(moves)
 
     def propose(self, plan: StepPlan) -> tuple[StepPlan, DraftWork | None]:
-        """→ the plan with tokens in its drafts. A draft that has none has not caught up with its row. None: it has nothing to propose.
-        `rows` must be updated with the plan already."""
+        """→ the plan with tokens in all of its drafts. A draft that has none has not caught up with its row. None: it has nothing to
+        propose. `rows` must be updated with the plan already."""
         self.filled.written(plan)
-        if not plan.drafts or plan.drafts[0].tokens[0] != FROM_MODEL:
+        wanted = [draft for draft in plan.drafts if draft.tokens[0] == FROM_MODEL]
+        if not wanted:
             return plan, None
         started = time.perf_counter()
-        proposed = _Proposal(self, plan)
+        proposed = _Proposal(self, plan, wanted)
         work = DraftWork(
             proposed.num_passes,
             proposed.num_tokens,
@@ -127,18 +128,18 @@ class DraftModel:
             proposed.num_caught_up,
             time.perf_counter() - started,
         )
-        counts = plan.counts[:]
-        for draft, tokens in zip(plan.drafts, proposed.tokens, strict=True):
+        counts, drafts = plan.counts[:], {draft.at: draft for draft in plan.drafts}
+        for draft, tokens in zip(wanted, proposed.tokens, strict=True):
             counts[draft.at] -= len(draft.tokens) - len(tokens)
-        drafts = [Draft(draft.at, tokens) for draft, tokens in zip(plan.drafts, proposed.tokens, strict=True)]
-        return msgspec.structs.replace(plan, counts=counts, drafts=drafts), work
+            drafts[draft.at] = Draft(draft.at, tokens)
+        return msgspec.structs.replace(plan, counts=counts, drafts=list(drafts.values())), work
 
-    def behind(self, plan: StepPlan) -> tuple[list[int], list[int]]:
-        """(tokens that the draft model has of each row with a draft, before the row's last; how many of the missing ones it may compute
-        now)."""
+    def behind(self, plan: StepPlan, drafts: list[Draft]) -> tuple[list[int], list[int]]:
+        """(tokens that the draft model has of each row with one of these drafts, before the row's last; how many of the missing ones it
+        may compute now)."""
         have, more = [], []
-        left = self._max_tokens - len(plan.drafts)
-        for draft in plan.drafts:
+        left = self._max_tokens - len(drafts)
+        for draft in drafts:
             start = plan.starts[draft.at]
             have.append(self.filled.of_row(plan.rows[draft.at], start))
             more.append(min(start - have[-1], draft.catch_up, left))
@@ -168,13 +169,13 @@ class DraftModel:
 class _Proposal:
     """The passes of one step."""
 
-    def __init__(self, model: DraftModel, plan: StepPlan) -> None:
+    def __init__(self, model: DraftModel, plan: StepPlan, drafts: list[Draft]) -> None:
         self.num_passes = self.num_tokens = self.context = self.num_caught_up = 0
-        self.tokens: list[list[int]] = [[] for _ in plan.drafts]
-        self._model, self._rows = model, [plan.rows[draft.at] for draft in plan.drafts]
-        ends = [plan.starts[draft.at] for draft in plan.drafts]  # position of each row's next input
-        wanted = [len(draft.tokens) for draft in plan.drafts]
-        have, more = model.behind(plan)
+        self.tokens: list[list[int]] = [[] for _ in drafts]
+        self._model, self._rows = model, [plan.rows[draft.at] for draft in drafts]
+        ends = [plan.starts[draft.at] for draft in drafts]  # position of each row's next input
+        wanted = [len(draft.tokens) for draft in drafts]
+        have, more = model.behind(plan, drafts)
         self.num_caught_up = sum(more)
         has_all = [start + count == end for start, count, end in zip(have, more, ends, strict=True)]
         own = [int(each) for each in has_all]  # its own last token, behind all that were missing

@@ -5,6 +5,7 @@ A model that drafts for itself is always right if its pages are: on a CPU no bit
 import json
 import random
 
+import msgspec
 import pytest
 
 from octavo import LLM
@@ -184,6 +185,22 @@ def test_requests_may_do_without(source):
         assert len(results) == 9 and not any(result.drafted for result in results) and not metrics.draft_tokens
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
         assert metrics.draft_tokens == metrics.accepted_tokens == 6, "four, and two before the last"
+
+
+def test_a_prediction_is_drafted_beside_it(source):
+    """In one step: drafts of the plan, and of the model."""
+    model, prompts = str(source[0].path), [[1, 2, 3], [4, 5, 6]]
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=21, ignore_eos=True)
+    with LLM(model, speculative_config=drafting(model, adaptive=False), cpu_threads=1) as llm:
+        plain = llm.generate(prompts, msgspec.structs.replace(params, use_speculation=False), use_tqdm=False)
+        tokens = [output.outputs[0].token_ids for output in plain]
+        predicted = msgspec.structs.replace(params, prediction_ids=(*tokens[0][:6], 7, 7))
+        results = results_of(llm)
+        again = llm.generate(prompts, [predicted, params], use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in again] == tokens
+    both = [result for result in results if len(result.drafted) == 2]
+    assert both and all(result.runs[1] == 1 + result.drafted[1] for result in both), "the model is right"
+    assert any(result.runs[0] > 1 for result in both) and any(result.runs[0] <= result.drafted[0] for result in both)
 
 
 def test_the_same_tokens_are_computed_from_a_recording(source, tmp_path):

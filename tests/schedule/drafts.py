@@ -39,7 +39,7 @@ class Continuation:
 
 class DiceSpeculation:
     def __init__(self, dice: random.Random, windows: tuple[int, ...], is_model: bool = False) -> None:
-        """`is_model`: the device proposes the tokens."""
+        """`is_model`: the device proposes the tokens of most drafts."""
         self._dice, self._windows, self._is_model = dice, windows, is_model
 
     def attach(self, request: Request) -> None:
@@ -57,7 +57,7 @@ class DiceSpeculation:
             request.drafter.learn(request.tokens)
             offer = request.drafter.drafts(most)
             tokens = [token if dice.random() < 0.7 else dice.randrange(VOCABULARY) for token in offer.tokens]
-            tokens = [FROM_MODEL] * len(tokens) if self._is_model else tokens
+            tokens = [FROM_MODEL] * len(tokens) if self._is_model and dice.random() < 0.8 else tokens
             if tokens:
                 room -= len(tokens)
                 found.append(Draft(at, tokens))

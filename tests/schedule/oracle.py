@@ -186,12 +186,15 @@ class OracleDevice:
 
     def _propose(self, plan: StepPlan) -> tuple[StepPlan, list[int], DraftWork | None]:
         """The plan with drafts that are right, wrong, right for a while, or not there, where it leaves them to a draft model."""
-        if not plan.drafts or plan.drafts[0].tokens[0] != FROM_MODEL:
+        if not any(draft.tokens[0] == FROM_MODEL for draft in plan.drafts):
             return plan, [], None
-        assert self._dice is not None and all({*draft.tokens} == {FROM_MODEL} for draft in plan.drafts)
-        assert all(draft.catch_up > 0 for draft in plan.drafts), "it could never catch up"
+        assert self._dice is not None
         drafts, counts = [], plan.counts[:]
         for draft in plan.drafts:
+            if draft.tokens[0] != FROM_MODEL:
+                drafts.append(draft)
+                continue
+            assert {*draft.tokens} == {FROM_MODEL} and draft.catch_up > 0, "it could never catch up"
             row, start, tokens = plan.rows[draft.at], plan.starts[draft.at], []
             for position in range(start, start + (len(draft.tokens) if self._dice.random() < 0.8 else 0)):
                 states = {(row, position): self.tokens[row][position]}
