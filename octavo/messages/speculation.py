@@ -48,7 +48,7 @@ def speculation_of(text: str, is_gpu: bool) -> SpeculationSettings | None:
         )
     if model and is_gpu:
         raise ConfigError(
-            f"{FLAG}: a draft model needs a CPU with native kernels, and a GPU computes here: use ngram or suffix"
+            f"{FLAG}: a draft model works on a CPU only, and a GPU computes here: use ngram or suffix"
         )
     least, most = _number(values, "prompt_lookup_min", 2, MAX_NGRAM), _number(values, "prompt_lookup_max", 4, MAX_NGRAM)
     if "prompt_lookup_max" not in values:

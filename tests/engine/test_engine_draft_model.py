@@ -21,6 +21,7 @@ from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.recording.format import read
 from octavo.replay.recompute import Recomputation
 from octavo.replay.replay import Replay
+from octavo.sampling.grammar import masks
 from octavo.worker.dry_run import DryRun
 from octavo.worker.load import Loader
 from tests.doubles import write_byte_tokenizer
@@ -71,12 +72,14 @@ def run(loop: EngineLoop, seed: int, count: int) -> None:
         loop.step()
 
 
-@pytest.mark.parametrize("rows", [3, 8], ids=["few rows", "steps on a thread"])
-def test_what_the_model_drafts_for_itself_is_always_right(source, rows):
+@pytest.mark.parametrize(
+    ("rows", "is_eager"), [(3, False), (8, False), (3, True)], ids=["few rows", "steps on a thread", "without tapes"]
+)
+def test_what_the_model_drafts_for_itself_is_always_right(source, rows, is_eager):
     model = str(source[0].path)
     options = {"page_size": 4, "max_num_seqs": rows, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 240 * 2048}
     if rows == 3:
-        options |= {"kv_cache_memory_bytes": 70 * 2048, "swap_space": 0.0002}
+        options |= {"kv_cache_memory_bytes": 70 * 2048, "swap_space": 0.0002, "enforce_eager": is_eager}
     with LLM(model, speculative_config=drafting(model, adaptive=False), cpu_threads=1, **options) as llm:
         results = results_of(llm)
         run(llm._loop, rows, 60)
@@ -220,8 +223,9 @@ def test_the_same_tokens_are_computed_from_a_recording(source, tmp_path):
     assert findings.num_same == findings.num_tokens > 100, findings
 
 
-def test_an_end_that_a_grammar_forces_beside_a_draft_is_replayed(source, tmp_path):
+def test_an_end_that_a_grammar_forces_beside_a_draft_is_replayed(source, tmp_path, monkeypatch):
     """From a recording without tokens: the stop token counts as no token of the run."""
+    monkeypatch.setattr(masks, "_LEAST_WAIT", 60.0)  # on a busy machine, too
     model = source[0]
     config = tiny_config(speculative_config=drafting(model.path, adaptive=False))
     engine = start_engine(config, model, "tiny")
