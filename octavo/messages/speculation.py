@@ -47,9 +47,7 @@ def speculation_of(text: str, is_gpu: bool) -> SpeculationSettings | None:
             f"{FLAG}: model is for the method draft_model, not for {quote(method)}: leave one of them out"
         )
     if model and is_gpu:
-        raise ConfigError(
-            f"{FLAG}: a draft model works on a CPU only, and a GPU computes here: use ngram or suffix"
-        )
+        raise ConfigError(f"{FLAG}: a draft model works on a CPU only, and a GPU computes here: use ngram or suffix")
     least, most = _number(values, "prompt_lookup_min", 2, MAX_NGRAM), _number(values, "prompt_lookup_max", 4, MAX_NGRAM)
     if "prompt_lookup_max" not in values:
         most = max(least, most)

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from octavo import LLM
+from octavo import LLM, LoRARequest
 from octavo.config import replace
 from octavo.engine.build import start_engine
 from octavo.engine.loop import EngineLoop
@@ -24,6 +24,7 @@ from octavo.replay.replay import Replay
 from octavo.sampling.grammar import masks
 from octavo.worker.dry_run import DryRun
 from octavo.worker.load import Loader
+from tests.adapters import write_model, write_peft
 from tests.doubles import write_byte_tokenizer
 from tests.worker.tiny import disturbed, tiny_config, write_tiny_llama
 
@@ -276,3 +277,21 @@ def test_what_cannot_be_is_refused(source, tmp_path):
         ConfigError, match="a draft model cannot draft for mistral, whose layers keep only the KV pages of a window"
     ):
         start_engine(config, type(model)(folder, "windows", "folder"), "windows")
+
+
+def test_adapters_are_the_models_alone(tmp_path):
+    """The draft model drafts without them, worse than before, and no token differs."""
+    weights = write_model(tmp_path / "m", 128)
+    adapter = LoRARequest("a", 1, str(write_peft(tmp_path / "a", weights, size=0.7)))
+    model, params = str(tmp_path / "m"), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = []
+    for config in ('{"method": "none"}', drafting(model, adaptive=False)):
+        with LLM(model, speculative_config=config, enable_lora=True, cpu_threads=1) as llm:
+            results = results_of(llm)
+            outputs = llm.generate([[1, 2, 3]] * 2, params, use_tqdm=False, lora_request=[adapter, None])
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+    num_wrong = [
+        1 + drafted - run for result in results for drafted, run in zip(result.drafted, result.runs, strict=True)
+    ]
+    assert sum(num_wrong) > 0 and 0 in num_wrong

@@ -296,7 +296,11 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "self.cache.extend(request.sequence, start - 1, start + len(tokens))",
         "self.cache.extend(request.sequence, start + self.cache.page_size, start + len(tokens))",
     ),
-    "pages of a draft that was not proposed are kept": (SCHEDULER, "len(run) <= num_planned", "len(run) <= num_drafted"),
+    "pages of a draft that was not proposed are kept": (
+        SCHEDULER,
+        "len(run) <= num_planned",
+        "len(run) <= num_drafted",
+    ),
     "a draft that was not proposed counts as drafted": (
         SCHEDULER,
         "num_drafted = next(arrived.drafted, num_planned)",
