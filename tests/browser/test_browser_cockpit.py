@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import urllib.request
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,20 +92,21 @@ def test_a_load_is_shown_as_the_metrics_tell_it(open_page: Any, server: Server) 
 
 
 def agree(page: Any, server: Server, threads: Sequence[threading.Thread]) -> None:
-    """Check that the page shows the metrics' numbers while requests run and wait; the page is a quarter of a second behind."""
+    """Check that the page shows the metrics' numbers while requests run and wait. It is a quarter of a second behind, in which a request may end
+    and pages be taken: requests must be those of one of the last readings, and pages lie between them."""
+    pages = 'octavo:kv_pages{model_name="SmolLM2-135M-Instruct",engine="0",state="used"}'
+    read: deque[tuple[float, ...]] = deque(maxlen=6)
     while any(thread.is_alive() for thread in threads):
-        shown = (
-            number_of(page, "#batch-note"),
-            number_of(page, "[data-stage=queue] .value"),
-            number_of(page, "#count-shared"),
-        )
-        counts = metric(server, "vllm:num_requests_running"), metric(server, "vllm:num_requests_waiting{")
-        used = number_of(page, "[data-stage=pages] .more")
-        pages = metric(server, 'octavo:kv_pages{model_name="SmolLM2-135M-Instruct",engine="0",state="used"}')
-        if shown[:2] == counts and shown[0] > 0 and used == pages:
+        names = "vllm:num_requests_running", "vllm:num_requests_waiting{", pages
+        read.append(tuple(metric(server, name) for name in names))
+        running = number_of(page, "#batch-note")
+        waiting, used = number_of(page, "[data-stage=queue] .value"), number_of(page, "[data-stage=pages] .more")
+        is_seen = any((running, waiting) == counts[:2] for counts in read)
+        all_used = [counts[2] for counts in read]
+        if is_seen and running > 0 and len(read) > 2 and min(all_used) <= used <= max(all_used):
             return
-        page.wait_for_timeout(100)
-    raise AssertionError(f"the page shows {shown} and {used} pages, the metrics tell {counts} and {pages}")
+        page.wait_for_timeout(60)
+    raise AssertionError(f"the page shows {running}, {waiting} and {used} pages, the metrics {[*read]}")
 
 
 def show_preempted(page: Any, server: Server) -> None:

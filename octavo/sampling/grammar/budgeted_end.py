@@ -98,6 +98,9 @@ class BudgetedEnd:
     num_away: int = 0
     has_begun: bool = False  # since then, a value
     objects: list[bytes] = field(default_factory=list)  # texts from the beginning of an object to the end found there
+    # Tokens that the last call allowed, near the limit → the end that is in reach after each. One of them comes next.
+    fits: dict[int, KnownEnd] = field(default_factory=dict)
+    fits_at: int = -1  # tokens left at that call
     place: int = 0  # in the text of the shortest answer: the end found last goes on there
     is_regular: bool = False  # what follows a value does not depend on what the value is
     num_masks: int = 0  # full masks in failed searches, and tokens found to be forced
@@ -224,6 +227,8 @@ class Ends:
             return self._next_of_end(ending, bits)
         if num_left > ending.looks_at:
             return False
+        if ending.fits:
+            self._take_fitting(ending, num_left)
         # Where a single token may begin a part that takes more than the room, each is looked at.
         zone = max(_OPENS_NOTHING, ending.growth)
         known = self._follow(ending, matcher, num_left)
@@ -329,14 +334,16 @@ class Ends:
         self, ending: BudgetedEnd, matcher: Matcher, bits: Words, end: KnownEnd | None, num_left: int
     ) -> list[int]:
         """Tokens after which an end is still in reach, among the first _FEW that `bits` allows: common tokens have low ids.
-        `end`: a known end, whose first token is one of them."""
+        `end`: a known end, whose first token is one of them. The end after each is noted: a search may not find it again."""
         fitting = [] if end is None else end.first(1)
+        fits, ending.fits_at = ending.fits, num_left
         num_looked_for, most = 0, self._num_masks + 2 * _LOOKED_FOR
         # A search for a long end takes longer.
         most_looked_for = max(_LEAST_LOOKED_FOR, min(_LOOKED_FOR, _LOOKED_FOR * _LOOKS_FROM // max(1, len(end or ()))))
         for token in tokens_of(bits, self._vocab_size, [*self._eos_ids, *fitting])[:_FEW].tolist():
-            if end and self._beside(end, matcher, token, num_left - 1) is not None:
+            if end and (beside := self._beside(end, matcher, token, num_left - 1)) is not None:
                 fitting.append(token)
+                fits[token] = beside
                 continue
             after = matcher.deep_copy()
             if not after.consume_token(token):  # its bit was set for a stop token, not by the grammar
@@ -345,8 +352,9 @@ class Ends:
                 num_looked_for += 1
                 if num_left == 1 or num_looked_for > most_looked_for or self._num_masks > most:
                     continue
-                if self._find(ending, after, num_left - 1, end) is None:
+                if (found := self._find(ending, after, num_left - 1, end)) is None:
                     continue
+                fits[token] = self._known_end(found)
             fitting.append(token)
         return fitting
 
@@ -417,15 +425,24 @@ class Ends:
                 thrifty = self._try(ending, matcher.deep_copy(), 2, num_left, num_left, repeats=1)
                 found = None if isinstance(thrifty, _Miss) else thrifty
             if found is not None:
-                text = b"" if self._has_control(found) else self._text_of(found)
-                end = self._known_ends.of_tokens(found, text)
+                end = self._known_end(found)
                 if b"{" in (piece := self._pieces[ending.last]) and end.has_text:
-                    ending.objects = [piece[piece.rindex(b"{") :] + text, *ending.objects[: _MAX_OBJECTS - 1]]
+                    ending.objects = [piece[piece.rindex(b"{") :] + end.text, *ending.objects[: _MAX_OBJECTS - 1]]
         if end is None:  # the known one cannot be followed from here, but what follows a value may still be as before
             ending.known_at = -1
         else:
             ending.known, ending.known_at, ending.num_away = end, num_left, 0
         return end
+
+    def _known_end(self, tokens: list[int]) -> KnownEnd:
+        return self._known_ends.of_tokens(tokens, b"" if self._has_control(tokens) else self._text_of(tokens))
+
+    def _take_fitting(self, ending: BudgetedEnd, num_left: int) -> None:
+        """Know the end for which the token generated last was allowed."""
+        end = ending.fits.get(ending.last) if ending.fits_at == num_left + 1 else None
+        ending.fits = {}
+        if end is not None and 0 < len(end) <= num_left:
+            ending.known, ending.known_at, ending.num_away = end, num_left, 0
 
     def _like_earlier(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> KnownEnd | None:
         """The end that was found when an object was begun earlier in this answer, if it is one here, as with the next item of a list."""
