@@ -36,8 +36,10 @@ class LocalExecutor:
     def start(self) -> EngineReport:
         report = settle(self._config.cache, [self._loader.load()])
         self._runner, notes = self._loader.allocate(report.num_pages, report.num_host_pages)
-        one_row_seconds, verify_seconds = self._loader.time_steps()
-        report = msgspec.structs.replace(report, one_row_seconds=one_row_seconds, verify_seconds=verify_seconds)
+        one_row_seconds, verify_seconds, draft_seconds = self._loader.time_steps()
+        report = msgspec.structs.replace(
+            report, one_row_seconds=one_row_seconds, verify_seconds=verify_seconds, draft_seconds=draft_seconds
+        )
         del self._loader  # what it holds is the runner's from now on
         report.notes.extend(notes)
         return report
@@ -80,10 +82,16 @@ class LocalExecutor:
     def give_back(self, pages: list[int]) -> None:
         assert self._runner is not None, "closed"
         self._runner.pages.give_back(pages)
+        if (draft := self._runner.draft) is not None:
+            draft.pages.give_back(pages)
+            draft.filled.forget(pages)
 
     def open_tier(self, tiers: KVTiers, layout: str) -> PageMover:
         assert self._runner is not None, "closed"
-        return open_mover(self._runner.pages, self._runner.device, tiers, layout)
+        mover = open_mover(self._runner.pages, self._runner.device, tiers, layout)
+        if (draft := self._runner.draft) is not None:
+            mover.on_load = draft.filled.forget  # a tier has no pages of the draft model
+        return mover
 
     def close(self) -> None:
         if self._thread is not None:

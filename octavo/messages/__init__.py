@@ -20,11 +20,13 @@ from octavo.messages.params import (
     StructuredOutputsParams,
 )
 from octavo.messages.plans import (
+    FROM_MODEL,
     NO_INPUT,
     Allocate,
     Candidates,
     DeviceMemory,
     Draft,
+    DraftWork,
     Entering,
     ForcedToken,
     LoadReport,
@@ -86,6 +88,7 @@ from octavo.messages.requests import (
 )
 
 __all__ = [
+    "FROM_MODEL",
     "MAX_LOGPROBS",
     "NO_INPUT",
     "PAGE_ID_BYTES",
@@ -98,6 +101,7 @@ __all__ = [
     "Control",
     "DeviceMemory",
     "Draft",
+    "DraftWork",
     "Dying",
     "EngineGone",
     "EngineLost",

@@ -8,12 +8,13 @@ from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
-from octavo.messages import StepPlan, most_samples
+from octavo.messages import DraftWork, StepPlan, most_samples
 from octavo.parallel import NO_LINKS, Links
 from octavo.sampling.state import Ints
 from octavo.worker.adapters import RankAdapters
 from octavo.worker.assemble import Assembled, Columns, adapters_of, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
+from octavo.worker.draft_model import DraftModel
 from octavo.worker.drafts import Drafted
 from octavo.worker.graphs import Graphs, is_only_greedy
 from octavo.worker.pages import Pages
@@ -48,6 +49,7 @@ class Runner:
         self.graphs = graphs
         self.steps: CpuSteps | None = None
         self.adapters: RankAdapters | None = None  # None: no request has one (--enable-lora)
+        self.draft: DraftModel | None = None  # None: drafts, if there are any, come with the plan
         self.links: Links = NO_LINKS
         self._native = native
         # As many steps as there are stages, and one more, may be uncollected.
@@ -57,13 +59,14 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step. Sampled tokens stay in the token table, where the next step reads its inputs."""
         step = self._launch(plan)
-        step.drafted = Drafted.of(plan, self.rows.pooling)
         self.rows.sampling.grammars.started(step)
         return step
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         with torch.inference_mode():
             self.pages.move(plan.moves)
+            if self.draft is not None:
+                self.draft.move(plan.moves)
             self.rows.leave(plan.leaves)
             self.rows.force(plan.forced)
             if plan.inputs and self.model.stage.is_first:
@@ -75,11 +78,19 @@ class Runner:
                 if self.graphs.can_run(len(columns.rows), changes):
                     return self._repeat(plan.step, self.graphs, columns, changes)
             self.rows.update(plan)
+            work: DraftWork | None = None
+            if self.draft is not None:
+                plan, work = self.draft.propose(plan)
+                columns = Columns.of(plan)
             self.rows.write_drafts(plan)
-            self.rows.sampling.grammars.drafts = {plan.rows[draft.at]: draft.tokens for draft in plan.drafts}
+            self.rows.sampling.grammars.drafts = {
+                plan.rows[draft.at]: draft.tokens for draft in plan.drafts if draft.tokens
+            }
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
-            return self._send_home(plan.step, *self.compute(columns))
+            step = self._send_home(plan.step, *self.compute(columns))
+            step.drafted, step.draft_work = Drafted.of(plan, self.rows.pooling), work
+            return step
 
     def compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
         """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want. A stage that is not the last sends

@@ -98,6 +98,7 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         num_stages=1 + max(report.stage for report in reports),
         # What each rank can have: an adapter is on all of them.
         adapter_bytes=min(report.adapter_bytes for report in reports) * len(reports),
+        draft_len=first.draft_len,
     )
 
 
