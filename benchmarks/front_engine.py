@@ -70,4 +70,5 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
 
 if __name__ == "__main__":
     build.load_executor = load_executor
+    os.sched_setaffinity = lambda pid, cores: None  # a clock needs no cores of its own: replicas would be tied to them
     sys.exit(process.main())

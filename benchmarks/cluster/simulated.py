@@ -4,8 +4,9 @@ import heapq
 import time
 from typing import NamedTuple
 
+from benchmarks.cluster.approximate import ApproximateTree
 from octavo.cache import KVCache
-from octavo.messages import GenerateRequest, SamplingParams, StepPlan, StepResult
+from octavo.messages import GenerateRequest, SamplingParams, StepPlan, StepResult, TokenDelta
 from octavo.observe.replica_feed import ReplicaFeed
 from octavo.observe.step_observer import Observers
 from octavo.routing import Router
@@ -85,18 +86,21 @@ class Replica:
             assert planned.returned, "work is there, and nothing advances"
         return None
 
-    def end_step(self, now: float) -> list[str]:
-        """Take in the step's result. Returns the requests that have a token."""
+    def end_step(self, now: float) -> list[TokenDelta]:
+        """Take in the step's result. Returns the tokens of requests."""
         planned, self.under_way, self.now = self.under_way, None, now
         assert planned is not None
         plan: StepPlan = planned.plan
         self.observers.collected()
         committed = self.scheduler.commit(plan, StepResult(plan.step, [1] * sum(plan.samples)))
         self.observers.committed(committed)
-        return [delta.request_id for delta in committed.deltas]
+        return committed.deltas
 
 
-def run_fleet(arrivals: list[Arrival], settings: FleetSettings, policy: Policy) -> FleetResult:
+def run_fleet(
+    arrivals: list[Arrival], settings: FleetSettings, policy: Policy, other: ApproximateTree | None = None
+) -> FleetResult:
+    """`other`: chooses in place of the policy."""
     router = Router(ROOT, settings.page_size, policy, settings.saturation)
     replicas = [Replica(number, settings) for number in range(settings.num_replicas)]
     for number in range(settings.num_replicas):
@@ -117,7 +121,8 @@ def run_fleet(arrivals: list[Arrival], settings: FleetSettings, policy: Policy) 
     while arrival is not None or ends:
         if arrival is not None and (not ends or arrival.seconds <= ends[0][0]):
             start = time.process_time()
-            choice = router.route(arrival.name, arrival.prompt)
+            among = None if other is None else [other.choose(arrival.name, arrival.prompt)]
+            choice = router.route(arrival.name, arrival.prompt, among)
             routing += time.process_time() - start
             assert choice is not None
             params = SamplingParams(max_tokens=arrival.num_output, seed=0, ignore_eos=True)
@@ -130,10 +135,13 @@ def run_fleet(arrivals: list[Arrival], settings: FleetSettings, policy: Policy) 
         else:
             now, number = heapq.heappop(ends)
             replica = replicas[number]
-            for name in replica.end_step(now):
+            for delta in replica.end_step(now):
+                name = delta.request_id
                 if (since := waiting.pop(name, None)) is not None:
                     first_seconds.append(now - since)
                     router.settle(name)
+                if delta.finish is not None and other is not None:
+                    other.ended(name)
             take_events(replica)
         if replica.under_way is None and (end := replica.begin_step()) is not None:
             heapq.heappush(ends, (end, number))

@@ -5,12 +5,15 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.cluster.bounds import best_hits, infinite_hits, page_numbers
+from benchmarks.cluster.approximate import ApproximateTree
+from benchmarks.cluster.bounds import ROOT, best_hits, infinite_hits, page_numbers
 from benchmarks.cluster.simulated import Arrival, FleetSettings, StepCost, run_fleet
 from octavo.replay.stats import at
 from octavo.routing import POLICIES
+from octavo.routing.policy import round_robin
 
 NAME = "trace"
+CACHE_AWARE = "sglang"  # approximate.py
 TRACE_PAGE = 512  # tokens that one hash of the trace stands for
 LEAST_SHARE = 0.97
 
@@ -22,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--saturation", type=float, default=2.0)
     parser.add_argument("--max-output", type=int, default=10**9, help="cut answers to so many tokens")
-    parser.add_argument("--policies", nargs="+", choices=[*POLICIES], default=[*POLICIES])
+    parser.add_argument("--policies", nargs="+", choices=[*POLICIES, CACHE_AWARE], default=[*POLICIES, CACHE_AWARE])
     parser.add_argument("--caches", type=float, nargs="+", default=[1.0, 0.25], help="of each replica, in working sets")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--row-ms", type=float, default=0.1)
@@ -70,7 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
         best = best_hits(prompts, arguments.replicas * num_pages) * page_size
         settings = FleetSettings(arguments.replicas, num_pages, page_size, 256, 8192, cost, arguments.saturation)
         for policy in arguments.policies:
-            result = run_fleet(arrivals, settings, POLICIES[policy])
+            tree = ApproximateTree(ROOT, page_size, arguments.replicas) if policy == CACHE_AWARE else None
+            result = run_fleet(arrivals, settings, POLICIES.get(policy, round_robin), tree)
             hits = result.hit_tokens
             shares[policy, share] = hits / infinite
             print(

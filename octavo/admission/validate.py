@@ -1,13 +1,13 @@
 """Validation: turns token ids and sampling parameters into a GenerateRequest that is valid by construction, or raises an error
 that names the numbers. The server and the offline API use the same functions."""
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast, get_args
 
 import msgspec
 
+from octavo import fresh
 from octavo.admission.searches import resolve_search
 from octavo.config import BudgetConfig
 from octavo.errors import ContextTooLong, Field, InvalidRequest, Sentence, Unsupported, quote
@@ -67,7 +67,7 @@ def admit(
     resolved = msgspec.structs.replace(
         params,
         max_tokens=params.max_tokens or room,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=fresh.random_seed() if params.seed is None else params.seed,
         structured_outputs=None,  # only the grammar made from it is sent to the engine
     )
     return GenerateRequest(request_id, prompt_ids, resolved, stop_ids, arrived=arrived, priority=priority)

@@ -154,6 +154,10 @@ class EngineClient(ABC):
         if request.deadline or request.queue_until:
             self._set_timers(request)
 
+    def has(self, request_id: str) -> bool:
+        """Whether the request is open here."""
+        return request_id in self._streams
+
     def abort(self, request_id: str, index: int = -1, reason: FinishReason = "abort") -> None:
         """Stop one choice (−1: all choices). No more of its deltas are delivered; its row and pages are freed before the next
         step."""

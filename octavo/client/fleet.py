@@ -95,6 +95,7 @@ class _Member:
         self.link: EngineLink | None = None  # None: it has no engine now
         self.report: EngineReport | None = None  # None: its engine is not ready
         self.is_draining = False
+        self.awaits_snapshot = False  # its engine was asked for one
         self.requests: dict[str, None] = {}  # that are placed here, in order
         self.quarantined: set[str] = set()  # suspects that wait for its next engine
 
@@ -164,6 +165,11 @@ class FleetClient(EngineClient):
         open_to = self._accepting(request)
         self._streams.open(request)
         self._unsettled.add(request.id)
+        if any(request.begun):  # in another process, whose replicas were these
+            fingerprint = self.report.system_fingerprint
+            able = self._able(request.id, fingerprint)
+            open_to = [member for member in open_to if member in able]
+            self._unplaced[request.id] = fingerprint  # where none is left
         self._place(request, open_to)
         if request.deadline or request.queue_until:
             self._set_timers(request)
@@ -275,7 +281,10 @@ class FleetClient(EngineClient):
         for timer in self._drain_timers.values():
             timer.cancel()
         for member in self._members.values():
-            self._disconnect(member, linger=200)
+            if (
+                member.link is not None
+            ):  # the router's index goes with the process: taking each replica out of it takes time
+                member.link.close(200)
         self._supervisor.close(linger=0)
         self._context.term()
 
@@ -291,7 +300,7 @@ class FleetClient(EngineClient):
 
     def _connect(self, member: _Member, engine_address: str, reply_address: str, epoch: int) -> None:
         """Connect to a replica's new engine. Suspects that wait for it go with the Hello: an engine runs these before all others."""
-        member.epoch, member.is_draining = epoch, False
+        member.epoch, member.is_draining, member.awaits_snapshot = epoch, False, False
 
         def receive(message: FromEngine) -> None:
             self._receive_from(member, epoch, message)
@@ -300,10 +309,10 @@ class FleetClient(EngineClient):
         survivors = [found for each in member.quarantined if (found := self._streams.survivor(each)) is not None]
         member.link.send(Hello(self.origin, reply_address, survivors))
 
-    def _disconnect(self, member: _Member, linger: int = 0) -> None:
+    def _disconnect(self, member: _Member) -> None:
         """Drop the connection to a replica's engine and all that is still in it."""
         if member.link is not None:
-            member.link.close(linger)
+            member.link.close()
         member.link = member.report = None
         self._router.leave(member.number)
         self.is_recovering = not any(each.takes_requests for each in self._members.values())
@@ -350,9 +359,10 @@ class FleetClient(EngineClient):
                             self._router.settle(delta.request_id)
                 self._streams.deliver(mine)
             case PageEvents():
-                if self._router.take_events(message) and self._router.index.incomplete and member.link is not None:
-                    member.link.send(WantSnapshot(self.origin))
+                if self._router.take_events(message):
+                    self._ask_if_incomplete(member)
             case PageSnapshot():
+                member.awaits_snapshot = False
                 self._router.take_snapshot(message)
             case EngineReport():
                 self._joined(member, message)
@@ -360,6 +370,13 @@ class FleetClient(EngineClient):
                 log.warning("replica %d: %s", member.number, message.message)  # the supervisor decides what follows
             case Travelled() | Reply():
                 self._receive(message)
+
+    def _ask_if_incomplete(self, member: _Member) -> None:
+        """Ask a replica of which events are missing for a snapshot, once: making one takes its engine time between two steps."""
+        if member.awaits_snapshot or member.link is None or member.number not in self._router.index.incomplete:
+            return
+        member.awaits_snapshot = True
+        member.link.send(WantSnapshot(self.origin))
 
     def _joined(self, member: _Member, report: EngineReport) -> None:
         """A replica's engine is ready."""

@@ -18,6 +18,8 @@ from octavo.observe.live_state import (
     LiveTotals,
 )
 
+OPEN_STATES = ("", "waiting", "running")  # of a journey; an engine's own part of one has none
+
 
 class ReplicaAnswer(NamedTuple):
     replica: int
@@ -71,10 +73,26 @@ def merged_prefixes(answers: Sequence[ReplicaAnswer]) -> str:
     return msgspec.json.encode(PrefixReply([best[name] for name in sorted(best)], error)).decode()
 
 
+class _Ended(msgspec.Struct):
+    """When a journey was over. One that is not has no place among those."""
+
+    state: str = ""
+    received_at: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def order(self) -> float:
+        return 0.0 if self.state in OPEN_STATES else -(self.received_at + self.seconds)
+
+
 def merged_journeys(answers: Sequence[ReplicaAnswer], limit: int) -> str:
-    """`answers`: last that of the replica that keeps the journeys of ended requests."""
-    found = [each for answer in answers for each in msgspec.json.decode(answer.body, type=list[msgspec.Raw])]
-    return msgspec.json.encode(found[:limit]).decode()
+    """Open ones first, then the latest. Several replicas have the journey of an ended request if another one keeps them since: it is the same in all."""
+    found = dict.fromkeys(
+        bytes(each) for answer in answers for each in msgspec.json.decode(answer.body, type=list[msgspec.Raw])
+    )
+    orders = {each: msgspec.json.decode(each, type=_Ended).order for each in found}
+    ordered = sorted(found, key=lambda each: (orders[each] != 0.0, orders[each]))
+    return msgspec.json.encode([msgspec.Raw(each) for each in ordered[:limit]]).decode()
 
 
 def merged_live(answers: Sequence[ReplicaAnswer], seconds: Mapping[int, float], fleet: FleetState) -> str:

@@ -94,6 +94,9 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
     @property
     def num_growing(self) -> int:
         """Requests with a choice that has not ended."""
@@ -108,7 +111,13 @@ class Streams:
         account = self.accounts.get(request.owner)
         if account is not None:
             account.hold(_most_tokens(request))
-        self._streams[request.id] = _Stream(request, account)
+        self._streams[request.id] = stream = _Stream(request, account)
+        for index, tokens in enumerate(request.begun):  # by another process, which has ended
+            if tokens is None:
+                stream.open_choices.discard(index)
+            else:
+                stream.outputs[index] = list(tokens)
+                stream.is_charged = stream.is_charged or bool(tokens)
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

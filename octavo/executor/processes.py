@@ -141,9 +141,11 @@ class ProcessExecutor:
         if self._is_closed:
             return
         self._is_closed = True
+        # Where one has ended, the others wait for it in a collective, and streams wait for the next engine.
+        grace = 0.0 if any(rank.ending(0.0) is not None for rank in self._ranks) else _GRACE
         for rank in self._ranks:
             rank.close_pipes()
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + grace
         for rank in self._ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
         if self._gathering is not None:
@@ -222,9 +224,12 @@ class ProcessExecutor:
     def _describe_end(self, first: "_Rank | RemoteRank") -> str:
         """Describe which rank ended, and how. When one rank is killed the others fail too: name the killed one, not the one that
         was noticed first."""
-        deadline = time.monotonic() + 0.5
-        endings = [(rank, rank.ending(max(0.0, deadline - time.monotonic()))) for rank in (first, *self._ranks)]
+        endings = [(rank, rank.ending(0.0)) for rank in (first, *self._ranks)]
         killed = [(rank, code) for rank, code in endings if code is not None and code < 0]
+        if not killed:
+            deadline = time.monotonic() + 0.5
+            endings = [(rank, rank.ending(max(0.0, deadline - time.monotonic()))) for rank in (first, *self._ranks)]
+            killed = [(rank, code) for rank, code in endings if code is not None and code < 0]
         rank, code = killed[0] if killed else endings[0]
         if code is None:
             return f"rank {rank.number}{rank.where} failed"

@@ -14,14 +14,44 @@ Slots = npt.NDArray[np.int64]
 
 WAYS = 8  # slots of a bucket: their ids are one cache line
 MAX_LOAD = 0.8  # share of filled slots above which the table doubles; few pages find both buckets full below it
-CHUNK = 1 << 16  # pages that are inserted at once: bounds the temporary arrays
+CHUNK = 1 << 14  # pages that are changed at once: their temporary arrays stay in a core's cache
+GROW_CHUNK = 1 << 12  # buckets that are moved at once
 EMPTY = 0  # number of the empty set of replicas; as a page id: a free slot
+
+# Eight flags of a bucket are one word, whose lowest byte is that of the first slot. If one flag is set, TO_PLACE moves its place into the highest byte;
+# COUNT moves the number of set flags there.
+ALL_SET = np.uint64(0x0101010101010101)
+TO_PLACE = np.uint64(0x0001020304050607)
+COUNT = np.uint64(0x0101010101010101)
+TOP = np.uint64(56)
 
 
 @lru_cache(4096)
 def replicas_in(mask: int) -> tuple[int, ...]:
     """Numbers of the bits that are set, ascending. Few masks occur, so what was found is remembered."""
     return tuple(at for at in range(mask.bit_length()) if mask >> at & 1)
+
+
+def _distinct(pages: Pages) -> Pages:
+    """The different ones among them. Sorting is many times as fast as np.unique(), which hashes."""
+    ordered = np.sort(pages)
+    is_same = ordered[1:] == ordered[:-1]
+    return ordered[np.append(True, ~is_same)] if is_same.any() else ordered
+
+
+def _slot_numbers(buckets: Pages, flags: Pages) -> Slots:
+    """The slot of each bucket whose flag is set, one in each."""
+    return (buckets * np.uint64(WAYS) + (flags * TO_PLACE >> TOP)).view(np.int64)
+
+
+def _slots(pages: Pages, buckets: Pages, rows: Pages) -> Slots:
+    """The slot of each page among the rows of its buckets; −1: it is in neither."""
+    hits = (rows == pages[:, None, None]).view(np.uint64)[..., 0]
+    first, second = hits[:, 0], hits[:, 1]
+    found = first | second  # if both buckets are the same, both hits are
+    slots = _slot_numbers(np.where(first, buckets[:, 0], buckets[:, 1]), found)
+    slots[found == 0] = -1
+    return slots
 
 
 class ReplicaSets:
@@ -119,29 +149,30 @@ class PageTable:
     def _add(self, pages: Pages, replica: int) -> int:
         if (len(self) + len(pages)) > MAX_LOAD * self._num_buckets * WAYS:
             self._make_room(len(pages))
-        pages = np.unique(pages)
-        slots = self._find(pages)
+        pages = _distinct(pages)
+        buckets, rows = self._rows(pages)
+        slots = _slots(pages, buckets, rows)
         is_new = slots < 0
         num_added, bit = 0, 1 << replica
         if self._stash and is_new.any():
-            for at in np.flatnonzero(is_new).tolist():
-                page = int(pages[at])
-                if page in self._stash:
-                    num_added += not self._stash[page] & bit
-                    self._stash[page] |= bit
-                    is_new[at] = False
-        new = pages[is_new]
-        if len(new):
-            placed, left = self._insert(new)
-            self._set_numbers[placed] = self._sets.number_of(bit)
-            self._stash.update(dict.fromkeys(left.tolist(), bit))
-            num_added += len(new)
-        num_added += self._change(slots[slots >= 0], bit, True)
+            is_stashed = np.isin(pages, np.fromiter(self._stash, np.uint64))  # no page is in the table and in the stash
+            for page in pages[is_stashed].tolist():
+                num_added += not self._stash[page] & bit
+                self._stash[page] |= bit
+            is_new &= ~is_stashed
+        if is_new.all():
+            placed, left = self._insert(pages, buckets, rows)
+        else:
+            num_added += self._change(slots[slots >= 0], bit, True)
+            placed, left = self._insert(pages[is_new], buckets[is_new], rows[is_new])
+        self._set_numbers[placed] = self._sets.number_of(bit)
+        self._stash.update(dict.fromkeys(left.tolist(), bit))
+        num_added += len(placed) + len(left)
         self._drop_unused_sets()
         return num_added
 
     def _remove(self, pages: Pages, replica: int) -> int:
-        pages = np.unique(pages)
+        pages = _distinct(pages)
         slots = self._find(pages)
         num_removed, bit = 0, 1 << replica
         if self._stash:
@@ -176,59 +207,69 @@ class PageTable:
 
     # ── slots ──
 
+    def _rows(self, pages: Pages) -> tuple[Pages, Pages]:
+        """The two buckets of each page, [pages, 2], and what is in them, [pages, 2, slots]."""
+        buckets = np.empty((len(pages), 2), np.uint64)
+        np.bitwise_and(pages, self._mask, out=buckets[:, 0])
+        np.bitwise_and(pages >> np.uint64(32), self._mask, out=buckets[:, 1])
+        return buckets, self._ids.take(
+            buckets.view(np.int64), axis=0, mode="wrap"
+        )  # several times as fast as self._ids[buckets]
+
     def _find(self, pages: Pages) -> Slots:
         """The slot of each page; −1: it has none."""
-        first, second = pages & self._mask, (pages >> np.uint64(32)) & self._mask
-        wanted = pages[:, None]
-        hits = np.concatenate([self._ids[first] == wanted, self._ids[second] == wanted], axis=1)
-        at = hits.argmax(axis=1)  # 0 if there is no hit
-        buckets = np.where(at < WAYS, first, second).view(np.int64)
-        return np.where(hits[np.arange(len(pages)), at], buckets * WAYS + at % WAYS, -1)
+        return _slots(pages, *self._rows(pages))
 
-    def _insert(self, pages: Pages) -> tuple[Slots, Pages]:
-        """Give each page a free slot, in the emptier of its buckets. The pages must be different, and not be in the table. Returns their
-        slots, in no particular order, and the pages that found none."""
+    def _insert(self, pages: Pages, buckets: Pages, rows: Pages) -> tuple[Slots, Pages]:
+        """Give each page a free slot, in the emptier of its buckets. The pages must be different, and not be in the table; `buckets` and
+        `rows` are theirs. Returns their slots, in no particular order, and the pages that found none."""
         ids = self._ids.reshape(-1)
         placed: list[Slots] = []
         left: list[Pages] = []
         while len(pages):
-            first, second = pages & self._mask, (pages >> np.uint64(32)) & self._mask
-            num_first = np.count_nonzero(self._ids[first], axis=1)
-            num_second = np.count_nonzero(self._ids[second], axis=1)
-            buckets = np.where(num_second < num_first, second, first)
-            is_free = self._ids[buckets] == 0
-            fits = is_free.any(axis=1)
-            if not fits.all():
+            used = (rows != 0).view(np.uint64)[..., 0]
+            counts = used * COUNT >> TOP
+            is_second = counts[:, 1] < counts[:, 0]
+            free = np.where(is_second, used[:, 1], used[:, 0]) ^ ALL_SET
+            bucket = np.where(is_second, buckets[:, 1], buckets[:, 0])
+            if not free.all():
+                fits = free != 0
                 left.append(pages[~fits])
-                pages, buckets, is_free = pages[fits], buckets[fits], is_free[fits]
-            slots = (buckets * np.uint64(WAYS)).astype(np.int64) + is_free.argmax(axis=1)
-            ids[slots] = (
-                pages  # pages that want one slot write to it one after another: the last has it, the others try again
-            )
+                pages, bucket, free = pages[fits], bucket[fits], free[fits]
+            slots = _slot_numbers(bucket, free & (~free + np.uint64(1)))
+            # Pages that want one slot write to it one after another: the last has it, the others try again.
+            ids[slots] = pages
             has_it = ids[slots] == pages
             placed.append(slots[has_it])
             pages = pages[~has_it]
+            if len(pages):
+                buckets, rows = self._rows(pages)
         all_placed = np.concatenate(placed) if placed else np.zeros(0, np.int64)
         self._num_slots_used += len(all_placed)
         return all_placed, np.concatenate(left) if left else np.zeros(0, np.uint64)
 
     def _make_room(self, num_pages: int) -> None:
-        """Double the table until so many more pages fit. A bucket's pages go to two buckets, by one more bit of their ids."""
+        """Double the table until so many more pages fit. A bucket's pages go to two buckets, by one more bit of their ids. The arrays are made
+        longer where they are: at no time is the table in memory twice."""
         while (len(self) + num_pages) > MAX_LOAD * self._num_buckets * WAYS:
-            old_ids, old_numbers, size = self._ids, self._set_numbers[:-1].reshape(-1, WAYS), self._num_buckets
-            self._allocate(2 * size)
+            size = self._num_buckets
+            self._num_buckets, self._mask = 2 * size, np.uint64(2 * size - 1)
+            self._ids.resize((2 * size, WAYS), refcheck=False)  # what is new is zero; no view outlives a method
+            self._set_numbers.resize(2 * size * WAYS + 1, refcheck=False)
             numbers = self._set_numbers[:-1].reshape(-1, WAYS)
-            for at in range(0, size, CHUNK):
-                ids, part = old_ids[at : at + CHUNK], slice(at, min(at + CHUNK, size))
+            for at in range(0, size, GROW_CHUNK):
+                part = slice(at, min(at + GROW_CHUNK, size))
                 upper = slice(part.start + size, part.stop + size)
-                here = np.arange(part.start, part.stop, dtype=np.uint64)[:, None]
+                ids, here = self._ids[part], np.arange(part.start, part.stop, dtype=np.uint64)[:, None]
                 is_first = (ids & np.uint64(size - 1)) == here  # else the page is in its second bucket
                 goes_up = np.where(is_first, ids, ids >> np.uint64(32)) & np.uint64(size) != 0
-                self._ids[part], numbers[part] = np.where(goes_up, 0, ids), np.where(goes_up, 0, old_numbers[part])
-                self._ids[upper], numbers[upper] = np.where(goes_up, ids, 0), np.where(goes_up, old_numbers[part], 0)
+                for array in (self._ids, numbers):
+                    np.multiply(array[part], goes_up, out=array[upper])
+                    array[part] ^= array[upper]
             stash, self._stash = self._stash, {}
             for page, mask in stash.items():
-                placed, left = self._insert(np.array([page], np.uint64))
+                pages = np.array([page], np.uint64)
+                placed, left = self._insert(pages, *self._rows(pages))
                 self._set_numbers[placed] = self._sets.number_of(mask)
                 if len(left):
                     self._stash[page] = mask

@@ -107,6 +107,7 @@ async def _run(launch: ApiLaunch) -> int:
         service.patience = launch.patience
         await service.peers.open(folder, launch.origin)
         service.adapters.open(folder)
+        service.records.open(folder)
         try:
             return await _serve(
                 launch, service, http_server(launch, app, functools.partial(service.refused, "malformed")), stop

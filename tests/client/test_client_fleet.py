@@ -31,6 +31,7 @@ from octavo.messages import (
     FleetChanged,
     FleetState,
     GenerateRequest,
+    PageEvents,
     Ping,
     ReadHistory,
     ReadJourneys,
@@ -41,6 +42,7 @@ from octavo.messages import (
     ReadProgress,
     ReplicaDrains,
     ReplicaIdle,
+    ReplicaLoad,
     ReplicaState,
     ResetPrefixCache,
     StepDeltas,
@@ -48,6 +50,7 @@ from octavo.messages import (
     StepResult,
     ToEngine,
     TokenDelta,
+    WantSnapshot,
 )
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
@@ -512,6 +515,23 @@ async def test_a_gap_in_the_events_is_closed_by_a_snapshot(fleet):
     await asyncio.wait_for(task, SECONDS)
     pages = sum(len(list(each.engine.loop.scheduler.cache.findable_keys())) for each in fleet.replicas.values())
     await until(lambda: not client._router.index.incomplete and len(client._router.index) == pages)
+
+
+async def test_only_the_replica_with_a_gap_is_asked_for_a_snapshot_and_once(fleet):
+    client = await fleet.open(2)
+    stuck, other = fleet.replicas[0], fleet.replicas[1]
+    stuck.executor.pause_at = 0  # it does not answer in the middle of a step
+    tasks = [submit(client, with_prompt(request(name, 2), [at] * 20)) for at, name in enumerate("abcd", 3)]
+    await until(lambda: not stuck.gate.is_set())
+    for number in (50, 51, 52):
+        member = client._members[stuck.number]
+        client._receive_from(member, stuck.epoch, PageEvents(0, stuck.epoch, number, b"", b"", ReplicaLoad()))
+    await until(lambda: any(isinstance(message, WantSnapshot) for message in stuck.seen))
+    await asyncio.wait(tasks, timeout=0.2)  # the other replica goes on, and reports
+    asked = [sum(isinstance(message, WantSnapshot) for message in each.seen) for each in (stuck, other)]
+    assert asked == [1, 0]
+    stuck.gate.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), SECONDS)
 
 
 async def test_questions_are_answered_for_all_replicas(fleet):

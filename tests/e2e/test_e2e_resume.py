@@ -1,13 +1,17 @@
 """A stream whose connection is really cut, read on through whichever API process answers; and a prompt's progress."""
 
+import contextlib
 import http.client
 import json
 import os
 import re
+import signal
 import socket
 import struct
+import time
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,13 +88,73 @@ def test_a_connection_that_was_cut(server: Server) -> None:
     assert server.wait_until_idle() == (0, 0, 0)
 
 
+def api_processes(server: Server) -> list[int]:
+    return [pid for pid, command in server.children().items() if command.endswith("server.process")]
+
+
+def chat_of(num_tokens: int) -> dict[str, Any]:
+    """Two choices without a seed: what another process makes of it must not be drawn anew."""
+    fields = {"messages": [{"role": "user", "content": "Tell me a story."}], "n": 2, "temperature": 0.9}
+    return {
+        "max_tokens": num_tokens,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"resumable": True},
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_outlives_its_api_process(server: Server, path: str) -> None:
+    """Both processes are killed, one after the other has come back: the second one takes the stream over, and then a third."""
+    response = connect(server, "POST", path, body(150) if path == "/v1/completions" else chat_of(100))
+    stream_id = response.headers["x-stream-id"]
+    events = read_events(response, 20)
+    for _ in range(2):
+        (maker,) = [pid for pid in api_processes(server) if stream_id in _locked_by(pid)]
+        os.kill(maker, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                response = connect(server, "GET", f"/v1/stream/{stream_id}")
+                break
+            except OSError:  # it was that process's turn to answer
+                assert time.monotonic() < deadline
+        assert response.status == 200, response.read()
+        again = read_events(response, len(events) + 20)
+        assert [*again.items()][: len(events)] == [*events.items()], "to the byte"
+        events = again
+        cut(response)
+    response = connect(server, "GET", f"/v1/stream/{stream_id}?from={len(events)}")
+    events |= read_events(response)
+    assert [*events] == [*range(len(events))] and events[len(events) - 1] == "[DONE]"
+    if path == "/v1/completions":
+        assert text_of(events) == text_of(read_events(connect(server, "POST", "/v1/completions", body(150))))
+    else:
+        ends = [choice["finish_reason"] for data in [*events.values()][:-1] for choice in json.loads(data)["choices"]]
+        assert sorted(filter(None, ends)) == ["length", "length"]
+    assert connect(server, "DELETE", f"/v1/stream/{stream_id}").status == 200
+    assert connect(server, "GET", f"/v1/stream/{stream_id}").status == 404
+    assert server.wait_until_idle() == (0, 0, 0)
+
+
+def _locked_by(pid: int) -> str:
+    """The names of files that a process has open."""
+    names = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(file))
+    return " ".join(names)
+
+
 def test_a_client_that_does_not_come_back_ends_its_request(server: Server) -> None:
+    before = server.metric("vllm:request_success_total", 'finished_reason="abort"')
     response = connect(server, "POST", "/v1/completions", body(900, n=4))
     read_events(response, 3)
     cut(response)
     assert server.in_use()[0] == 4, "it goes on for a while"
     assert server.wait_until_idle(60) == (0, 0, 0)
-    assert server.metric("vllm:request_success_total", 'finished_reason="abort"') == 4
+    assert server.metric("vllm:request_success_total", 'finished_reason="abort"') == before + 4
     status = connect(server, "GET", f"/v1/stream/{response.headers['x-stream-id']}").status
     assert status == 404
 

@@ -97,3 +97,32 @@ def test_pins_and_prefixes_of_a_killed_engine_come_back(server):
     os.kill(server.engine(), signal.SIGKILL)
     wait_for(lambda: server.get("/v1/prefix")[0] == 200 and "short" in pins(server), server)
     assert set(pins(server)) == {"short"}
+
+
+def test_replicas_of_a_machine_share_a_folder(tmp_path):
+    """What one replica has computed the other one loads, and so does a later server; every token is the one that is computed."""
+    arguments = ("--kv-cache-memory-bytes", "128M", "--api-processes", "1", "--record-bytes", "0")
+    arguments += ("--data-parallel-size", "2", "--routing-policy", "round_robin")
+    arguments += ("--kv-tier", f"disk:256MiB:{tmp_path / 'tier'}")
+    body = {"prompt": LONG, "max_tokens": 12, "temperature": 0}
+
+    def ask(server: Server) -> tuple[str, int]:
+        """(the text, tokens of the prompt that were there)"""
+        status, text = server.post("/v1/completions", body)
+        assert status == 200, text
+        answer = json.loads(text)
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with Server(*arguments) as server:
+        expected, num_cached = ask(server)
+        assert not num_cached
+        wait_for(lambda: server.metric("octavo:kv_tier_tokens_total", "stored") >= 512, server)
+        wait_for(lambda: server.metric("octavo:kv_tier_pages", 'engine="1"') > 0, server)
+        wait_for(lambda: server.metric("octavo:kv_tier_pages", 'engine="0"') > 0, server)
+        again, num_cached = ask(server)
+        assert again == expected and num_cached >= 512
+        assert server.metric("octavo:kv_tier_loads_total") == 1, "the other replica had it from the files of the first"
+        assert server.terminate() == 0, server.lines
+    with Server(*arguments) as server:
+        assert all(ask(server) == (expected, num_cached) for _ in range(2)), "in both replicas"
+        assert server.metric("octavo:kv_tier_loads_total") == 2

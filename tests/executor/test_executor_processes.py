@@ -73,13 +73,16 @@ def test_a_killed_rank_is_the_engines_death_at_once(executor: ProcessExecutor, v
     driver = Driver(executor, executor.start().num_pages)
     sequence = driver.enter(0, PROMPTS[0], GREEDY, 0)
     driver.generate([sequence], 2)
+    os.kill(pids(executor)[1 - victim], signal.SIGSTOP)  # it does not end by itself, as one that waits for the other
     os.kill(pids(executor)[victim], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineDead, match=f"rank {victim} was killed by signal 9"):
         driver.generate([sequence], 10)
     assert time.monotonic() - began < 5
     processes = pids(executor)
+    began = time.monotonic()
     executor.close()
+    assert time.monotonic() - began < 4, "streams wait for the next engine"
     assert not any(map(is_alive, processes))
 
 

@@ -102,6 +102,19 @@ def test_a_burst_of_small_requests_meets_equal_replicas_in_turn() -> None:
     assert sorted(choice.replica for choice in choices[:8] if choice) == list(range(8))
 
 
+def test_a_little_work_that_waits_does_not_outweigh_the_requests_that_run_there() -> None:
+    """Requests that produce tokens are no work that waits: by this alone, a burst of short prompts would go to one replica."""
+    router = Router(ROOT, PAGE_SIZE, saturation=2.0)
+    for replica, (num_tokens, num_open) in enumerate([(0, 30), (20, 2)]):
+        router.join(replica, 1)
+        load = ReplicaLoad(num_tokens, 1e-3, num_open, {})
+        assert router.take_events(PageEvents(replica, 1, 1, b"", b"", load))
+    assert router.route("a", [1] * 8).replica == 1
+    load = ReplicaLoad(1500, 1e-3, 2, {})
+    assert router.take_events(PageEvents(1, 1, 2, b"", b"", load))
+    assert router.route("b", [2] * 8).replica == 0, "much work does"
+
+
 def test_routers_begin_at_different_replicas() -> None:
     firsts = {router_of(num_replicas=8, origin=origin).route("1", [1] * 9).replica for origin in range(8)}
     assert len(firsts) >= 4

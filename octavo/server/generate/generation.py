@@ -201,7 +201,7 @@ class Generation:
         request, journey = self._requests[number], current.get()
         waiting: list[TokenDelta] = []
         is_first = True
-        async with aclosing(self._service.engine.deltas(request.id)) as steps:
+        async with aclosing(self._service.deltas(request.id)) as steps:
             async for deltas in steps:
                 self._service.heard()
                 if self._tokens_per_event > 1:

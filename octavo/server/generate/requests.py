@@ -1,13 +1,13 @@
 """Builds GenerateRequests from fields and prompt ids, checked by octavo/admission; and checks what a request asks for, as far as that
 is known before its prompts are tokenized."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from octavo import fresh
 from octavo.admission.validate import MAX_TOKENS, PROMPT, RequestSize, admit
 from octavo.config import BudgetConfig
 from octavo.errors import ContextTooLong, Field, InvalidRequest, quote
@@ -34,7 +34,13 @@ MAX_REPEATED_BYTES = 8 * 2**20
 
 def new_id(prefix: str) -> str:
     """A new unique id. Not the client's request id: two clients may choose the same."""
-    return f"{prefix}-{os.urandom(16).hex()}"
+    return f"{prefix}-{fresh.random_bytes(16).hex()}"
+
+
+def _engine_id(response_id: str) -> str:
+    """The id of a response's request in the engine, which may still have the request of an API process that has just ended."""
+    source = fresh.current.get()
+    return response_id if source is None or not source.attempt else f"{response_id}~{source.attempt}"
 
 
 def build_requests(
@@ -70,7 +76,8 @@ def build_requests(
     label_tenant(fields.user)
     params_by_limit: dict[int | None, SamplingParams] = {}
     wishes = _wishes(fields, arrived, budget)
-    if len(prompts) > 1:
+    engine_id = _engine_id(response_id)
+    if len(prompts) > 1 or engine_id != response_id:
         wishes["response_id"] = response_id
     requests = []
     for number, (prompt, max_tokens) in enumerate(zip(prompts, all_max_tokens, strict=True)):
@@ -79,7 +86,7 @@ def build_requests(
             if len(prompts) > 1 and len(params_by_limit) == 1:
                 _check_repeated(params_by_limit[max_tokens], len(prompts))
         request = admit(
-            f"{response_id}-{number}" if len(prompts) > 1 else response_id,
+            f"{engine_id}-{number}" if len(prompts) > 1 else engine_id,
             prompt.ids,
             params_by_limit[max_tokens],
             report,

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo import fresh
 from octavo.errors import EngineUnavailable, Forbidden, RequestError, Unauthorized
 from octavo.observe.journeys.journey import current
 from octavo.server.http.body import BodyLimits, BodyReader
@@ -23,7 +24,7 @@ from octavo.server.http.browsers import HostRule, OriginRule, machine_names
 from octavo.server.http.errors import error_response
 from octavo.server.state.disconnect import ClientGone, receiving
 from octavo.server.state.journeys import JourneySender
-from octavo.server.state.loopback import INSIDE, OWNER
+from octavo.server.state.loopback import FRESH, INSIDE, OWNER
 from octavo.server.state.owners import NO_OWNER
 from octavo.server.state.service import Service
 
@@ -96,6 +97,7 @@ class RequestMiddleware:
             scope["root_path"] = self._prefix
         passage = _Passage(self, self._service, scope, receive, send)
         token, receive_token = current.set(passage.journey), receiving.set(passage.receive)
+        fresh_token = fresh.current.set(scope.get(FRESH))
         self._service.enter()
         try:
             if route_of(scope) not in OPEN_ROUTES and INSIDE not in scope:
@@ -107,6 +109,7 @@ class RequestMiddleware:
             self._service.leave()
             current.reset(token)
             receiving.reset(receive_token)
+            fresh.current.reset(fresh_token)
             passage.end()
 
     def check_access(self, scope: Scope, headers: Headers) -> None:

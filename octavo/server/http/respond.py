@@ -1,6 +1,7 @@
 """submit_and_respond: gives a task to the engine, and sends what its writer makes of it as the HTTP response."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -10,15 +11,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo import fresh
 from octavo.errors import OctavoError
 from octavo.observe.journeys.journey import current
 from octavo.server.http import errors
+from octavo.server.http.middleware import route_of
 from octavo.server.http.sse import KEEP_ALIVE, ErrorEvent, EventStream, owner_of
 from octavo.server.schema.fields import PlainStreamFields
 from octavo.server.state.disconnect import while_connected
 from octavo.server.state.ignored_fields import json_response
+from octavo.server.state.loopback import RECORD
 from octavo.server.state.resume import StreamLog
 from octavo.server.state.service import Service
+from octavo.server.state.stream_records import RecordHead, StreamRecord
 
 log = logging.getLogger("octavo.server")
 
@@ -59,10 +64,14 @@ async def submit_and_respond(
 
     What is submitted here and not read to its end is aborted when the HTTP request is over (RequestMiddleware)."""
     kept = service.logs.open(response_id, owner_of(request)) if fields.stream and fields.wants_resumable else None
+    if kept is not None:
+        await _record(service, request, kept, task)
     try:
         task.submit()
     except BaseException:
         if kept is not None:
+            if (record := request.scope.get(RECORD)) is not None:  # the client may ask again, here or elsewhere
+                kept.on_drop = functools.partial(service.records.forget, record)
             service.logs.end(kept.id, kept.owner)
         raise
     if not fields.stream:
@@ -74,6 +83,8 @@ async def submit_and_respond(
         if error_event is not errors.error_event:  # a process that resumes the stream does not know the dialect
             events = _with_error_event(events, error_event, request.scope["octavo.request_id"])
         _fill(service, kept, events, ignored)
+        if RECORD in request.scope:  # only the log is wanted
+            return Response(status_code=204)
         events, ignored, headers = kept.read(0), (), {"x-stream-id": response_id, **(headers or {})}
     return stream_class(
         service,
@@ -84,6 +95,21 @@ async def submit_and_respond(
         headers=headers,
         queued=task.request_ids if fields.wants_queue else (),
     )
+
+
+async def _record(service: Service, request: Request, kept: StreamLog, task: Task) -> None:
+    """Have another process go on with the stream if this one ends. Not one of several requests: in which order their tokens came is not known."""
+    record: StreamRecord | None = request.scope.get(RECORD)
+    source = fresh.current.get()
+    if record is None and source is not None and len(task.request_ids) == 1:
+        head = RecordHead(
+            route_of(request.scope), await request.body(), kept.owner, source.key, source.now, service.fingerprint
+        )
+        record = service.records.begin(kept.id, head)
+    if record is not None:
+        assert record.id == kept.id, "the same request with the same values has the same id"
+        service.records.attach(record, task.request_ids[0])
+        kept.on_drop = functools.partial(service.records.remove, record)
 
 
 def _fill(service: Service, kept: StreamLog, events: AsyncGenerator[bytes, None], ignored: Sequence[str]) -> None:

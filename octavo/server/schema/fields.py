@@ -12,6 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
+from octavo import fresh
 from octavo.config import Config
 from octavo.errors import Field, InvalidRequest, Unsupported, quote, quote_json
 from octavo.messages import RepetitionDetectionParams
@@ -394,6 +395,8 @@ async def read_fields(request: Request, route: RouteSchema[Body], config: Config
         level = logging.INFO if _is_old_news(route.path, fields.passed_over) else logging.WARNING
         names = ", ".join(quote_json(name, 120) for name in fields.ignored)
         log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], route.path, names)
+    if getattr(fields, "wants_resumable", False) and fresh.current.get() is None:
+        fresh.current.set(fresh.new_source())  # another process may have to make the stream again (stream_records.py)
     return fields
 
 

@@ -3,6 +3,7 @@
 They carry no key, and their body size is checked by the sender."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,6 +11,10 @@ from starlette.types import ASGIApp, Message, Scope
 
 INSIDE = "octavo.inside"
 """The key of a scope that was made here: no request over a socket can have it."""
+FRESH = "octavo.fresh"
+"""The scope key of the Source of a request that is made again (octavo.fresh)."""
+RECORD = "octavo.stream_record"
+"""The scope key of the StreamRecord of a stream that this request goes on with."""
 OWNER = "octavo.owner"
 """The scope key of the owner of what the request makes (owners.py). Empty: the server has no keys."""
 
@@ -26,8 +31,10 @@ def is_inside(scope: Scope) -> bool:
     return INSIDE in scope
 
 
-async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> LoopbackResponse:
-    """POST `body` to `path` on behalf of `owner`. Cancelling ends the work, as a disconnecting client would."""
+async def ask(
+    app: ASGIApp, path: str, body: bytes, owner: bytes = b"", more: Mapping[str, Any] | None = None
+) -> LoopbackResponse:
+    """POST `body` to `path` on behalf of `owner`. `more`: of its scope. Cancelling ends the work, as a disconnecting client would."""
     chunks: list[bytes] = []
     head: dict[str, Any] = {}
     incoming = [body]
@@ -45,7 +52,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> Loopb
         elif message["type"] == "http.response.body":
             chunks.append(message.get("body", b""))
 
-    await app(_scope(path, len(body), owner), receive, send)
+    await app({**_scope(path, len(body), owner), **(more or {})}, receive, send)
     assert "status" in head, f"{path} gave no answer"
     wait = head.get("retry-after", "")
     return LoopbackResponse(

@@ -28,6 +28,7 @@ class StreamLog:
         self.num_bytes = 0
         self.timer: asyncio.TimerHandle | None = None  # runs while there is no reader
         self.filling: asyncio.Task[None] | None = None
+        self.on_drop: Callable[[], None] = lambda: None
         self._on_change = on_change
         self._events: deque[bytes] = deque()
         self._first = 0  # number of the oldest kept event
@@ -76,6 +77,11 @@ class StreamLog:
             raise InvalidRequest(
                 f"event {start} does not exist yet: the last event is {self.num_events - 1}", param="from"
             )
+
+    def expect(self, start: int) -> None:
+        """The next reader will read from event `start` on: those before it need not be kept for it."""
+        self._num_sent = start
+        self._room.set()
 
     async def read(self, start: int) -> AsyncGenerator[bytes, None]:
         """Events from `start` on, as they come. The next reader continues where this one leaves."""
@@ -199,5 +205,6 @@ class StreamLogs:
         self._num_bytes -= log.num_bytes
         if log.timer is not None:
             log.timer.cancel()
+        log.on_drop()
         if log.filling is not None:
             log.filling.cancel()  # which aborts its request in the engine

@@ -6,7 +6,8 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from octavo.config import Config
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound, quote
 from octavo.ipc.cores import usable_cores
 from octavo.ipc.launch import Patience
-from octavo.messages import Control, EngineReport, GenerateRequest
+from octavo.messages import Control, EngineReport, GenerateRequest, TokenDelta
 from octavo.observe.journeys.journey import Journey, OpenJourney, current
 from octavo.observe.logs import request_fields, request_line
 from octavo.observe.metrics.http_metrics import UNCOUNTED
@@ -30,6 +31,7 @@ from octavo.server.state.loopback import LoopbackResponse
 from octavo.server.state.owners import owners_of
 from octavo.server.state.peers import Peers
 from octavo.server.state.resume import StreamLogs
+from octavo.server.state.stream_records import StreamRecord, StreamRecords
 from octavo.server.state.tenants import Tenants
 from octavo.server.state.traces import Traces
 from octavo.text import Text
@@ -38,8 +40,8 @@ log = logging.getLogger("octavo.server")
 
 ANSWER_SECONDS = 10.0  # Prometheus' default scrape timeout
 
-Ask = Callable[[str, bytes, bytes], Awaitable[LoopbackResponse]]
-"""A loopback request: route, body, owner (loopback.py)."""
+Ask = Callable[..., Awaitable[LoopbackResponse]]
+"""A loopback request: route, body, owner, more of its scope (loopback.py)."""
 
 
 class Service:
@@ -81,11 +83,15 @@ class Service:
         server = config.server
         self.logs = StreamLogs(server.resume_seconds, int(server.resume_bytes), self.owners.may_see)
         self.peers = Peers()  # the other API processes
+        self.records = StreamRecords()
         self.ask: Ask | None = None  # set by build_app
         self.openapi: Callable[[], dict[str, Any]] = dict  # set by build_app
         self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
         # Background work: its own, and that of endpoints.
-        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = [self.tenants.keep]
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            self.tenants.keep,
+            functools.partial(self.records.sweep, server.resume_seconds),
+        ]
         self._was_ready = False
         self._num_in_flight = 0
         self._arriving: set[asyncio.Timeout] = set()  # limits of requests whose body is awaited
@@ -159,10 +165,29 @@ class Service:
                 requests = [msgspec.structs.replace(each, tenant=tenant, weight=weight) for each in requests]
         try:
             for request in requests:
-                self.journeys.submit(request)
+                record = self.records.of(request.id)
+                left = request if record is None else record.begun(request)
+                if left is not None:  # else it had been computed to its end when its process ended
+                    self.journeys.submit(left)
         except BaseException:
             self.release([request.id for request in requests])
             raise
+
+    def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
+        """As EngineClient.deltas, for requests that were given to submit(); those of a stream with a record are written down."""
+        record = self.records.of(request_id)
+        return self.engine.deltas(request_id) if record is None else self._recorded(request_id, record)
+
+    async def _recorded(self, request_id: str, record: StreamRecord) -> AsyncGenerator[list[TokenDelta], None]:
+        for deltas in record.lists:
+            yield deltas
+        record.is_made_again = True
+        if not self.engine.has(request_id):  # it had been computed to its end
+            return
+        async with aclosing(self.engine.deltas(request_id)) as steps:
+            async for deltas in steps:
+                record.write(deltas)
+                yield deltas
 
     def _salted(self, request: GenerateRequest, owner: bytes) -> GenerateRequest:
         params = msgspec.structs.replace(

@@ -6,27 +6,29 @@ searched again after that mark, so that a valid call after an invalid one is fou
 """
 
 import re
-import secrets
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo import fresh
 from octavo.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event
 from octavo.text.parsers.json_text import dump
 from octavo.text.parsers.reader import SPACE, Call, Malformed, Reader, Steps
+
+_LETTERS = string.ascii_letters + string.digits
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The tools of a request: name → JSON schema of the parameters."""
 
 
 def call_id() -> str:
-    return "call_" + secrets.token_hex(12)
+    return "call_" + fresh.random_bytes(12).hex()
 
 
 def short_id() -> str:
     """An id of nine letters and digits, the only form that some templates accept."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return "".join(_LETTERS[each % len(_LETTERS)] for each in fresh.random_bytes(9))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Writes the answers to a chat request as OpenAI's completion: streamed in chunks or whole."""
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from octavo import fresh
 from octavo.messages import Logprobs
 from octavo.server.dialects.openai_chat.output import (
     CallDelta,
@@ -37,7 +37,7 @@ class ChatWriter:
     def __init__(self, service: Service, fields: ChatFields, task: ChatTask) -> None:
         self._fields, self._text, self._task = fields, service.text, task
         self._is_text_only = not (fields.logprobs or fields.return_token_ids)
-        self._head = (task.response_id, int(time.time()), service.answering_name, service.fingerprint)
+        self._head = (task.response_id, int(fresh.now()), service.answering_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         task, fields = self._task, self._fields

@@ -1,13 +1,13 @@
 """Writes what was generated as OpenAI's completion: streamed in chunks or whole."""
 
 import functools
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from octavo import fresh
 from octavo.messages import Logprobs
 from octavo.server.dialects.openai_completions.output import Choice, Completion
 from octavo.server.dialects.openai_completions.request import CompletionRequest
@@ -70,7 +70,7 @@ class CompletionWriter:
         self._check = form.check
         self._said: dict[int, str] = {}  # choice → its text so far, where it is to be checked
         self._offsets: dict[int, TextOffsets] = {}  # of the choices that have begun
-        self._head = (response_id, int(time.time()), service.answering_name, service.fingerprint)
+        self._head = (response_id, int(fresh.now()), service.answering_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         generation, fields = self.generation, self._fields

@@ -7,6 +7,7 @@ from contextlib import aclosing
 import msgspec
 from msgspec import UNSET
 
+from octavo import fresh
 from octavo.errors import Unsupported
 from octavo.server.dialects.openai_responses import request as requests
 from octavo.server.dialects.openai_responses import types
@@ -51,7 +52,7 @@ class ResponseWriter:
             format = {"strict": False, **{key: value for key, value in format.items() if value is not None}}
         return types.Response(
             id=response_id,
-            created_at=int(time.time()),
+            created_at=int(fresh.now()),
             instructions=fields.instructions,
             max_output_tokens=fields.max_output_tokens,
             max_tool_calls=fields.max_tool_calls,
