@@ -220,7 +220,8 @@ class SchedulerConfig:
     speculative_config: str = knob(
         "",
         "JSON object: draft tokens ahead and verify them in one step, which changes no token. method: auto, ngram (the last place with the "
-        "same tokens), suffix (the place with the longest match) or none; num_speculative_tokens: most drafted tokens of a row in a step "
+        "same tokens), suffix (the place with the longest match), draft_model (a smaller model of the same vocabulary, named by model; on a "
+        "CPU with one rank) or none; num_speculative_tokens: most drafted tokens of a row in a step "
         "(8); prompt_lookup_min, prompt_lookup_max: tokens that ngram looks for (2, 4); adaptive: false drafts whatever it costs. "
         "auto: ngram on a CPU, where drafts are as long as their measured cost is worth; none on a GPU",
         kind="json",
@@ -257,7 +258,7 @@ class SchedulerConfig:
 class LoraConfig:
     enable_lora: bool = knob(
         False,
-        "serve adapters (LoRA) of the model beside it: a request names one as its model. On a CPU with native kernels and one rank",
+        "serve adapters (LoRA) of the model beside it: a request names one as its model. On a CPU with native kernels, and on a GPU with 16-bit arithmetic",
     )
     lora_modules: str = knob(
         "",
@@ -276,7 +277,8 @@ class LoraConfig:
     )
     lora_memory_bytes: int | str = knob(
         AUTO,
-        "memory for adapters, beside the KV pages (2G, 512M, or bytes); auto: a tenth of what is left after the model is loaded",
+        "memory for adapters, beside the KV pages, on all ranks together (2G, 512M, or bytes); auto: a tenth of what is left after the model "
+        "is loaded",
         kind="bytes",
         flag="lora-memory",
         least=1,
@@ -874,10 +876,6 @@ class Config:
         if lora.max_cpu_loras and lora.max_cpu_loras < lora.max_loras:
             raise ConfigError(
                 f"--max-cpu-loras {lora.max_cpu_loras} is below --max-loras {lora.max_loras}: adapters of running requests are in memory"
-            )
-        if lora.enable_lora and self.parallel.num_ranks > 1:
-            raise ConfigError(
-                "--enable-lora works with one rank: leave out --tensor-parallel-size and --pipeline-parallel-size"
             )
 
     def _check_fleet(self) -> None:

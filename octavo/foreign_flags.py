@@ -53,7 +53,7 @@ def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> 
 
 
 _NO_CODE = "code from a checkpoint is never run here; the supported architectures need none"
-_LORA = "of adapters (--enable-lora), those of attention and MLP matrices are served, in the type of the weights and on one rank"
+_LORA = "of adapters (--enable-lora), those of attention and MLP matrices are served, in a type that the server chooses"
 _SPECULATION = "give it in --speculative-config"
 _REPLICAS = (
     "--data-parallel-size starts and balances all replicas of a server; there is nothing to place or connect by hand"
@@ -377,7 +377,7 @@ _CPP_VALUES = {
     "-ot --override-tensor -ncmoe --n-cpu-moe": _refused(_OFFLOAD),
     "--lora --lora-scaled": _refused(_LORA),
     "--mmproj --mmproj-url": _refused(_MEDIA),
-    "-md --model-draft -hfd --hf-repo-draft": _refused("draft models are not used; drafts come from the text itself (--speculative-config)"),
+    "-md --model-draft -hfd --hf-repo-draft": _refused("name the draft model with --speculative-config, as model, with the method draft_model"),
     "-mu --model-url -hff --hf-file": _refused("name the model as owner/name-GGUF:Q4_K_M, or download the file and name it"),
     "-hft": _refused("set the environment variable HF_TOKEN: a token on the command line is visible to other users"),
     "--pooling": _refused("an encoder's own files say how it pools; requests may choose"),

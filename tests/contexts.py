@@ -1,6 +1,7 @@
 """Contexts for tests that build layers or models: who computes is named, everything else has a default."""
 
 import importlib
+from collections.abc import Callable
 
 import torch
 
@@ -12,7 +13,7 @@ from octavo.kernels.device_ops import DeviceOps
 from octavo.kernels.torch_ops import torch_ops
 from octavo.layers.context import BuildContext
 from octavo.parallel import Group
-from octavo.weights.methods.base import Settings
+from octavo.weights.methods.base import HeldWeight, Settings, WeightRequest
 from octavo.weights.methods.registry import Methods
 
 CPU = torch.device("cpu")
@@ -32,6 +33,7 @@ def context(
     packed_types: frozenset[str] = frozenset(),
     decodes: bool = False,
     has_triton: bool = False,
+    around: Callable[[HeldWeight, WeightRequest], HeldWeight] | None = None,
     max_len: int = 0,
 ) -> BuildContext:
     """`kernels`: "triton", "invariant" or neither. Without them and without native ones, torch computes alone."""
@@ -44,6 +46,7 @@ def context(
         packed_types=packed_types,
         decodes=decodes,
         has_triton=has_triton or bool(kernels),
+        around=around,
     )
     return BuildContext(group or Group.single(), attention or ReferenceAttention(), Methods(settings), max_len)
 

@@ -1,8 +1,9 @@
-"""Adapters: train a few (train), compare answers with PEFT (compare), and measure what they cost on a CPU (speed).
+"""Adapters: train a few (train), compare answers with PEFT (compare), and measure what they cost on a CPU (speed) and on a GPU (gpu).
 
     python -m benchmarks.adapters train --model FOLDER --out FOLDER
     python -m benchmarks.adapters compare --model FOLDER --adapters FOLDER
     python -m benchmarks.adapters speed [--model MODEL] [--rounds 3]
+    python -m benchmarks.adapters gpu [--parts speed,stall,zipf] [--rounds 3] [--result FILE.json]
 
 train and compare need `peft` and `transformers`; FOLDER is a model in Hugging Face layout. train makes three adapters (q and v; all seven
 matrices; all seven with rsLoRA) in a few minutes on a CPU. compare takes the greedy tokens of Octavo in float32 and asks PEFT, with the adapter not
@@ -10,12 +11,15 @@ merged, for the logprobs of the same tokens: alone, mixed in one batch, preempte
 1e-4, and Octavo's equal in all four, to the bit.
 
 speed: tokens per second of decoding with random rank-16 adapters, beside the base in the same engine and beside an engine without
---enable-lora, in turn; the medians of the ratios of a round. It prints what the adapters' bytes and products must cost: the limit."""
+--enable-lora, in turn; the medians of the ratios of a round. It prints what the adapters' bytes and products must cost: the limit.
+
+gpu: an 8B model with random weights and 64 rows: 8 adapters on all matrices, 64 different ones on q, k, v and o, and the flag unused, beside the base; what
+loading 40 MB adds to the time between other requests' tokens; and 1,000 registered adapters (27 GB on disk) with Zipf traffic and a budget for 100. `--tiny` tries it on a CPU."""
 
 import argparse
 import sys
 
-from benchmarks.adapters import compare, speed, train
+from benchmarks.adapters import compare, gpu, speed, train
 
 
 def main() -> int:
@@ -24,6 +28,7 @@ def main() -> int:
     train.add_options(commands.add_parser("train"))
     compare.add_options(commands.add_parser("compare"))
     speed.add_options(commands.add_parser("speed"))
+    gpu.add_options(commands.add_parser("gpu"))
     options = parser.parse_args()
     return int(options.run(options))
 

@@ -2,6 +2,8 @@
 
     python -m benchmarks.speculation identity --model stories260K.gguf --requests 10000
     python -m benchmarks.speculation cpu --model qwen2.5-coder-0.5b.gguf --rounds 3
+    python -m benchmarks.speculation cpu --model qwen2.5-coder-1.5b.gguf --draft-model qwen2.5-coder-0.5b.gguf \\
+        --sides none,draft_model --works code --clients 1
 
 identity: random requests (greedy, seeded, penalties, bias, grammars, stop strings and ids, n > 1, logprobs, predictions) through the
 engine, without speculation and with each drafter, among others, preempted, continued by other engines, and replayed from a recording.

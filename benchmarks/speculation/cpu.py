@@ -47,6 +47,12 @@ CHAT = [
     "Explain to a child why the sky is blue and the evening sky is red.",
     "Suggest a plan for three rainy days in Lisbon.",
 ]
+TASKS = [
+    "Write a Python function that parses an ISO 8601 date and time without any library, with a docstring and type hints.",
+    "Write a Python class for a least recently used cache with get, put and a maximum size.",
+    "Write a Python function that finds the shortest path in a weighted graph with Dijkstra's algorithm.",
+    "Write a Python command line program with argparse that counts words, lines and characters of files.",
+]
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -83,6 +89,7 @@ class Work(NamedTuple):
 WORKS = {
     "copy": Work(COPY, SamplingParams(temperature=0.0, max_tokens=256)),
     "chat": Work(CHAT, SamplingParams(temperature=0.7, seed=1, max_tokens=192)),
+    "code": Work(TASKS, SamplingParams(temperature=0.0, max_tokens=256)),
     "json": Work(JSON, SamplingParams(temperature=0.0, max_tokens=1024, structured_outputs={"json": PEOPLE})),
 }
 
@@ -101,6 +108,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--works", default=",".join(WORKS))
+    parser.add_argument("--draft-model", default="", help="for the side draft_model")
+    parser.add_argument("--most", type=int, default=8, help="num_speculative_tokens of the side draft_model")
     parser.add_argument("--sides", default="none,auto", help="the first is what the others are compared with")
     parser.add_argument("--json", default="", help="file to write all runs to")
     parser.set_defaults(run=run)
@@ -108,8 +117,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sides = options.sides.split(",")
+    by_model = {"method": "draft_model", "model": options.draft_model, "num_speculative_tokens": options.most}
+    configs = SIDES | {"draft_model": json.dumps(by_model)}
     llms = {
-        side: LLM(options.model, speculative_config=SIDES[side], max_model_len=2048, max_num_seqs=32) for side in sides
+        side: LLM(options.model, speculative_config=configs[side], max_model_len=2048, max_num_seqs=32)
+        for side in sides
     }
     runs: dict[tuple[str, int, str], list[Run]] = defaultdict(list)
     for round_ in range(-1, options.rounds):  # the first is not counted: costs are learned in it, and prompts computed

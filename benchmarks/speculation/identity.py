@@ -1,6 +1,7 @@
 """Random requests, with speculation and without: every token, logprob and end must be the same."""
 
 import argparse
+import json
 import random
 import tempfile
 import time
@@ -29,6 +30,7 @@ DRAFTERS = {
     "suffix": '{"method": "suffix", "num_speculative_tokens": 5, "adaptive": false}',
     "auto": "",
 }
+DRAFT_MODEL = "draft_model"
 OFF = '{"method": "none"}'
 FORM_SHARE = 0.25  # of requests that have a grammar
 NUM_AT_ONCE = 40  # requests that one engine is given; it ends with the last of them
@@ -107,8 +109,8 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
     return found
 
 
-def _predict(request: GenerateRequest, tokens: list[int], r: random.Random) -> GenerateRequest:
-    if r.random() < 0.3:
+def _predict(request: GenerateRequest, tokens: list[int], r: random.Random, drafter: str) -> GenerateRequest:
+    if r.random() < (0.8 if drafter == DRAFT_MODEL else 0.3):  # a request with a prediction is not drafted by a model
         return request
     wrong = r.choice([0.0, 0.02, 0.1, 0.3])
     prediction = tuple(token if r.random() >= wrong else r.choice(tokens) for token in tokens)
@@ -118,8 +120,13 @@ def _predict(request: GenerateRequest, tokens: list[int], r: random.Random) -> G
 class Campaign:
     """Runs requests through engines. `folder`: where they are recorded."""
 
-    def __init__(self, source: ModelSource, options: dict[str, Any], folder: Path) -> None:
+    def __init__(self, source: ModelSource, options: dict[str, Any], folder: Path, draft_model: str = "") -> None:
+        """`draft_model`: what the drafter of that name drafts with."""
         self.source, self.folder = source, folder
+        self.drafters = dict(DRAFTERS)
+        if draft_model:
+            config = {"method": DRAFT_MODEL, "model": draft_model, "num_speculative_tokens": 5, "adaptive": False}
+            self.drafters[DRAFT_MODEL] = json.dumps(config)
         self.options = {
             "page_size": 4,
             "kv_cache_memory_bytes": 3 * 2**18,
@@ -138,8 +145,8 @@ class Campaign:
         for name in drafters:
             r = random.Random(f"{seed} {name}")
             # A random model copies little: what it will say is predicted, with mistakes.
-            predicted = [_predict(request, plain[request.id, 0].tokens, r) for request in requests]
-            ours = self._run(DRAFTERS[name], predicted, r, is_mortal=is_mortal)
+            predicted = [_predict(request, plain[request.id, 0].tokens, r, name) for request in requests]
+            ours = self._run(self.drafters[name], predicted, r, is_mortal=is_mortal)
             for key, choice in plain.items():
                 self.seen.tokens += len(choice.tokens)
                 if ours[key] != choice:
@@ -220,7 +227,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--drafters", default=",".join(DRAFTERS))
+    parser.add_argument("--drafters", default="", help="all, if it is empty")
+    parser.add_argument("--draft-model", default="", help="for the drafter draft_model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true", help="on a GPU")
     parser.add_argument(
@@ -233,10 +241,11 @@ def run(options: argparse.Namespace) -> int:
     given = {"dtype": options.dtype, "deterministic": options.deterministic}
     given["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
     with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(resolve(options.model), given, Path(folder))
+        campaign = Campaign(resolve(options.model), given, Path(folder), options.draft_model)
+        drafters = options.drafters.split(",") if options.drafters else list(campaign.drafters)
         started, seen = time.monotonic(), campaign.seen
         for number in range(-(-options.requests // NUM_AT_ONCE)):
-            campaign.check(options.seed + number, NUM_AT_ONCE, options.drafters.split(","))
+            campaign.check(options.seed + number, NUM_AT_ONCE, drafters)
             if seen.different or number % 10 == 9:
                 print(f"{seen.requests} requests, {time.monotonic() - started:.0f} s", flush=True)
             if seen.different:
@@ -244,7 +253,7 @@ def run(options: argparse.Namespace) -> int:
     for what in seen.different[:5]:
         print("different:", what[:2000])
     print(
-        f"{seen.requests} requests × {options.drafters}: {seen.tokens} tokens compared, {seen.drafted} drafted, {seen.accepted} accepted, "
+        f"{seen.requests} requests × {', '.join(drafters)}: {seen.tokens} tokens compared, {seen.drafted} drafted, {seen.accepted} accepted, "
         f"{seen.preemptions} preemptions, {seen.deaths} engines killed, {seen.replayed_steps} steps replayed; "
         f"{len(seen.different)} differences"
     )

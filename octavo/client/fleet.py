@@ -82,6 +82,9 @@ log = logging.getLogger("octavo.engine")
 REPLY_SECONDS = 2.0
 """How long a question to all replicas waits for the slowest: one in a long step is left out."""
 
+LOAD_SECONDS = 60.0
+"""The same, for an adapter to be read. A replica that is left out reads it with its first request."""
+
 
 class _Member:
     """A replica, as this API process sees it."""
@@ -215,7 +218,8 @@ class FleetClient(EngineClient):
         if any(request.begun):
             tokens = tokens + max((each for each in request.begun if each), key=len)
         before = self._placements.get(request.id)
-        choice = self._router.route(request.id, tokens, [member.number for member in members])
+        among = [member.number for member in members]
+        choice = self._router.route(request.id, tokens, among, self._router.space_of(request))
         if choice is None:
             self._unplaced.setdefault(request.id, "")
             return False
@@ -558,7 +562,8 @@ class FleetClient(EngineClient):
             case ReadHistory():
                 return merged_history(await self._ask_all(members, control))
             case LoadAdapter():
-                return next((answer.body for answer in await self._ask_all(members, control) if answer.body), "")
+                answers = await self._ask_all(members, control, LOAD_SECONDS)
+                return next((answer.body for answer in answers if answer.body), "")
             case HoldPrefix() | ReleasePrefix() | ReadPrefixes():
                 return merged_prefixes(await self._ask_all(members, control))
             case ResetPrefixCache():
@@ -581,11 +586,13 @@ class FleetClient(EngineClient):
         finally:
             del self._calls[call], self._call_members[call]
 
-    async def _ask_all(self, members: Sequence[_Member], control: Control) -> list[ReplicaAnswer]:
+    async def _ask_all(
+        self, members: Sequence[_Member], control: Control, seconds: float = REPLY_SECONDS
+    ) -> list[ReplicaAnswer]:
         """The answers of all replicas that give one soon; at least one. By number."""
         tasks = {asyncio.create_task(self._ask(member, control)): member for member in members}
         try:
-            done, late = await asyncio.wait(tasks, timeout=REPLY_SECONDS)
+            done, late = await asyncio.wait(tasks, timeout=seconds)
             good = [task for task in done if task.exception() is None]
             while late and not good:
                 done, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from octavo.errors import Overloaded
+from octavo.errors import EngineDead, Overloaded
 from octavo.executor.base import AdapterLoader
 from octavo.messages import Abort, AdapterLoaded, AdapterRef, GenerateRequest
 from octavo.observe.metrics.gauges import AdapterState
@@ -102,7 +102,7 @@ class AdapterTraffic(StepObserver):
         self._ending: list[tuple[int, str]] = []  # (steps that were planned when it ended, request)
         self._num_committed = 0  # steps whose results are in: plans after them may still name a request that has ended
         self._age = 0.0  # rank of what was dropped last
-        self._events: queue.SimpleQueue[tuple[Key, AdapterLoaded | str]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[Key, AdapterLoaded | str | EngineDead]] = queue.SimpleQueue()
         self._on_event: Callable[[], None] = lambda: None
         self.stats = AdapterStats()
 
@@ -171,11 +171,13 @@ class AdapterTraffic(StepObserver):
         return True
 
     def take(self, seconds: float = 0.0) -> tuple[list[LetThrough], list[Refused]]:
-        """Take in what was loaded; wait for it at most so long."""
+        """Take in what was loaded; wait for it at most so long. Raises EngineDead if a rank has ended."""
         refused: list[Refused] = []
         try:
             key, loaded = self._events.get(seconds > 0, seconds)
             while True:
+                if isinstance(loaded, EngineDead):
+                    raise loaded
                 refused += self._loaded(key, loaded)
                 key, loaded = self._events.get_nowait()
         except queue.Empty:
@@ -243,7 +245,7 @@ class AdapterTraffic(StepObserver):
         self._loader.load_adapter(adapter.ref, lambda loaded: self._put(key, loaded))
         return True
 
-    def _put(self, key: Key, loaded: AdapterLoaded | str) -> None:
+    def _put(self, key: Key, loaded: AdapterLoaded | str | EngineDead) -> None:
         """Called by the loading thread."""
         self._events.put((key, loaded))
         self._on_event()
@@ -265,14 +267,13 @@ class AdapterTraffic(StepObserver):
         # Alone it may try, whatever was estimated: its real size decides.
         if len(dropped) < len(held) and (num_bytes > self._budget or (self._max_loaded and count > self._max_loaded)):
             return False
-        ids = {other.id for other in dropped}
+        ids = [other.id for other in dropped]  # others may have the same content: loads are counted
         for other in dropped:
             self._age = max(self._age, other.rank)
             other.id = ""
             self._forget_if_unwanted(other)
-        ids -= {other.id for other in self._adapters.values()}  # others may have the same content
         if ids:
-            self._loader.forget_adapters(sorted(ids))
+            self._loader.forget_adapters(ids)
         self.stats.dropped += len(dropped)
         return True
 
@@ -281,6 +282,8 @@ class AdapterTraffic(StepObserver):
         if adapter is None:
             return []
         adapter.is_loading = False
+        if isinstance(loaded, AdapterLoaded) and not loaded.id:
+            return self._try_again(adapter)
         calls, adapter.calls = adapter.calls, []
         if isinstance(loaded, str):
             self.stats.failures += 1
@@ -295,8 +298,28 @@ class AdapterTraffic(StepObserver):
             self._loader.forget_adapters([loaded.id])
             why = f"adapter {adapter.ref.name} takes {loaded.num_bytes} bytes; all may take {self._budget} (--lora-memory)"
             return self._fail(adapter, why, calls)
+        if not self._make_room(adapter):  # it is larger than was estimated, and the others are in use
+            adapter.id = ""
+            self._loader.forget_adapters([loaded.id])
         for call in calls:
             call("")
+        self._forget_if_unwanted(adapter)
+        return []
+
+    def _try_again(self, adapter: _Adapter) -> list[Refused]:
+        """What is free lies in pieces that are too small for it: one more adapter must go before it is loaded again."""
+        others = [other.num_bytes for other in self._adapters.values() if other.id or other.is_loading]
+        calls = adapter.calls
+        if not others:
+            adapter.calls = []
+            why = f"adapter {adapter.ref.name} does not fit into the memory for adapters, {self._budget} bytes (--lora-memory)"
+            return self._fail(adapter, why, calls)
+        adapter.num_bytes = max(adapter.num_bytes, self._budget - sum(others) + 1)
+        if not self._start(adapter):  # those that are left are in use: it is loaded when they are not
+            adapter.calls = []
+            for call in calls:
+                call("")
+            self._forget_if_unwanted(adapter)
         return []
 
     def _fail(self, adapter: _Adapter, why: str, calls: list[Callable[[str], None]]) -> list[Refused]:

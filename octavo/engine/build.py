@@ -79,6 +79,8 @@ def start_engine(
             prefix_eviction=config.cache.prefix_eviction,
         )
         settings = speculation_of(config.scheduler.speculative_config, is_gpu=report.memory is not None)
+        if settings is not None and report.draft_len:
+            settings = msgspec.structs.replace(settings, max_len=report.draft_len)
         report = msgspec.structs.replace(
             report, speculation=settings if report.can_generate and report.num_stages == 1 else None
         )
@@ -240,8 +242,9 @@ def build_engine(
     queue_limit = QueueLimit() if queue_limit is None else queue_limit
     history = History() if history is None else history
     history.start(clock())
+    report = metrics.report
     journal, live_view = EngineJournal(), LiveView(scheduler, metrics, history)
-    cost_meter = CostMeter(metrics.report.one_row_seconds, metrics.report.verify_seconds)
+    cost_meter = CostMeter(report.one_row_seconds, report.verify_seconds, report.draft_seconds)
     # Everything that hears of every step, in this order. A recorder comes last (EngineLoop.record).
     observers: list[StepObserver] = [
         queue_limit,

@@ -1,18 +1,29 @@
 """CostMeter: measures what steps cost, and fits StepCosts to it now and then. The loop hands new costs to the scheduler between two steps,
 and observers hear of it: what steers a plan is an input on record (decisions 023, 039)."""
 
+from collections import deque
+
+import msgspec
+
+from octavo.messages import DraftWork
 from octavo.observe.step_observer import StepObserver, StepTimes
 from octavo.schedule.results import Committed
 from octavo.schedule.step_costs import ONE_ROW, VERIFIED_ROW, StepCosts, StepSamples, shape_of
 
 _DECODE_EVERY = 4  # of the steps without prompts, which are many and alike, one in so many is measured
 _FIT_EVERY, _FIT_NEW_EVERY = 64, 4  # samples between two fits; the second after a step of a new kind
+_FIT_DRAFTS_EVERY = 16  # … with a draft model, whose cost decides from step to step whether it is asked
+_DRAFT_SHARES = 7  # measured costs of a draft model's passes that are kept; the third lowest counts: other programs only add to them
+_FADE, _LEAST_FADE = (
+    0.97,
+    0.25,
+)  # of that cost, for each measured step without a draft: a model that was too dear once is tried again
 
 
 class CostMeter(StepObserver):
-    def __init__(self, one_row_seconds: float = 0.0, verify_seconds: float = 0.0) -> None:
-        """`one_row_seconds`: what a step of one row took before the first request; `verify_seconds`: what one of a VERIFIED_ROW took; 0:
-        not measured."""
+    def __init__(self, one_row_seconds: float = 0.0, verify_seconds: float = 0.0, draft_seconds: float = 0.0) -> None:
+        """`one_row_seconds`: what a step of one row took before the first request; `verify_seconds`: what one of a VERIFIED_ROW took;
+        `draft_seconds`: what a pass of the draft model took for one row; 0: not measured."""
         self.new_costs: StepCosts | None = None  # not handed on yet
         self._samples = StepSamples()
         self._samples.add_trial(ONE_ROW, one_row_seconds)
@@ -20,9 +31,18 @@ class CostMeter(StepObserver):
         self._num_decodes = 0
         self._has_costs = self._has_new_kind = False
         self._num_since_fit = 0
+        self._costs: StepCosts | None = None  # of the last fit
+        # What passes of the draft model took, for each second of steps with as many tokens.
+        self._draft_shares: deque[float] = deque(maxlen=_DRAFT_SHARES)
+        self._fade = 1.0
+        if one_row_seconds > 0 and draft_seconds > 0:
+            self._draft_shares.append(draft_seconds / one_row_seconds)
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
-        plan, num_tokens = committed.plan, committed.num_tokens
+        plan, num_tokens, seconds = committed.plan, committed.num_tokens, times.compute_seconds
+        if (work := committed.result.draft_work) is not None and work.passes:
+            seconds -= work.seconds
+            self._note_drafts(work)
         # Moving pages, and logits of prompt tokens, take time that no shape explains.
         if plan.moves or committed.result.prompt_logprobs or not num_tokens:
             return
@@ -30,13 +50,31 @@ class CostMeter(StepObserver):
             self._num_decodes += 1
             if self._num_decodes % _DECODE_EVERY != 1:
                 return
-        self._has_new_kind |= self._samples.add(shape_of(plan, num_tokens), times.compute_seconds)
+        self._has_new_kind |= self._samples.add(shape_of(plan, num_tokens, committed.result.drafted), seconds)
         self._num_since_fit += 1
-        pause = (_FIT_NEW_EVERY if self._has_costs else 1) if self._has_new_kind else _FIT_EVERY
+        if work is None:
+            self._fade = max(self._fade * _FADE, _LEAST_FADE)
+        pause = _FIT_DRAFTS_EVERY if self._draft_shares else _FIT_EVERY
+        if self._has_new_kind:
+            pause = _FIT_NEW_EVERY if self._has_costs else 1
         if self._num_since_fit >= pause:
             self._num_since_fit, self._has_new_kind = 0, False
-            self.new_costs = self._samples.fit()
-            self._has_costs |= self.new_costs is not None
+            self._costs = self._samples.fit()
+            self._has_costs |= self._costs is not None
+            if self._costs is not None and self._draft_shares:
+                share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
+                self._costs = msgspec.structs.replace(self._costs, draft=share * self._fade)
+            self.new_costs = self._costs
+
+    def _note_drafts(self, work: DraftWork) -> None:
+        """Catching up is left out: it costs less for each token than a draft does."""
+        if self._costs is None or work.caught_up > work.tokens // 2:
+            return
+        costs = self._costs
+        like = costs.step * work.passes + costs.row * work.tokens + costs.context * work.context
+        if like > 0:
+            self._draft_shares.append(work.seconds / like)
+            self._fade = 1.0
 
     def take(self) -> StepCosts | None:
         costs, self.new_costs = self.new_costs, None

@@ -235,6 +235,8 @@ class Driver:
         """A request that cannot be taken in fails alone, whatever is wrong with it."""
         self._origins[request.id] = request.origin
         self._control.heartbeat.take(request.origin, request.submitted)
+        if self._feed is not None:
+            self._feed.received(request.origin)
         self._control.heartbeat.prepare(0, request.id)
         try:
             self._control.check(request)

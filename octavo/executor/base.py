@@ -5,6 +5,7 @@ from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
 from octavo.config import KVTiers
+from octavo.errors import EngineDead
 from octavo.messages import AdapterLoaded, AdapterRef, EngineReport, StepPlan, StepResult
 from octavo.messages.tiers import Level, TierCounts, TierEvent
 
@@ -49,12 +50,12 @@ class AdapterLoader(Protocol):
     def check_adapter(self, ref: AdapterRef) -> int:
         """Check an adapter's files against the model, without its numbers. → bytes that it will take. Raises ConfigError."""
 
-    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str | EngineDead], None]) -> None:
         """Read an adapter into memory in the background, so that no step waits for it. `done` is called, from any thread, when it is
-        there, or with why it is not."""
+        there, or with why it is not: EngineDead, if a rank has ended."""
 
     def forget_adapters(self, ids: list[str]) -> None:
-        """Free adapters that no request has that is in a plan, from now on."""
+        """Free adapters, once for each time that they were loaded. No request that is in a plan has one of them."""
 
 
 class Executor(Protocol):

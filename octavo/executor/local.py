@@ -1,7 +1,6 @@
 """LocalExecutor: one rank, in this process. A GPU computes in the background; so does a CPU, on a thread, if a step has many
 rows."""
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,9 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from octavo.config import Config, KVTiers
-from octavo.errors import ConfigError
+from octavo.errors import EngineDead
 from octavo.messages import AdapterLoaded, AdapterRef, EngineReport, StepPlan, StepResult
-from octavo.weights.adapters.adapter_file import check_rank, open_adapter
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.adapters import RankAdapters
 from octavo.worker.load import Loader
@@ -38,8 +36,10 @@ class LocalExecutor:
     def start(self) -> EngineReport:
         report = settle(self._config.cache, [self._loader.load()])
         self._runner, notes = self._loader.allocate(report.num_pages, report.num_host_pages)
-        one_row_seconds, verify_seconds = self._loader.time_steps()
-        report = msgspec.structs.replace(report, one_row_seconds=one_row_seconds, verify_seconds=verify_seconds)
+        one_row_seconds, verify_seconds, draft_seconds = self._loader.time_steps()
+        report = msgspec.structs.replace(
+            report, one_row_seconds=one_row_seconds, verify_seconds=verify_seconds, draft_seconds=draft_seconds
+        )
         del self._loader  # what it holds is the runner's from now on
         report.notes.extend(notes)
         return report
@@ -64,17 +64,13 @@ class LocalExecutor:
         return self._adapters().itemsize
 
     def check_adapter(self, ref: AdapterRef) -> int:
-        adapters = self._adapters()
-        file = open_adapter(ref.path)
-        check_rank(file, ref.max_rank)
-        adapters.check(file)
-        return adapters.held_bytes(file)
+        return self._adapters().check_files(ref)
 
-    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str | EngineDead], None]) -> None:
         adapters = self._adapters()
         if self._loading is None:
             self._loading = ThreadPoolExecutor(1, "octavo-adapters")
-        self._loading.submit(_load, adapters, ref, done)
+        self._loading.submit(lambda: done(adapters.load_or_say_why(ref)))
 
     def forget_adapters(self, ids: list[str]) -> None:
         self._adapters().forget(ids)
@@ -86,10 +82,16 @@ class LocalExecutor:
     def give_back(self, pages: list[int]) -> None:
         assert self._runner is not None, "closed"
         self._runner.pages.give_back(pages)
+        if (draft := self._runner.draft) is not None:
+            draft.pages.give_back(pages)
+            draft.filled.forget(pages)
 
     def open_tier(self, tiers: KVTiers, layout: str) -> PageMover:
         assert self._runner is not None, "closed"
-        return open_mover(self._runner.pages, self._runner.device, tiers, layout)
+        mover = open_mover(self._runner.pages, self._runner.device, tiers, layout)
+        if (draft := self._runner.draft) is not None:
+            mover.on_load = draft.filled.forget  # a tier has no pages of the draft model
+        return mover
 
     def close(self) -> None:
         if self._thread is not None:
@@ -99,17 +101,6 @@ class LocalExecutor:
         if self._runner is not None:
             self._runner.rows.sampling.grammars.close()
         self._runner = None
-
-
-def _load(adapters: RankAdapters, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
-    try:
-        loaded: AdapterLoaded | str = adapters.load(ref)
-    except ConfigError as error:
-        loaded = str(error)
-    except Exception as error:  # a file may be damaged in ways that are not foreseen: its requests fail, no other
-        logging.getLogger("octavo.adapters").exception("adapter %s cannot be loaded", ref.name)
-        loaded = f"adapter {ref.name} cannot be loaded: {type(error).__name__}: {error}"
-    done(loaded)
 
 
 def _compute(runner: Runner, plan: StepPlan) -> StepResult:

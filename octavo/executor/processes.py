@@ -10,9 +10,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -21,9 +22,20 @@ import octavo
 from octavo.config import Config, KVTiers
 from octavo.errors import ConfigError, EngineDead
 from octavo.executor.base import TierMover
-from octavo.executor.preparations import Preparations
 from octavo.executor.remote import Gathering, RankLauncher, RemoteRank
-from octavo.messages import Allocate, EngineReport, LoadReport, RankFailed, RankStart, StepPlan, StepResult
+from octavo.executor.side_requests import SideRequests
+from octavo.messages import (
+    AdapterLoaded,
+    AdapterRef,
+    Allocate,
+    EngineReport,
+    LoadReport,
+    RankFailed,
+    RankStart,
+    StepPlan,
+    StepResult,
+)
+from octavo.messages.side import CheckAdapter, ForgetAdapters, PrepareGrammar, ReadAdapter, SideReply
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.main import FAILED
 from octavo.worker.memory.page_count import settle
@@ -48,13 +60,15 @@ class ProcessExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._is_closed = False
-        self._preparations: Preparations | None = None  # made with the first grammar
+        self._side: SideRequests | None = None  # made with the first
+        self._adapter_itemsize = 0
 
     def start(self) -> EngineReport:
         try:
             self._spawn()
             reports = [msgspec.msgpack.decode(reply, type=LoadReport) for reply in self._replies()]
             report = settle(self._config.cache, reports)
+            self._adapter_itemsize = reports[0].adapter_itemsize
             self._send(msgspec.msgpack.encode(Allocate(report.num_pages, report.num_host_pages)))
             self._replies()
             return report
@@ -69,10 +83,53 @@ class ProcessExecutor:
         return self._results.decode(self._next_reply()[1])
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        if self._preparations is None:
-            sampling = self._ranks[self._config.parallel.result_rank :]  # the last stage's
-            self._preparations = Preparations([rank.side for rank in sampling])
-        self._preparations.prepare(grammar, forgets, done)
+        """Where a rank has ended it is done at once: the next step reports that."""
+        sampling = range(self._config.parallel.result_rank, len(self._ranks))  # the last stage's
+        self._asking().ask(sampling, lambda number: PrepareGrammar(number, grammar, forgets), lambda replies: done())
+
+    def adapter_itemsize(self) -> int:
+        return self._adapter_itemsize
+
+    def check_adapter(self, ref: AdapterRef) -> int:
+        box: SimpleQueue[list[SideReply] | None] = SimpleQueue()
+        self._asking().ask(range(len(self._ranks)), lambda number: CheckAdapter(number, ref), box.put)
+        replies = box.get()
+        if replies is None:
+            raise EngineDead(self._describe_end(self._ranks[0]))
+        for reply in replies:
+            if reply.error:
+                raise ConfigError(reply.error)
+        return _size_on(replies)
+
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str | EngineDead], None]) -> None:
+        def answered(replies: list[SideReply] | None) -> None:
+            if replies is None:
+                done(EngineDead(self._describe_end(self._ranks[0])))
+                return
+            why = next((f"{reply.error}{self._ranks[at].where}" for at, reply in enumerate(replies) if reply.error), "")
+            has_room = all(reply.id for reply in replies)
+            if not why and has_room and len({reply.id for reply in replies}) > 1:
+                why = f"adapter {ref.name}: the files at {ref.path} differ between hosts, or were written while they were read"
+            if not why and has_room:
+                done(AdapterLoaded(replies[0].id, _size_on(replies)))
+                return
+            for at, reply in enumerate(replies):
+                if reply.id:
+                    self._forget([at], [reply.id])
+            done(why or AdapterLoaded("", 0))
+
+        self._asking().ask(range(len(self._ranks)), lambda number: ReadAdapter(number, ref), answered)
+
+    def forget_adapters(self, ids: list[str]) -> None:
+        self._forget(range(len(self._ranks)), ids)
+
+    def _forget(self, ranks: Sequence[int], ids: list[str]) -> None:
+        self._asking().ask(ranks, lambda number: ForgetAdapters(number, ids))
+
+    def _asking(self) -> SideRequests:
+        if self._side is None:
+            self._side = SideRequests([rank.side for rank in self._ranks])
+        return self._side
 
     def give_back(self, pages: list[int]) -> None:
         """Ranks keep the memory of their pages: idle prefixes stop growing, and that is all."""
@@ -180,6 +237,11 @@ class ProcessExecutor:
         return f"rank {rank.number}{rank.where} {how}"
 
 
+def _size_on(replies: list[SideReply]) -> int:
+    """Bytes of an adapter on all ranks, as if each had as much of it as the one that has most: that one's memory is full first."""
+    return max(reply.num_bytes for reply in replies) * len(replies)
+
+
 class _Rank:
     """One rank's process, the pipes to it, and a pipe whose closing tells it that this process is gone."""
 
@@ -224,7 +286,7 @@ class _Rank:
         if self.ending(timeout) is None:
             self._process.kill()
             self._process.wait()
-        self.side.close()  # not before: Preparations reads from it until the rank's end closes it
+        self.side.close()  # not before: SideRequests reads from it until the rank's end closes it
 
 
 def _environment() -> dict[str, str]:

@@ -20,17 +20,18 @@ from octavo.messages.params import (
     StructuredOutputsParams,
 )
 from octavo.messages.plans import (
+    FROM_MODEL,
     NO_INPUT,
     Allocate,
     Candidates,
     DeviceMemory,
     Draft,
+    DraftWork,
     Entering,
     ForcedToken,
     LoadReport,
     Logprobs,
     PageMove,
-    PrepareGrammar,
     RankEnded,
     RankFailed,
     RankHello,
@@ -87,6 +88,7 @@ from octavo.messages.requests import (
 )
 
 __all__ = [
+    "FROM_MODEL",
     "MAX_LOGPROBS",
     "NO_INPUT",
     "PAGE_ID_BYTES",
@@ -99,6 +101,7 @@ __all__ = [
     "Control",
     "DeviceMemory",
     "Draft",
+    "DraftWork",
     "Dying",
     "EngineGone",
     "EngineLost",
@@ -128,7 +131,6 @@ __all__ = [
     "PoolingParams",
     "PrefillProgress",
     "PrefixReply",
-    "PrepareGrammar",
     "RankEnded",
     "RankFailed",
     "RankHello",

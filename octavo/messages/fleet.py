@@ -33,6 +33,7 @@ class PageEvents(msgspec.Struct, frozen=True, tag=True, gc=False):
     stored: bytes  # page ids, one after the other
     evicted: bytes
     load: ReplicaLoad
+    adapters: dict[str, str] = {}  # AdapterRef.key → id of its content, which page keys start from: those that are new
 
 
 class PageSnapshot(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -43,6 +44,7 @@ class PageSnapshot(msgspec.Struct, frozen=True, tag=True, gc=False):
     number: int
     pages: bytes
     load: ReplicaLoad
+    adapters: dict[str, str] = {}  # all
 
 
 # ── the fleet as its supervisor sees it ─────────────────────────────────────────────────────────────

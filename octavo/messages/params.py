@@ -60,6 +60,11 @@ class StructuredOutputsParams(TypedDict, total=False):
     unenforced: str
 
 
+def prefix_space(adapter: str, salt: str) -> str:
+    """Requests share pages of equal prefixes only with those for which this is the same. `adapter`: the id of its content."""
+    return f"{adapter}+{salt}" if salt else adapter
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Sampling parameters. Names and meaning are vLLM's. Valid by construction: a bad value raises InvalidRequest."""
 
@@ -167,7 +172,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def prefix_space(self) -> str:
         """Requests share pages of equal prefixes only with those for which this is the same. Empty: the base model, without a salt."""
-        return f"{self.adapter}+{self.prefix_salt}" if self.prefix_salt else self.adapter
+        return prefix_space(self.adapter, self.prefix_salt)
 
     @property
     def num_sequences(self) -> int:

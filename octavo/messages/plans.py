@@ -99,6 +99,8 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     )  # window of each group of layers with its own page table; 0: the group keeps all pages
     stage: int = 0  # of the pipeline
     adapter_bytes: int = 0  # memory for adapters, beside the pages
+    adapter_itemsize: int = 0  # bytes of a number of an adapter
+    draft_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: there is none
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):
@@ -106,14 +108,6 @@ class Allocate(msgspec.Struct, frozen=True, gc=False):
 
     num_pages: int
     num_host_pages: int
-
-
-class PrepareGrammar(msgspec.Struct, frozen=True, gc=False):
-    """Sent to every rank, on another pipe than the plans. Each rank returns the number when its grammar is ready."""
-
-    number: int
-    grammar: str
-    forgets: list[str]
 
 
 class RankFailed(msgspec.Struct, frozen=True, gc=False):
@@ -161,9 +155,12 @@ class Draft(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step, and it samples after each of them, too."""
 
     at: int  # index of the row in the plan's columns
-    tokens: list[int]  # at least one
+    tokens: list[int]  # at least one; all FROM_MODEL: the draft model proposes as many, or none
+    catch_up: int = 0  # tokens of the row, before its last, that the draft model may compute first where it lacks them
 
 
+FROM_MODEL = -1
+"""In place of a drafted token that the worker's draft model proposes."""
 MIN_SAMPLES = 16
 
 
@@ -221,6 +218,16 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[float]
 
 
+class DraftWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the draft model computed in a step."""
+
+    passes: int
+    tokens: int  # over all passes
+    context: int  # positions before these tokens, summed up
+    caught_up: int  # of the tokens: those that the draft model lacked
+    seconds: float
+
+
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """The results of a step, in the order of the True entries of the plan's `samples`: a vector for each pooled row, a token for
     each other row (several for a row with a draft), logprobs of the tokens whose row asks for them, and candidates for each row that
@@ -243,3 +250,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     # For each of the plan's drafts: how many tokens the row got, 1 to 1 + drafted. All but the last of them equal the draft. An index
     # of `failures`, `last` or `late` is never that of a run of several.
     runs: list[int] = []
+    # For each of the plan's drafts: how many tokens there were; 0: the draft model has not caught up with the row yet. Empty: the plan
+    # had all of them.
+    drafted: list[int] = []
+    draft_work: DraftWork | None = None  # None: no draft model was asked

@@ -28,9 +28,14 @@ class AdapterRef(msgspec.Struct, frozen=True, gc=False):
     max_rank: int = 256  # what --max-lora-rank allows
     num_weights: int = 0  # numbers that it holds in memory, all ranks together
 
+    @property
+    def key(self) -> str:
+        """Which files these are, in which state. Equal keys have the same content on every replica."""
+        return f"{self.path}\0{self.stamp}"
+
 
 class AdapterLoaded(msgspec.Struct, frozen=True, gc=False):
-    id: str  # a digest of its content: adapters with the same content are one
+    id: str  # a digest of its content: adapters with the same content are one. Empty: it is not loaded, because others are in its way
     num_bytes: int  # in memory
 
 
@@ -330,6 +335,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     is_fair: bool = False  # requests have tenants, which are served in proportion to their weights
     max_inter_token_ms: float | str = 0  # as the flag; 0: no limit
     speculation: SpeculationSettings | None = None  # None: no request drafts
+    draft_seconds: float = 0.0  # as one_row_seconds, of a pass of the draft model
+    draft_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: there is none
     verify_seconds: float = 0.0  # as one_row_seconds, of a row that verifies VERIFY_TOKENS − 1 drafted tokens
     one_row_seconds: float = 0.0  # what a step of one row and one token took before the first request; 0: not measured
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits

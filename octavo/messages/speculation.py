@@ -8,12 +8,12 @@ from octavo.config import read_json_object
 from octavo.errors import ConfigError, quote
 from octavo.messages.plans import MIN_SAMPLES
 
-Method = Literal["ngram", "suffix"]
+Method = Literal["ngram", "suffix", "draft_model"]
 FLAG = "--speculative-config"
 MAX_DRAFT = MIN_SAMPLES - 1
 MAX_NGRAM = 16
 MAX_PREDICTION = 16384  # tokens
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive")
+_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive")
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
@@ -22,6 +22,8 @@ class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     is_adaptive: bool = True  # False: as many as can be had, whatever they cost
+    model: str = ""  # the draft model: a folder, a .gguf file or a hub id; empty: drafts come from the text
+    max_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: any number
 
 
 def speculation_of(text: str, is_gpu: bool) -> SpeculationSettings | None:
@@ -29,15 +31,23 @@ def speculation_of(text: str, is_gpu: bool) -> SpeculationSettings | None:
     cost more than they gain."""
     values = read_json_object(text, FLAG)
     unknown = sorted(values.keys() - set(_KEYS))
-    if "model" in unknown:
-        raise ConfigError(f"{FLAG}: a draft model (`model`) is not supported: {_METHODS}")
     if unknown:
         raise ConfigError(f"{FLAG}: {quote(unknown[0])} is not known; known are {', '.join(_KEYS)}")
-    method = values.get("method", "auto")
+    method, model = values.get("method", "draft_model" if "model" in values else "auto"), values.get("model", "")
     if method == "none" or (method == "auto" and is_gpu):
         return None
     if method != "auto" and method not in get_args(Method):
         raise ConfigError(f"{FLAG}: the method {quote(method)} is not supported: {_METHODS}")
+    if type(model) is not str:
+        raise ConfigError(f"{FLAG}: model must be a text, the name of the draft model, got {quote(model)}")
+    if method == "draft_model" and not model:
+        raise ConfigError(f"{FLAG}: the method draft_model needs a draft model: name it with `model`")
+    if model and method != "draft_model":
+        raise ConfigError(
+            f"{FLAG}: model is for the method draft_model, not for {quote(method)}: leave one of them out"
+        )
+    if model and is_gpu:
+        raise ConfigError(f"{FLAG}: a draft model works on a CPU only, and a GPU computes here: use ngram or suffix")
     least, most = _number(values, "prompt_lookup_min", 2, MAX_NGRAM), _number(values, "prompt_lookup_max", 4, MAX_NGRAM)
     if "prompt_lookup_max" not in values:
         most = max(least, most)
@@ -49,10 +59,10 @@ def speculation_of(text: str, is_gpu: bool) -> SpeculationSettings | None:
     if type(is_adaptive) is not bool:
         raise ConfigError(f"{FLAG}: adaptive must be true or false, got {quote(is_adaptive)}")
     num_tokens = _number(values, "num_speculative_tokens", 8, MAX_DRAFT)
-    return SpeculationSettings("ngram" if method == "auto" else method, num_tokens, least, most, is_adaptive)
+    return SpeculationSettings("ngram" if method == "auto" else method, num_tokens, least, most, is_adaptive, model)
 
 
-_METHODS = "use auto, ngram, suffix or none"
+_METHODS = "use auto, ngram, suffix, draft_model or none"
 
 
 def _number(values: dict[str, Any], name: str, default: int, most: int) -> int:

@@ -15,6 +15,10 @@ DECAY = 0.99
 """Weight of a step in the measured pace after each further step: about the last hundred count."""
 
 
+MAX_ADAPTERS = 10_000
+"""Whose ids are kept for routers that begin to listen."""
+
+
 class StepPace:
     """Seconds of a step as a constant plus so much per token: least squares over the last steps."""
 
@@ -53,6 +57,8 @@ class ReplicaFeed(StepObserver):
         self._waiting: dict[tuple[str, int], int] = {}  # (request, choice) in the queue → tokens it is to compute
         self._num_waiting_tokens = 0
         self._num_taken: dict[int, int] = {}
+        self._adapters: dict[str, str] = {}  # AdapterRef.key → id; of the last MAX_ADAPTERS
+        self._new_adapters: dict[str, str] = {}  # since the last event
         scheduler.cache.watch_pages()
         for key in scheduler.cache.findable_keys():
             self._changes.store(key)
@@ -62,8 +68,17 @@ class ReplicaFeed(StepObserver):
 
     # ── what it hears ──
 
+    def received(self, origin: int) -> None:
+        """A request came from an API process: also one that is refused, or that ends before it is queued, because a router counts the work of
+        all that it has sent until they are taken."""
+        self._num_taken[origin] = self._num_taken.get(origin, 0) + 1
+
     def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
-        self._num_taken[request.origin] = self._num_taken.get(request.origin, 0) + 1
+        if request.adapter is not None and request.adapter.key not in self._adapters:
+            key, its_id = request.adapter.key, request.params.adapter
+            self._adapters[key] = self._new_adapters[key] = its_id
+            if len(self._adapters) > MAX_ADAPTERS:
+                del self._adapters[next(iter(self._adapters))]
         expected = min(request.num_expected, len(request.prompt_ids) - 1)
         if not any(request.begun):
             self._queue(request.id, 0, len(request.prompt_ids) - max(0, expected))
@@ -111,7 +126,8 @@ class ReplicaFeed(StepObserver):
         """Everything since the last event."""
         stored, evicted = self._changes.take()
         self._number += 1
-        return PageEvents(self._replica, self._epoch, self._number, _ids(stored), _ids(evicted), self.load())
+        adapters, self._new_adapters = self._new_adapters, {}
+        return PageEvents(self._replica, self._epoch, self._number, _ids(stored), _ids(evicted), self.load(), adapters)
 
     def snapshot(self) -> PageSnapshot:
         """All pages as of the last event, for a router that has lost events or has just begun to listen. What has changed since is
@@ -124,7 +140,7 @@ class ReplicaFeed(StepObserver):
         for key in untold.evicted:
             held[key] = None
             self._changes.evict(key)
-        return PageSnapshot(self._replica, self._epoch, self._number, _ids(held), self.load())
+        return PageSnapshot(self._replica, self._epoch, self._number, _ids(held), self.load(), dict(self._adapters))
 
     def load(self) -> ReplicaLoad:
         scheduler = self._scheduler

@@ -147,6 +147,7 @@ class SimulatedReplica:
         self.scheduler.add(request)
         self.most_waiting = max(self.most_waiting, len(self.scheduler.waiting))
         if self.feed is not None:
+            self.feed.received(request.origin)
             self.feed.arrived(request, now / PICOSECONDS, False)
             self._has_news = True
         return ""

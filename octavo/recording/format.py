@@ -144,6 +144,7 @@ class Outcome(msgspec.Struct, array_like=True, gc=False):
     late: list[int] = []  # of the sampled tokens: those that do not count, because a mask was late
     runs: list[int] = []  # for each draft of the step: how many tokens its row got, …
     taken: list[int] = []  # … and how many of them were taken in (Committed.taken)
+    drafted: list[int] = []  # … and how many tokens the draft model had proposed; empty: as many as planned
 
 
 class Stepped(msgspec.Struct, array_like=True, tag=4, gc=False):

@@ -220,6 +220,7 @@ class Recorder(StepObserver):
             result.late,
             result.runs,
             committed.taken,
+            result.drafted,
         )
 
     def take(self, scheduler: Scheduler) -> None:

@@ -102,6 +102,9 @@ class _UnknownText:
     def drafts(self, most: int) -> Offer:
         return Offer([], [])
 
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+        pass
+
 
 class RecordedSpeculation:
     """Drafts as many tokens as the recorded plan did, made-up ones."""
@@ -363,8 +366,9 @@ class Replay:
             elif samples:
                 run, taken = runs.get(at, (1, 1))
                 tokens_of_run = [output_token(request.sequence)] * run
-                if taken:
-                    tokens_of_run[taken - 1] = self._token(request, ends.get((request.id, request.index)))
+                end = ends.get((request.id, request.index))
+                if taken or end is not None:  # a stop token that a grammar forced ends its request, and is not taken in
+                    tokens_of_run[max(taken, 1) - 1] = self._token(request, end)
                 made_up += tokens_of_run
                 if request.params.logprobs is not None and not request.params.use_beam_search:
                     logprobs += [_NO_SCORES] * run
@@ -383,6 +387,7 @@ class Replay:
             outcome.candidates,
             outcome.late,
             outcome.runs,
+            outcome.drafted,
         )
 
     def _token(self, request: Request, end: str | None) -> int:

@@ -5,13 +5,15 @@ from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
-from octavo.cache.page_keys import keys_of
-from octavo.messages import PageEvents, PageSnapshot, ReplicaLoad
+from octavo.cache.page_keys import adapter_root, keys_of
+from octavo.messages import GenerateRequest, PageEvents, PageSnapshot, ReplicaLoad
+from octavo.messages.params import prefix_space
 from octavo.routing.load import UNMEASURED_SECONDS_PER_TOKEN, Load
 from octavo.routing.policy import Option, Policy, Reason, prefix
 from octavo.routing.prefix_index import PrefixIndex, page_ids
 
 SATURATION_SECONDS = 2.0
+MAX_ADAPTERS = 100_000  # whose ids are kept
 
 
 class Choice(NamedTuple):
@@ -52,6 +54,7 @@ class Router:
         self._loads: dict[int, Load] = {}
         self._chosen: dict[int, int] = {}  # replica → the choice at which it was chosen last
         self._num_choices = 0
+        self._adapters: dict[str, str] = {}  # AdapterRef.key → id of its content, as replicas found it
 
     # ── replicas ──
 
@@ -82,13 +85,21 @@ class Router:
         is_new = self.index.apply(events)
         if is_new:
             self._take_load(events.replica, events.load)
+            if events.adapters:
+                self._take_adapters(events.adapters)
         return is_new
 
     def take_snapshot(self, snapshot: PageSnapshot) -> bool:
         is_new = self.index.apply_snapshot(snapshot)
         if is_new:
             self._take_load(snapshot.replica, snapshot.load)
+            self._take_adapters(snapshot.adapters)
         return is_new
+
+    def _take_adapters(self, found: dict[str, str]) -> None:
+        self._adapters |= found
+        while len(self._adapters) > MAX_ADAPTERS:
+            del self._adapters[next(iter(self._adapters))]
 
     def _take_load(self, replica: int, load: ReplicaLoad) -> None:
         self._loads[replica].take(load, self._origin)
@@ -99,14 +110,24 @@ class Router:
 
     # ── requests ──
 
-    def route(self, request_id: str, prompt: list[int], among: Collection[int] | None = None) -> Choice | None:
-        """Choose a replica. Its work counts there at once. `among`: those that may be chosen; None: all. None: there is none."""
+    def space_of(self, request: GenerateRequest) -> str:
+        """What the request's page keys start from, beside a replica's root: its adapter and its salt. Until a replica has read the adapter, no
+        page with it exists: a name of its own then holds requests with equal prefixes together."""
+        adapter = "" if request.adapter is None else self._adapters.get(request.adapter.key, f"?{request.adapter.key}")
+        return prefix_space(adapter, request.params.prefix_salt)
+
+    def route(
+        self, request_id: str, prompt: list[int], among: Collection[int] | None = None, space: str = ""
+    ) -> Choice | None:
+        """Choose a replica. Its work counts there at once. `among`: those that may be chosen; None: all. `space`: as of space_of(). None: there
+        is none."""
         loads = self._loads if among is None else {each: self._loads[each] for each in among if each in self._loads}
         if not loads:
             return None
         schemes = self._schemes
         by_scheme = {
-            scheme: page_ids(self._page_keys(scheme.root, prompt, scheme.page_size)) for scheme in {*schemes.values()}
+            scheme: page_ids(self._page_keys(adapter_root(scheme.root, space), prompt, scheme.page_size))
+            for scheme in {*schemes.values()}
         }
         held: dict[int, int] = {}
         for pages in by_scheme.values():

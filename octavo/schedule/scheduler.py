@@ -28,6 +28,7 @@ import msgspec
 
 from octavo.cache import Growth, KVCache
 from octavo.messages import (
+    FROM_MODEL,
     NO_INPUT,
     Candidates,
     Draft,
@@ -52,7 +53,7 @@ from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
 from octavo.schedule.rows import Rows, order_of
-from octavo.schedule.stall_limit import UNKNOWN_PART, PromptAllowance, StallLimit
+from octavo.schedule.stall_limit import MIN_PROMPT_TOKENS, MIN_SHARE, UNKNOWN_PART, PromptAllowance, StallLimit
 from octavo.schedule.step_costs import NO_COSTS, UNBOUNDED, StepCosts, StepShape
 
 # Plans that a row with a late mask sits out: none after the first late step, then one, then twice as many each time, up to this. It
@@ -67,6 +68,7 @@ class _Columns(NamedTuple):
     vectors: Iterator[bytes]
     candidates: Iterator[Candidates]
     runs: Iterator[int]  # numbers of tokens
+    drafted: Iterator[int]  # … that the draft model proposed
 
 
 class Scheduler:
@@ -236,7 +238,9 @@ class Scheduler:
         requests, epochs = planned.requests, planned.epochs
         deltas: list[TokenDelta] = []
         committed = Committed(plan, result, planned.num_tokens, deltas, [], [], [])
-        arrived = _Columns(iter(result.tokens), iter(result.vectors), iter(result.candidates), iter(result.runs))
+        arrived = _Columns(
+            iter(result.tokens), iter(result.vectors), iter(result.candidates), iter(result.runs), iter(result.drafted)
+        )
         tokens = arrived.tokens
         if result.failures:
             self._fail(planned.sampling(result), committed)
@@ -675,11 +679,27 @@ class Scheduler:
                 if request.drafter is not None and samples and request.late_at != len(request.tokens) - 1
             ]
             if rows and room > 0:
-                for each in speculation.choose(rows, shape, self.costs, room):
-                    self._add_draft(each, draft, planned.requests[each.at])
+                chosen = speculation.choose(rows, shape, self.costs, room)
+                num_by_model = sum(each.tokens[0] == FROM_MODEL for each in chosen)
+                catch_up = self._catch_up(shape, num_by_model) if num_by_model else 0
+                for each in chosen:
+                    of_row = catch_up if each.tokens[0] == FROM_MODEL else 0
+                    self._add_draft(each, draft, planned.requests[each.at], of_row)
         planned.wants_drain = bool(draft.drafts) or speculation.wants_drain(self.num_steps, shape, self.costs)
 
-    def _add_draft(self, wanted: Draft, draft: StepPlan, request: Request) -> None:
+    def _catch_up(self, shape: StepShape, num_drafts: int) -> int:
+        """How many tokens of each of these rows the draft model may compute in this step to catch up: as many as prompts might, because
+        streams wait for both."""
+        costs, total = self.costs, self.max_step_tokens
+        if self.stall_limit is not None and costs is None:
+            total //= UNKNOWN_PART
+        elif self.stall_limit is not None and costs is not None and costs.draft:
+            seconds = costs.seconds(shape)
+            left = max(self.stall_limit.within(costs, seconds) - seconds, MIN_SHARE * seconds)
+            total = min(total, costs.tokens_within(left / costs.draft, shape.context // shape.rows))
+        return max(MIN_PROMPT_TOKENS, total // num_drafts)
+
+    def _add_draft(self, wanted: Draft, draft: StepPlan, request: Request, catch_up: int) -> None:
         """Let a row verify a draft behind the token that it computes, as far as there are pages. None is preempted for it."""
         start, tokens = request.computed, wanted.tokens
         assert request.pending == 1 and start + len(tokens) < request.max_len
@@ -691,7 +711,7 @@ class Scheduler:
             else:
                 self._note_growths(request, growths, draft)
         if tokens:
-            draft.drafts.append(Draft(wanted.at, tokens))
+            draft.drafts.append(Draft(wanted.at, tokens, catch_up))
             draft.counts[wanted.at] += len(tokens)
             request.drafted = len(tokens)
             request.computed += len(tokens)
@@ -707,7 +727,8 @@ class Scheduler:
     ) -> list[TokenDelta]:
         """Commit a row with a draft: the tokens that count, up to one that ends the request. What was computed behind them is forgotten,
         and its pages are given back."""
-        num_drafted, request.drafted = request.drafted, 0
+        num_planned, request.drafted = request.drafted, 0
+        num_drafted = next(arrived.drafted, num_planned)
         run = list(islice(arrived.tokens, next(arrived.runs)))
         assert 1 <= len(run) <= 1 + num_drafted
         taken: list[int] = []
@@ -732,13 +753,15 @@ class Scheduler:
             finish = request.finish_after(token, loops is not None and loops.add(token))
             if finish is not None:
                 break
+        if request.drafter is not None:
+            request.drafter.verified(len(request.tokens), num_drafted, len(run) - 1)
         if self.fairness is not None:
             self.fairness.charge_drafts(request, len(taken) - 1)
         if is_current:
             request.computed = len(request.tokens) - 1  # the last one was sampled, not computed
             if request.computed - request.num_published >= self.cache.page_size:
                 self._publish(request, request.computed)
-            if finish is None and len(run) <= num_drafted:
+            if finish is None and len(run) <= num_planned:
                 self.cache.shrink(request.sequence, len(request.tokens))
                 request.capacity = self.cache.capacity(request.sequence)
         if finish is not None:

@@ -14,6 +14,8 @@ from octavo.cache.snapshot import take as take_cache
 from octavo.messages import Candidates, PoolingParams, SamplingParams
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.beams.search import BeamSearch, Ended, Path
+from octavo.schedule.drafts.model import ModelDrafter
+from octavo.schedule.drafts.model import State as DrafterState
 from octavo.schedule.fairness import FairnessState
 from octavo.schedule.grammar_cache import GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
@@ -60,6 +62,7 @@ class RequestState(msgspec.Struct, array_like=True, gc=False):
     gives_way: bool = False
     # Of engines that tell tenants apart (decision 053): number, weight, and num_charged.
     tenant: tuple[int, float, int] = (0, 1.0, 0)
+    drafter: DrafterState | None = None  # of a request for which a draft model drafts; others follow from the tokens
 
 
 class Node(msgspec.Struct, array_like=True, gc=False):
@@ -165,6 +168,8 @@ def restore(
         requests[request.sequence] = request
         if scheduler.speculation is not None:
             scheduler.speculation.attach(request)
+            if isinstance(request.drafter, ModelDrafter) and request_state.drafter is not None:
+                request.drafter.state = request_state.drafter
         scheduler._open.setdefault(request.id, []).append(request)
         if scheduler.fairness is not None:
             scheduler.fairness.join(request, *request_state.tenant[:2])
@@ -199,6 +204,7 @@ def _request_state(request: Request, manner: Manner) -> RequestState:
         request.place,
         request.gives_way,
         (0, 1.0, 0) if request.tenant is None else (request.tenant.number, request.tenant.weight, request.num_charged),
+        request.drafter.state if isinstance(request.drafter, ModelDrafter) else None,
     )
 
 

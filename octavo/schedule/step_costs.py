@@ -43,16 +43,21 @@ def pairs_of(start: int, count: int) -> int:
     return count * start + count * (count + 1) // 2
 
 
-def shape_of(plan: StepPlan, num_tokens: int) -> StepShape:
-    """`num_tokens`: the sum of the plan's counts."""
+def shape_of(plan: StepPlan, num_tokens: int, proposed: Sequence[int] = ()) -> StepShape:
+    """`num_tokens`: the sum of the plan's counts. `proposed`: tokens of each draft, where a draft model had fewer than planned."""
     num_rows = len(plan.rows)
     if num_tokens == num_rows:  # as in most steps
         return StepShape(num_rows, 0, sum(plan.starts), 0)
     context = pairs = num_drafted = 0
     drafted = {draft.at: len(draft.tokens) for draft in plan.drafts}
+    missing = {
+        draft.at: len(draft.tokens) - count for draft, count in zip(plan.drafts, proposed, strict=bool(proposed))
+    }
+    num_tokens -= sum(missing.values())
     for at, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True)):
         if at in drafted:
-            num_drafted += drafted[at]
+            count -= missing.get(at, 0)
+            num_drafted += drafted[at] - missing.get(at, 0)
             context += pairs_of(start - 1, count)
         elif count == 1:
             context += start
@@ -62,13 +67,14 @@ def shape_of(plan: StepPlan, num_tokens: int) -> StepShape:
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Seconds, none of them negative."""
+    """Seconds, but for the last; none of them negative."""
 
     step: float
     row: float
     token: float
     context: float
     pair: float
+    draft: float = 0.0  # seconds of a pass of the draft model, for each of a step with the same tokens; 0: not known, or there is none
 
     def seconds(self, shape: StepShape) -> float:
         return (
@@ -172,7 +178,7 @@ class StepSamples:
 def fit(points: Sequence[tuple[Sample, float]]) -> StepCosts:
     """Least squares of (sample, weight), with coefficients of at least 0."""
     columns = [(1.0, *map(float, sample.shape)) for sample, _ in points]
-    size = len(StepCosts.__struct_fields__)
+    size = 1 + len(StepShape._fields)
     # Numbers of about 1 in all columns: positions are thousands of times as many as rows.
     scales = [max((column[i] for column in columns), default=0.0) for i in range(size)]
     used = [i for i in range(size) if scales[i] > 0]

@@ -1,28 +1,33 @@
 """A rank's adapters: where a model's layers take them, those that are in memory, and which row has which."""
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from octavo.batch import Batch
 from octavo.errors import ConfigError
-from octavo.kernels.cpu.adapters import AdapterPart, AdapterRows, NativeAdapter
-from octavo.kernels.cpu.library import Threads
-from octavo.kernels.cpu.native import Native
+from octavo.kernels.cpu.adapters import AdapterPart
 from octavo.layers.linear import Linear, RowLinear
 from octavo.layers.model import DecoderModel
 from octavo.messages import AdapterLoaded, AdapterRef
 from octavo.quants import Weight
-from octavo.weights.adapters.adapter_file import AdapterFile, check_rank, open_adapter, stamp_of
+from octavo.sampling.state import Ints
+from octavo.weights.adapters.adapter_file import AdapterFile, check_rank, open_adapter, padded_rank, stamp_of
 from octavo.weights.adapters.gguf_file import GGUFAdapter
-from octavo.weights.methods.base import HeldWeight
-from octavo.weights.methods.cpu_native import NativeWeight
+from octavo.weights.methods.base import HeldWeight, Use
+from octavo.worker.staging import Staging
+
+if TYPE_CHECKING:
+    from octavo.worker.gpu_adapters import HostBlocks
 
 
 class Placement(NamedTuple):
@@ -30,8 +35,10 @@ class Placement(NamedTuple):
 
     site: int
     first_column: int  # of the product
-    rows: Tensor  # [n] int64: rows of B, in the order of the product's columns
-    columns: Tensor | None  # int64: columns of A that this rank multiplies; None: all
+    rows: slice | Tensor  # of B, in the order of the product's columns
+    num_rows: int
+    columns: slice | Tensor | None  # of A that this rank multiplies; None: all
+    depth: int  # how many these are
 
 
 class Target(NamedTuple):
@@ -55,10 +62,52 @@ def linears_of(model: DecoderModel) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
-def site_of(linear: Linear) -> int | None:
-    """The number of its product for adapters; None: none can change it."""
-    weight = linear.weight
-    return weight.site if isinstance(weight, NativeWeight) and weight.site >= 0 else None
+class NoRoom(Exception):
+    """What is free lies in pieces that are too small: other adapters must go first."""
+
+
+class HeldAdapter(Protocol):
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        ...
+
+
+Adapter = TypeVar("Adapter", bound=HeldAdapter)
+
+
+class AdapterHolder(Protocol[Adapter]):
+    """Holds adapters in the memory of a device, and adds their products to those of steps."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of an adapter."""
+        ...
+
+    def site_of(self, linear: Linear) -> int | None:
+        """The number of its product for adapters; None: none can change it."""
+
+    def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> Adapter:
+        """Copy an adapter there; `sites`: its parts by the number of the product. One thread at a time, beside steps. Raises NoRoom."""
+        ...
+
+    def release(self, adapter: Adapter) -> None:
+        """Free its memory: no step has it any more."""
+
+    def begin(self, adapters: Sequence[Adapter], batch: Batch, staging: Staging) -> None:
+        """The operations from now on are of this batch; `adapters`: in the order of batch.adapters."""
+
+    def end(self) -> None:
+        """The operations from now on have no adapters."""
+
+    def warm_up(self) -> None:
+        """Inside a warm-up: launch every kernel that a step may take."""
+
+
+def with_other_stages(targets: dict[str, Target], whole: DecoderModel) -> dict[str, Target]:
+    """These of one stage, and those of other stages, without placements. `whole`: the model of one rank, without memory."""
+    every = targets_of(whole, [0 if linear.request.use is Use.PRODUCT else None for linear in linears_of(whole)])
+    return {name: Target(target.shape, []) for name, target in every.items()} | targets
 
 
 def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str, Target]:
@@ -80,18 +129,29 @@ def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str
             continue
         placements = []
         for linear, part, rows in found:
-            columns: Tensor | None = None
+            columns, depth = None, slot.shape[1]
             if isinstance(linear, RowLinear):  # its inputs are divided over ranks, not its outputs
                 rows = torch.arange(slot.shape[0])[:, None]
                 of_columns = _probed(slot.store, torch.arange(slot.shape[1])[None, :], 0, filled)
                 assert of_columns is not None
-                columns = of_columns[0][2][0].clone()
+                mine = of_columns[0][2][0].clone()
+                columns, depth = _as_slice(mine), len(mine)
+            if not len(rows) or not depth:
+                continue  # the last ranks may have padding alone
             first = linear.request.rows(part).start
-            placements.append(Placement(sites[id(linear)], first, rows[:, 0].clone(), columns))
+            placement = Placement(sites[id(linear)], first, _as_slice(rows[:, 0].clone()), len(rows), columns, depth)
+            placements.append(placement)
         targets[name.removesuffix(".weight")] = Target(slot.shape, placements)
     return targets
 
 
+def _as_slice(numbers: Tensor) -> slice | Tensor:
+    """Numbers that follow each other, as they do in most families, are a slice: a view instead of a copy."""
+    first, count = int(numbers[0]) if len(numbers) else 0, len(numbers)
+    return slice(first, first + count) if torch.equal(numbers, torch.arange(first, first + count)) else numbers
+
+
+_MAX_KNOWN = 100_000  # files whose content's id is kept
 _NO_PRODUCT = (RuntimeError, IndexError, AttributeError, AssertionError, TypeError)  # of a table, of experts, …
 
 
@@ -105,7 +165,11 @@ def _probed(
         store(numbers)
     except _NO_PRODUCT:
         return None
-    is_right = all(rows.dim() == 2 and rows.shape[dim] == 1 for _, _, rows in filled)
+    # Of one column, which ranks divide, the first has all.
+    is_right = all(
+        rows.dim() == 2 and (rows.shape[dim] == 1 or (dim == 1 and isinstance(linear, RowLinear) and not rows.shape[1]))
+        for linear, _, rows in filled
+    )
     return list(filled) if filled and is_right else None
 
 
@@ -143,15 +207,24 @@ class RankAdapters:
         outline: DecoderModel,
         family: ModuleType,
         config: dict[str, Any],
-        native: Native,
-        dtype: torch.dtype,
+        holder: AdapterHolder[Any],
+        whole: DecoderModel | None = None,
     ) -> None:
-        """`outline`: the model without memory. `config`: the model's. `dtype`: in which adapters are held, float32 or bfloat16."""
-        self._model, self._family, self._config, self._native, self._dtype = model, family, config, native, dtype
-        self.targets = targets_of(outline, [site_of(linear) for linear in linears_of(model)])
-        self._loaded: dict[str, NativeAdapter] = {}  # by id
-        self._threads = Threads(1)  # to pack with: a step has the others
-        self._lock = threading.Lock()  # of the one that packs
+        """`outline`: the model without memory. `config`: the model's. `whole`: the outline of all stages, where this rank has one of several."""
+        self._model, self._family, self._config, self._holder = model, family, config, holder
+        self.targets = targets_of(outline, [holder.site_of(linear) for linear in linears_of(model)])
+        if whole is not None:
+            self.targets = with_other_stages(self.targets, whole)
+        self._loaded: dict[str, HeldAdapter] = {}  # by id
+        self._known: dict[str, str] = {}  # AdapterRef.key → id, of files that were read before
+        self._num_loads: Counter[str] = Counter()  # of each; several files may have the same content
+        self._holding = threading.Lock()
+        self._lock = threading.Lock()  # of what is loaded: a step waits for it, but never for copies
+
+    def num_parts(self, num_sites: int) -> list[int]:
+        """For each site, the parts that an adapter may have there."""
+        counts = Counter(placement.site for target in self.targets.values() for placement in target.placements)
+        return [counts[site] for site in range(num_sites)]
 
     # ── loading, beside steps ──
 
@@ -159,16 +232,27 @@ class RankAdapters:
         """Raises ConfigError if the adapter does not fit this model."""
         check_fit(file, self.targets, self._translated, str(self._config.get("model_type", "this")))
 
+    def check_files(self, ref: AdapterRef) -> int:
+        """Check an adapter without its numbers. → bytes that it will take here. Raises ConfigError."""
+        file = open_adapter(ref.path)
+        check_rank(file, ref.max_rank)
+        self.check(file)
+        return self.held_bytes(file)
+
     def held_bytes(self, file: AdapterFile) -> int:
-        """Bytes of memory that it takes."""
-        return file.num_weights * self.itemsize
+        """Bytes of memory that it takes on this rank."""
+        count = 0
+        for name, pair in file.pairs.items():
+            for placement in self.targets[self._translated(file, name)].placements:
+                count += padded_rank(pair.rank) * (placement.depth + placement.num_rows)
+        return count * self.itemsize
 
     @property
     def itemsize(self) -> int:
-        return self._dtype.itemsize
+        return self._holder.itemsize
 
     def load(self, ref: AdapterRef) -> AdapterLoaded:
-        """Read an adapter into memory. Any thread, one at a time; steps go on meanwhile. Raises ConfigError."""
+        """Read an adapter into memory. Any thread, one at a time; steps go on meanwhile. Raises ConfigError and NoRoom."""
         path = Path(ref.path)
         if ref.stamp and stamp_of(path) != ref.stamp:
             raise ConfigError(
@@ -177,6 +261,9 @@ class RankAdapters:
         file = open_adapter(path)
         check_rank(file, ref.max_rank)
         self.check(file)
+        known = (
+            self._known.get(ref.key) if ref.stamp else None
+        )  # the same files: they were checked, and what they hold is known
         digest = blake2b(digest_size=16, person=b"octavo adapter")
         sites: dict[int, list[AdapterPart]] = {}
         for name, pair in file.pairs.items():
@@ -184,42 +271,87 @@ class RankAdapters:
             module = self._translated(file, name)
             if isinstance(file, GGUFAdapter):
                 up = self._family.gguf_fix(f"{module}.weight", up, self._config)
-            digest.update(repr((module, pair.scale, pair.rank)).encode())
-            for matrix in (down, up):
-                digest.update(_bytes(matrix))
-            if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-                raise ConfigError(f"{path}: {name} has numbers that are not finite: the file is damaged")
+            if known is None:
+                digest.update(repr((module, pair.scale, pair.rank)).encode())
+                for matrix in (down, up):
+                    digest.update(_bytes(matrix))
+                if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+                    raise ConfigError(f"{path}: {name} has numbers that are not finite: the file is damaged")
             for placement in self.targets[module].placements:
-                columns = placement.columns
                 part = AdapterPart(
-                    down if columns is None else down[:, columns],
+                    down if placement.columns is None else down[:, placement.columns],
                     up[placement.rows],
                     placement.first_column,
                     pair.scale,
                 )
                 sites.setdefault(placement.site, []).append(part)
-        name = digest.hexdigest()
+        name = known or digest.hexdigest()
+        if ref.stamp:
+            self._known[ref.key] = name
+            if len(self._known) > _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        with self._holding:
+            adapter = self._counted(name, None)
+            if adapter is None:
+                adapter = self._counted(name, self._holder.hold(sites))
+                assert adapter is not None
+            return AdapterLoaded(name, adapter.nbytes)
+
+    def _counted(self, name: str, made: HeldAdapter | None) -> HeldAdapter | None:
+        """The adapter of this name, counted once more; `made`, where there is none."""
         with self._lock:
-            if name not in self._loaded:
-                adapter = NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype)
-                self._loaded[name] = adapter
-            return AdapterLoaded(name, self._loaded[name].nbytes)
+            found = self._loaded.get(name, made)
+            if found is not None:
+                self._loaded[name] = found
+                self._num_loads[name] += 1
+            return found
+
+    def load_or_say_why(self, ref: AdapterRef) -> AdapterLoaded | str:
+        """load(), or why that cannot be done. Without an id: other adapters must go first."""
+        try:
+            return self.load(ref)
+        except NoRoom:
+            return AdapterLoaded("", 0)
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:  # a file may be damaged in ways that are not foreseen: its requests fail, no other
+            logging.getLogger("octavo.adapters").exception("adapter %s cannot be loaded", ref.name)
+            return f"adapter {ref.name} cannot be loaded: {type(error).__name__}: {error}"
 
     def forget(self, names: list[str]) -> None:
-        """Free adapters that no row has."""
-        for name in names:
-            self._loaded.pop(name, None)
+        """Undo a load of each of these, which no row has. The last one frees its memory."""
+        with self._lock:
+            for name in names:
+                self._num_loads[name] -= 1
+                if self._num_loads[name] <= 0:
+                    del self._num_loads[name]
+                    self._holder.release(self._loaded.pop(name))
 
     def _translated(self, file: AdapterFile, name: str) -> str:
         return translated(file, name, self._model, self._family)
 
     # ── steps ──
 
-    def of(self, batch: Batch) -> AdapterRows | None:
-        """The adapters of a step's tokens; None: no token has one."""
-        if batch.adapter_of is None:
-            return None
-        return AdapterRows([self._loaded[name] for name in batch.adapters], batch.adapter_of)
+    @contextmanager
+    def of(self, batch: Batch, staging: Staging) -> Iterator[None]:
+        """The operations inside are of this batch, and its tokens have adapters."""
+        self._holder.begin(self._these(batch.adapters), batch, staging)
+        try:
+            yield
+        finally:
+            self._holder.end()
+
+    def warm_up(self) -> None:
+        """Inside a warm-up: compile what steps with adapters take."""
+        self._holder.warm_up()
+
+    def plan(self, names: Sequence[str], of_rows: Ints) -> "HostBlocks":
+        """For a captured step on a GPU. `of_rows` [B]: numbers of these names, −1: none."""
+        found: HostBlocks = self._holder.plan(self._these(names), of_rows)  # type: ignore[attr-defined]
+        return found
+
+    def _these(self, names: Sequence[str]) -> list[Any]:
+        return [self._loaded[name] for name in names]
 
 
 def _trained_on(file: AdapterFile) -> str:

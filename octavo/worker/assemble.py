@@ -128,9 +128,11 @@ class _Layout:
         return cls(rows, lens, counts, start, last, np.repeat(rows, counts), positions, int((counts == 1).sum()))
 
 
-def _adapters_of(columns: Columns, rows: RowState) -> tuple[tuple[str, ...], Ints | None]:
+def adapters_of(these: Ints, rows: RowState) -> tuple[tuple[str, ...], Ints | None]:
     """The adapters of these rows, and the number of each row's: −1: none. (), None: no row has one."""
-    names = [rows.adapters.get(row, "") for row in columns.rows.tolist()]
+    if not rows.adapters:
+        return (), None
+    names = [rows.adapters.get(row, "") for row in these.tolist()]
     numbers = {name: number for number, name in enumerate(sorted({*names} - {""}))}
     if not numbers:
         return (), None
@@ -150,7 +152,7 @@ def _second_texts(layout: _Layout, rows: RowState) -> "np.ndarray[tuple[int], np
 
 def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
     """Build the batch. The plan must advance at least one row, and `rows` must be updated with it already."""
-    adapters, of_rows = _adapters_of(columns, rows) if rows.adapters else ((), None)
+    adapters, of_rows = adapters_of(columns.rows, rows)
     layout, page_size = _Layout.of(columns, of_rows), rows.page_size
     positions, lens, num_decodes = layout.positions, layout.lens, layout.num_decodes
     one_group, entries = rows.num_groups == 1, positions // page_size

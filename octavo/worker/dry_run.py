@@ -61,6 +61,10 @@ class DryRun:
             has_triton=False,
         )
         loader.build(self._checkpoint, dataclasses.replace(self._context, methods=Methods(outline, rank)))
+        if (draft := loader.draft) is not None:
+            rank = draft.context.methods.settings
+            outline = dataclasses.replace(outline, packed_types=rank.packed_types, weight_dtype=rank.weight_dtype)
+            draft.build(draft.checkpoint, dataclasses.replace(draft.context, methods=Methods(outline, rank)))
         report = self._report()
         pages = f"KV pages in {report.kv_dtype}" if report.can_generate else "an encoder"
         return "; ".join([f"{report.device}, {report.dtype}, {pages}", *report.notes])
@@ -72,6 +76,8 @@ class DryRun:
             return "none are needed: --load-format dummy makes random ones"
         tensors = list(self._checkpoint.tensors(_META, self._loader.weight_dtype))
         self._loader.model.load(iter(tensors))
+        if (draft := self._loader.draft) is not None and draft.checkpoint.weights is not None:
+            draft.model.load(draft.checkpoint.tensors(_META, draft.weight_dtype))
         stored = f"packed ({weights.packing_label})" if weights.packing_label else weights.stored_dtype
         return (
             f"{len(tensors)} tensors, {in_words(weights.num_bytes)}, {stored}; none is missing, and every shape is what "
@@ -112,6 +118,9 @@ class DryRun:
         available = self._loader.device.memory_available()
         self._loader.weights.check_fit(self._checkpoint, available)
         weights_bytes = self._loader.weights.needed(self._checkpoint)
+        if (draft := self._loader.draft) is not None:
+            draft.weights.check_fit(draft.checkpoint, available - weights_bytes)
+            weights_bytes += draft.weights.needed(draft.checkpoint)
         report = self._report()
         return msgspec.structs.replace(
             report,

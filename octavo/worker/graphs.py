@@ -2,7 +2,10 @@
 Rows and lengths go in; tokens come out, or logits where sampling happens outside the graph."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,19 +16,31 @@ from octavo.layers.model import DecoderModel
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.rows import PageChanges, RowState
 
+if TYPE_CHECKING:
+    from octavo.weights.methods.triton_adapters import AdapterSites
+    from octavo.worker.gpu_adapters import HostBlocks
+
 
 @dataclass(frozen=True, slots=True)
 class _Key:
     num_rows: int
     is_greedy: bool
     is_shared: bool
+    adapted: int = (
+        0  # kinds of products that adapters of the step may change (weights/methods/triton_adapters.py); 0: none
+    )
 
 
 class Graphs:
     """The captured graphs, and the buffers at fixed addresses that all of them read and write."""
 
-    def __init__(self, device: Device, rows: RowState, model: DecoderModel, max_rows: int) -> None:
-        from octavo.kernels.triton.runtime import graph_inputs  # imported here: Triton is only required on GPU machines
+    def __init__(
+        self, device: Device, rows: RowState, model: DecoderModel, max_rows: int, sites: "AdapterSites | None" = None
+    ) -> None:
+        """`sites`: products that adapters may change; None: without --enable-lora."""
+        # Imported here: Triton is only required on GPU machines.
+        from octavo.kernels.triton.gemm.adapters import BLOCK_FIELDS
+        from octavo.kernels.triton.runtime import graph_inputs
         from octavo.kernels.triton.sampling.greedy import argmax
 
         self._kernels, self._argmax = graph_inputs, argmax
@@ -62,17 +77,31 @@ class Graphs:
         self._hidden_in = None if stage.is_first else room(max_rows, width, dtype=model.dtype)
         self._hidden_out = None if stage.is_last else room(max_rows, width, dtype=model.dtype)
         self._tokens = room(max_rows)
+        self._sites = sites
+        if sites is not None:
+            # As many blocks as rows: each may have an adapter of its own.
+            self._order, self._blocks = room(max_rows, dtype=torch.int32), room(max_rows, BLOCK_FIELDS)
+            self._order_slots = device.pinned((graph_inputs.NUM_SLOTS, *self._order.shape), torch.int32)
+            self._block_slots = device.pinned((graph_inputs.NUM_SLOTS, *self._blocks.shape), torch.int64)
 
     def can_run(self, num_rows: int, changes: PageChanges) -> bool:
         return num_rows <= self._slot_layout.max_rows and len(changes.cells) <= self._slot_layout.max_changes
 
     def run(
-        self, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, is_greedy: bool
+        self,
+        rows: Ints,
+        lens: Ints,
+        changes: PageChanges,
+        shared_len: int,
+        is_greedy: bool,
+        adapters: "HostBlocks | None" = None,
     ) -> torch.Tensor | None:
         """Run one step of rows [B] that hold `lens` tokens, after applying the page changes. Greedy: tokens are sampled and
-        stored, → None. Otherwise → logits [B, V], and the caller must sample and call store()."""
+        stored, → None. Otherwise → logits [B, V], and the caller must sample and call store(). `adapters`: of these rows."""
         size = next(size for size in self._sizes if size >= len(rows))
-        key = _Key(size, is_greedy, shared_len > 0)
+        key = _Key(size, is_greedy, shared_len > 0, 0 if adapters is None else adapters.kinds)
+        if adapters is not None:
+            self._send_adapters(size, adapters)
         self._send(size, rows, lens, changes, shared_len)
         graph = self._captured.get(key)
         if graph is None:
@@ -107,6 +136,13 @@ class Graphs:
         key = _Key(num_rows, True, is_shared)
         self._step(key, self._batch(key))
 
+    def warm_up_adapters(self) -> None:
+        """The same for the kernel that receives the rows' adapters."""
+        if self._sites is not None:
+            self._kernels.receive_adapters(
+                self._order_slots, self._block_slots, self._slot, self._order[:1], self._blocks[:1]
+            )
+
     def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
         # The slot is free: at most one step more than there are stages is uncollected, and there are more slots.
         layout, inputs = self._slot_layout, self._input_slots_host[self._num_sent % len(self._input_slots)]
@@ -120,6 +156,13 @@ class Graphs:
         if num_changes:
             inputs[layout.cells : layout.cells + num_changes] = changes.cells
             inputs[layout.pages : layout.pages + num_changes] = changes.pages
+
+    def _send_adapters(self, size: int, adapters: "HostBlocks") -> None:
+        """Into the slot that _send() fills next."""
+        at, count = self._num_sent % len(self._input_slots), len(adapters.blocks)
+        self._order_slots[at, : len(adapters.order)] = torch.from_numpy(adapters.order)
+        self._block_slots[at, :count] = torch.from_numpy(adapters.blocks)
+        self._block_slots[at, count:size] = 0
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
@@ -181,8 +224,12 @@ class Graphs:
                 seq_lens=part.seq_lens,
                 page_table=part.page_table,
             )
-        # A copy: layers may change their input, and a capture runs the step twice.
-        hidden = self._model.forward(batch, None if self._hidden_in is None else self._hidden_in[:size].clone())
+        if key.adapted:
+            order, blocks = self._order[:size], self._blocks[:size]
+            self._kernels.receive_adapters(self._order_slots, self._block_slots, self._slot, order, blocks)
+        with self._adapted(key):
+            # A copy: layers may change their input, and a capture runs the step twice.
+            hidden = self._model.forward(batch, None if self._hidden_in is None else self._hidden_in[:size].clone())
         if self._hidden_out is not None:
             self._hidden_out[:size].copy_(hidden)
             return
@@ -194,6 +241,19 @@ class Graphs:
         if self._logits is None:
             self._logits = logits.new_empty((self._slot_layout.max_rows, logits.shape[1]))
         self._logits[:size].copy_(logits)
+
+    @contextmanager
+    def _adapted(self, key: _Key) -> Iterator[None]:
+        """The products inside are changed by the adapters in the step's buffers."""
+        if not key.adapted:
+            yield
+            return
+        assert self._sites is not None
+        self._sites.begin(self._order[: key.num_rows], self._blocks[: key.num_rows], key.adapted)
+        try:
+            yield
+        finally:
+            self._sites.end()
 
     def _scatter(self, size: int, sampled: torch.Tensor) -> None:
         rows, lens = self._batch_rows[:size], self._lens[:size]

@@ -1,11 +1,14 @@
 """Loader: one rank before its first step. Reads the configuration, chooses kernels and types, builds the model, loads its
 weights, measures the memory that steps take, allocates the pages, and returns a Runner."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -13,7 +16,7 @@ import torch
 from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
 from octavo.attention.native_cpu import NativeCpuAttention
-from octavo.config import AUTO, Config, ParallelConfig, or_else
+from octavo.config import AUTO, Config, ParallelConfig, or_else, replace
 from octavo.device import Device, pick
 from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
@@ -39,15 +42,19 @@ from octavo.weights.methods.base import Settings
 from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
+from octavo.weights.sources.source import resolve as resolve_source
 from octavo.worker import page_transfer
-from octavo.worker.adapters import RankAdapters
+from octavo.worker.adapters import AdapterHolder, RankAdapters
 from octavo.worker.cpu_steps import CpuSteps, find_native, held, kinds_of, record
 from octavo.worker.determinism import about_determinism
+from octavo.worker.draft_model import DraftModel, FilledPages
 from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs
 from octavo.worker.kv_buffers import KVBuffers, name_of, page_dtype
 from octavo.worker.memory.measure import measure, memory_errors
-from octavo.worker.outline import Outline, outline_of
+from octavo.worker.memory.page_count import in_words as in_words_of
+from octavo.worker.native_adapters import NativeHolder
+from octavo.worker.outline import Outline, outline_of, whole_outline
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import RowState
 from octavo.worker.runner import Runner
@@ -57,6 +64,7 @@ from octavo.worker.weights import RankWeights
 
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
+    from octavo.weights.methods.triton_adapters import AdapterSites
 
 _MAX_STAGES = 14  # with more, the ring of inputs of CUDA graphs is too short
 _START_S = 2.0  # delay before the vocabulary for grammars is read, so that it does not slow down the start
@@ -76,6 +84,9 @@ class Loader:
     kv_dtype: torch.dtype
     stage: Stage = WHOLE
     adapters: RankAdapters | None = None  # None: without --enable-lora
+    _adapter_bytes = 0  # memory for them on this rank
+    _sites: "AdapterSites | None" = None  # products that they may change, on a GPU
+    draft: "DraftLoader | None" = None  # of the draft model; None: there is none
 
     def __init__(
         self,
@@ -107,14 +118,10 @@ class Loader:
         with torch.inference_mode(), memory_errors(self.limits.dtype, available):
             self.build(checkpoint, context)
             self._notes += self.weights.fill(checkpoint, available)
+        if self.draft is not None:
+            self._notes += self.draft.load_beside()
         if context.methods.settings.adapts:
-            assert self._native is not None
-            family = load_family(checkpoint.config["model_type"])
-            # Where products round their activations to 8 bits, float32 would only be more to read.
-            is_rounded = any(kind.is_quantised for kind in kinds_of(self.model))
-            dtype = torch.bfloat16 if is_rounded or self.weight_dtype == torch.bfloat16 else torch.float32
-            outline = outline_of(checkpoint, self.spec, context)
-            self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, self._native, dtype)
+            self._open_adapters(checkpoint, context)
         self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())
         self.ranks.world.barrier()  # ranks on one machine share its memory: measure when all have loaded
         report = self.report(context.dtype, self._measure(context.ops) if self.device.is_cuda else None)
@@ -124,6 +131,46 @@ class Loader:
             context, self.config.model, self.source, self.spec, self.model, report.kv_dtype, self.device.chip
         )
         return msgspec.structs.replace(report, fingerprint=parts)
+
+    def _open_adapters(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        """Find the products that adapters may change, and make room for adapters: on a GPU before its memory is measured."""
+        lora, num_ranks = self.config.lora, self.config.parallel.num_ranks
+        available = self._host_available() if self._sites is None else self.device.memory_available()
+        self._adapter_bytes = or_else(lora.lora_memory_bytes, num_ranks * (available // 10)) // num_ranks
+        if self._adapter_bytes > available // 2:
+            raise ConfigError(
+                f"--lora-memory {num_ranks * self._adapter_bytes} is more than half of the {num_ranks * available} bytes that are left "
+                "for adapters and KV pages"
+            )
+        holder = self._native_holder() if self._sites is None else self._gpu_holder(self._sites)
+        family = load_family(checkpoint.config["model_type"])
+        outline = outline_of(checkpoint, self.spec, context)
+        whole = whole_outline(checkpoint, self.spec, context) if self.ranks.num_stages > 1 else None
+        self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, holder, whole)
+        if self._sites is not None:
+            num_parts = self.adapters.num_parts(len(self._sites.weights))
+            self._sites.open(num_parts, most_tokens(self.limits), lora.max_lora_rank)
+
+    def _native_holder(self) -> AdapterHolder[Any]:
+        assert self._native is not None
+        # Where products round their activations to 8 bits, float32 would only be more to read. Stages may hold their weights in several
+        # kinds, and adapters in one.
+        (is_rounded,) = self.ranks.world.highest([any(kind.is_quantised for kind in kinds_of(self.model))])
+        is_half = is_rounded or self.weight_dtype == torch.bfloat16
+        return NativeHolder(self._native, torch.bfloat16 if is_half else torch.float32)
+
+    def _gpu_holder(self, sites: "AdapterSites") -> AdapterHolder[Any]:
+        gpu = importlib.import_module("octavo.worker.gpu_adapters")  # by name: Triton may not be installed
+        with memory_errors(self.limits.dtype, self.device.memory_available()):
+            holder: AdapterHolder[Any] = gpu.GpuHolder(sites, self._adapter_bytes, self.device)
+            return holder
+
+    def _host_available(self) -> int:
+        """Bytes of host memory for this rank."""
+        fleet = self.config.fleet  # replicas of a machine share its memory
+        num_replicas = max(fleet.first_replicas, fleet.max_replicas)
+        available = pick("cpu").memory_available() // (self._num_local_ranks * num_replicas)
+        return int(available * self.config.cache.memory_share)
 
     def open(self) -> Checkpoint:
         """Open the checkpoint, and set spec and limits from its configuration."""
@@ -146,7 +193,31 @@ class Loader:
         check_parallel(self.spec, self.config.parallel)
         if self.spec.is_encoder:
             self.limits = hold_whole_prompts(self.limits, self.config)
+        self._open_draft()
         return checkpoint
+
+    def _open_draft(self) -> None:
+        """Open the draft model, if there is one. Raises ConfigError where it cannot draft for this model."""
+        settings = speculation_of(self.config.scheduler.speculative_config, is_gpu=self.device.is_cuda)
+        if settings is None or not settings.model:
+            return
+        parallel = self.config.parallel
+        for flag, size in (
+            ("--tensor-parallel-size", parallel.tensor_parallel_size),
+            ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ):
+            if size > 1:
+                raise ConfigError(f"{flag} {size}: a draft model works with one rank only: use ngram or suffix")
+        if self.spec.is_encoder:
+            raise ConfigError(f"a draft model is for models that generate; {self.spec.family} is an encoder")
+        if any(self.spec.page_layout(self.limits.max_model_len).windows):
+            raise ConfigError(
+                f"a draft model cannot draft for {self.spec.family}, whose layers keep only the KV pages of a window: use ngram or suffix"
+            )
+        is_dummy = self.config.model.load_format == "dummy"
+        source = resolve_source(settings.model, allow_missing_weights=is_dummy)
+        self.draft = DraftLoader(self, source)
+        self.draft.checkpoint = self.draft.open()
 
     def choose(self, checkpoint: Checkpoint) -> BuildContext:
         """Choose kernels, types and the attention backend: the context that layers are built with."""
@@ -155,7 +226,7 @@ class Loader:
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
         self.weight_dtype = dtype
         place = self.device.torch_device
-        self._native, note = find_native(config, self.limits, self.device, self._local_rank)
+        self._native, note = self._find_native()
         is_invariant = config.model.deterministic and self.device.is_cuda
         self._notes += about_determinism(
             config.model.deterministic, self.device.kind, self.limits.dtype, self.spec, self._native is not None
@@ -166,7 +237,7 @@ class Loader:
             dtype = torch.float32
             torch.set_num_threads(1)  # two thread pools on the same cores slow each other down
         self.kv_dtype = page_dtype(config, self.limits, checkpoint.weights, self._native is not None, dtype)
-        self.layout = self.spec.page_layout(self.limits.max_model_len)
+        self.layout = self._page_layout()
         self.attention, why = choose(
             self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native, self.layout,
             is_invariant=is_invariant,
@@ -176,6 +247,7 @@ class Loader:
         if config.model.quantization == "int4" and self.device.is_cuda:
             _check_int4(dtype)
         ops = _choose_ops(self.device, dtype, self._native, is_invariant)
+        adapts = self._adapts(ops)
         settings = Settings(
             place,
             dtype,
@@ -185,7 +257,8 @@ class Loader:
             packed_types=self._packed_types(checkpoint, ops),
             decodes=self.limits.decodes_packed,
             has_triton=_has_triton(self.device),
-            adapts=self._adapts(),
+            adapts=adapts,
+            around=None if self._sites is None else self._sites.around,
         )
         splits_experts = config.parallel.enable_expert_parallel and self.group.size > 1
         context = BuildContext(
@@ -198,22 +271,40 @@ class Loader:
         page_size, num_ranks = config.cache.page_size, self.group.size
         self.stores = KVBuffers(self.spec, layout, self.attention, self.kv_dtype, page_size, num_ranks, zeros)
         self._notes += [why, *filter(None, [self.stores.in_words()])]
+        if self.draft is not None:
+            self.draft.context = self.draft.choose(self.draft.checkpoint)
         return context
 
-    def _adapts(self) -> bool:
+    def _find_native(self) -> tuple[Native | None, str]:
+        return find_native(self.config, self.limits, self.device, self._local_rank)
+
+    def _page_layout(self) -> PageLayout:
+        return self.spec.page_layout(self.limits.max_model_len)
+
+    def _adapts(self, ops: DeviceOps) -> bool:
         """Whether adapters may change products. Raises ConfigError where they cannot."""
         if not self.config.lora.enable_lora:
             return False
-        if self._native is None:
-            where = "a GPU" if self.device.is_cuda else "torch's kernels"
-            raise ConfigError(
-                f"--enable-lora needs a CPU with native kernels, and {where} would compute here: leave it out"
-            )
         if self.spec.is_encoder:
             raise ConfigError(
                 f"--enable-lora is for models that generate; {self.spec.family} is an encoder: leave it out"
             )
-        return True
+        match ops.kernels:
+            case "native":
+                return True
+            case "triton":
+                methods = importlib.import_module(
+                    "octavo.weights.methods.triton_adapters"
+                )  # by name: it imports Triton
+                self._sites = methods.AdapterSites(self.weight_dtype, self.device.torch_device)
+                return True
+        if self.device.is_cuda:
+            raise ConfigError(
+                "--enable-lora on a GPU needs the package triton, and --dtype bfloat16 or float16: torch's kernels would compute here"
+            )
+        raise ConfigError(
+            "--enable-lora on a CPU needs native kernels, and torch's would compute here: leave it out, or build them"
+        )
 
     def _take_stage(self, checkpoint: Checkpoint, context: BuildContext) -> Stage:
         """Divide the layers over the stages, as every rank does, and take this rank's."""
@@ -275,15 +366,22 @@ class Loader:
             trials = TrialSteps(runner, self.spec, limits)
             if ops.kernels == "triton":
                 trials.warm_up()
-            return measure(
-                self.device,
-                trials.run,
-                most_tokens(limits),
-                limits.max_num_seqs,
-                num_graphs=len(ladder(limits.max_num_seqs)) if runner.graphs is not None else 0,
-                staging_bytes=self._staging_bytes(),
-                is_alone=self._num_local_ranks == 1,
-            )
+            # Adapters keep gates apart from their products: such steps take more.
+            with nullcontext() if self._sites is None else self._sites.rehearsed():
+                return measure(
+                    self.device,
+                    trials.run,
+                    most_tokens(limits),
+                    limits.max_num_seqs,
+                    num_graphs=0 if runner.graphs is None else self._num_graphs,
+                    staging_bytes=self._staging_bytes(),
+                    is_alone=self._num_local_ranks == 1,
+                )
+
+    @property
+    def _num_graphs(self) -> int:
+        """Captured steps that memory is left for: of each size, and where there are adapters, with those of attention and of all products."""
+        return len(ladder(self.limits.max_num_seqs)) * (1 if self._sites is None else 3)
 
     def _staging_bytes(self) -> int:
         """What copies between the device and the host take on the device."""
@@ -301,24 +399,28 @@ class Loader:
             if self._runner is None:  # on a GPU, the tables were allocated before the measurement
                 longest = self.stores.longest(num_pages, limits.max_model_len, limits.max_num_batched_tokens)
                 self._runner = self._make_runner(longest)
-                notes = self._record(self._runner)
+                self._runner.steps, notes = self._tape(most_tokens(limits))
             runner = self._runner
             runner.pages, runner.links = pages, self.ranks.links
+            if self.draft is not None:
+                runner.draft, more = self.draft.allocate_beside(num_pages, num_host_pages, runner)
+                notes += more
         # Not on a CPU, where memory is shared with weights and pages: there the first grammar waits half a second for it.
         if self.device.is_cuda and not self.spec.is_encoder and self.stage.is_last:
             runner.rows.sampling.grammars.warm_later(_START_S)
         return runner, notes
 
-    def time_steps(self) -> tuple[float, float]:
-        """Seconds of a step of one row, and of one that verifies a draft (VERIFIED_ROW), after allocate(). 0 on a GPU, whose graphs are
-        captured later, and for encoders; the second also where no request drafts."""
+    def time_steps(self) -> tuple[float, float, float]:
+        """Seconds of a step of one row, of one that verifies a draft (VERIFIED_ROW), and of a draft model's pass of one row, after
+        allocate(). 0 on a GPU, whose graphs are captured later, and for encoders; the second also where no request drafts, the third without
+        a draft model."""
         if self.device.is_cuda or self.spec.is_encoder:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         assert self._runner is not None, "allocate() comes first"
         drafts = speculation_of(self.config.scheduler.speculative_config, is_gpu=False) is not None
         with torch.inference_mode():
             trials = TrialSteps(self._runner, self.spec, self.limits)
-            return trials.time_one_row(), trials.time_verification() if drafts else 0.0
+            return trials.time_one_row(), trials.time_verification() if drafts else 0.0, trials.time_draft()
 
     def _make_runner(self, max_model_len: int) -> Runner:
         limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size
@@ -356,42 +458,39 @@ class Loader:
             and self.group.size == 1
             and self.stage.count <= _MAX_STAGES
         ):
-            graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs)
+            graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs, self._sites)
         runner = Runner(self.device, self.model, rows, staging, limits.max_num_seqs, self._native, graphs)
         runner.adapters = self.adapters
         return runner
 
-    def _record(self, runner: Runner) -> list[str]:
+    def _tape(self, max_tokens: int) -> tuple[CpuSteps | None, list[str]]:
+        """Steps as one native call each; None: they run operation by operation. And notes for the report."""
         # Ranks communicate in the middle of a step, which a tape cannot record.
         if self._native is None or self.config.model.enforce_eager or self.group.size > 1 or self.spec.is_encoder:
-            return []
+            return None, []
         steps: CpuSteps | str = f"attention is by {self.attention.name}"
         if self.attention.name == NativeCpuAttention.name:
             num_samples, num_groups = most_samples(self.limits.max_num_seqs), len(self.layout.windows)
-            steps = record(self.model, self._native, most_tokens(self.limits), num_samples, num_groups)
+            steps = record(self.model, self._native, max_tokens, num_samples, num_groups)
         if isinstance(steps, str):
-            return [f"steps run operation by operation: {steps}"]
-        runner.steps = steps
-        return []
+            return None, [f"steps run operation by operation: {steps}"]
+        return steps, []
 
     def report(self, dtype: torch.dtype, memory: DeviceMemory | None) -> LoadReport:
         limits, page_bytes = self.limits, self.stores.page_bytes
+        weights_bytes, in_bfloat16 = self.model.weights_bytes, self.weights.in_bfloat16()
+        draft = self.draft
+        if draft is not None:
+            page_bytes += draft.stores.page_bytes
+            weights_bytes += draft.model.weights_bytes
+            in_bfloat16 += (draft.weights.in_bfloat16() or draft.model.weights_bytes) if in_bfloat16 else 0
         place = self.device.torch_device
         has_8_bits = memory is not None and self.kv_dtype == dtype
         has_8_bits = has_8_bits and self.attention.supports(self.spec, place, dtype, torch.float8_e4m3fn) is None
         saving = 0 if memory is None else self.weights.offered_saving(dtype)
-        fleet = self.config.fleet  # replicas of a machine share its memory
-        num_replicas = max(fleet.first_replicas, fleet.max_replicas)
-        host_available = pick("cpu").memory_available() // (self._num_local_ranks * num_replicas)
-        host_available = int(host_available * self.config.cache.memory_share)
-        adapter_bytes = 0
-        if self.adapters is not None:
-            adapter_bytes = or_else(self.config.lora.lora_memory_bytes, host_available // 10)
-            if adapter_bytes > host_available // 2:
-                raise ConfigError(
-                    f"--lora-memory {adapter_bytes} is more than half of the {host_available} bytes that are left for adapters and KV pages"
-                )
-            host_available -= adapter_bytes
+        host_available = self._host_available()
+        if self.adapters is not None and self._sites is None:
+            host_available = max(0, host_available - self._adapter_bytes)
         return LoadReport(
             device=self.device.describe(limits.cpu_threads),
             dtype=limits.dtype,
@@ -400,14 +499,14 @@ class Loader:
             max_model_len_is_auto=limits.max_model_len_is_auto,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            weights_bytes=self.model.weights_bytes,
+            weights_bytes=weights_bytes,
             page_bytes=page_bytes,
             available_bytes=host_available if memory is None else memory.for_pages,
             host_available_bytes=host_available,
             notes=self._notes,
             memory=memory,
             fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
-            bfloat16_weights_bytes=self.weights.in_bfloat16(),
+            bfloat16_weights_bytes=in_bfloat16,
             # With native kernels, arithmetic and pages stay float32 whatever --dtype is.
             bfloat16_page_bytes=page_bytes // 2 if self._native is None and self.kv_dtype == dtype else page_bytes,
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
@@ -417,7 +516,135 @@ class Loader:
             kv_dtype=name_of(self.kv_dtype),
             windows=self.layout.windows,
             stage=self.stage.index,
-            adapter_bytes=adapter_bytes,
+            adapter_bytes=self._adapter_bytes,
+            adapter_itemsize=0 if self.adapters is None else self.adapters.itemsize,
+            draft_len=0 if draft is None else draft.limits.max_model_len,
+        )
+
+
+class DraftLoader(Loader):
+    """Loads a draft model beside the model that it drafts for: with the same kernels and threads, on pages with the same numbers. Settings
+    that name no model are those of the other one."""
+
+    checkpoint: Checkpoint
+    context: BuildContext
+
+    def __init__(self, target: Loader, source: ModelSource) -> None:
+        limits = target.limits
+        config = replace(
+            target.config,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            cpu_threads=limits.cpu_threads,
+            max_model_len=AUTO,
+            hf_overrides="",
+            speculative_config="",
+            enable_lora=False,
+            lora_modules="",
+        )
+        super().__init__(config, source)
+        self._target = target
+
+    def open(self) -> Checkpoint:
+        with _about_draft(self.source):
+            checkpoint = super().open()
+            if self.spec.is_encoder:
+                raise ConfigError(f"{self.spec.family} is an encoder, which generates nothing: name another model")
+            check_vocabulary(
+                _tokenizer(self.source, ""),
+                self.spec.vocab_size,
+                _tokenizer(self._target.source, self.config.model.tokenizer),
+                self._target.spec.vocab_size,
+            )
+        # Beyond its own context it does not draft.
+        max_model_len = min(self.spec.context_len, self._target.limits.max_model_len)
+        self.limits = dataclasses.replace(self.limits, max_model_len=max_model_len)
+        return checkpoint
+
+    def choose(self, checkpoint: Checkpoint) -> BuildContext:
+        with _about_draft(self.source):
+            return super().choose(checkpoint)
+
+    def load_beside(self) -> list[str]:
+        """Load the weights. → notes for the start report."""
+        available = self.device.memory_available()
+        with torch.inference_mode(), _about_draft(self.source), memory_errors(self.limits.dtype, available):
+            self.build(self.checkpoint, self.context)
+            notes = self.weights.fill(self.checkpoint, available)
+        sizes = (
+            f"{in_words_of(self.model.weights_bytes)} of weights, {in_words_of(self.stores.page_bytes)} of each KV page"
+        )
+        return [f"draft model {self.source.name}: {each}" for each in (sizes, *notes)]
+
+    def allocate_beside(self, num_pages: int, num_host_pages: int, runner: Runner) -> tuple[DraftModel, list[str]]:
+        """Allocate as many pages as the other model has. → the draft model, and notes for the report."""
+        limits = self.limits
+        num_samples = most_samples(limits.max_num_seqs)
+        # Catching up with a long prompt takes several steps anyway: memory for larger passes would be for little.
+        max_tokens = min(limits.max_num_batched_tokens, _DRAFT_TOKENS + num_samples)
+        pages = Pages(
+            self.stores.allocate(num_pages, limits.max_num_seqs), self.attention.page_dim, self.device, num_host_pages
+        )
+        steps, notes = self._tape(max_tokens)
+        filled = FilledPages(runner.rows, limits.max_num_seqs, num_pages, num_host_pages)
+        vocab_size = self._target.spec.vocab_size
+        draft = DraftModel(
+            self.model, steps, self._native, pages, runner.rows, runner.staging, filled, vocab_size, max_tokens
+        )
+        return draft, [f"draft model {self.source.name}: {note}" for note in notes]
+
+    def _find_native(self) -> tuple[Native | None, str]:
+        return self._target._native, ""
+
+    def _page_layout(self) -> PageLayout:
+        """One page table for all layers, that of the other model: layers with a window see less of it."""
+        num_layers = self.spec.num_layers
+        return PageLayout((0,), (0,) * num_layers, tuple(range(num_layers)), num_layers)
+
+
+_DRAFT_TOKENS = 512
+
+
+@contextlib.contextmanager
+def _about_draft(source: ModelSource) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"draft model {source.name}: {error.message}") from error
+
+
+def _tokenizer(source: ModelSource, tokenizer: str) -> "Vocabulary | None":
+    """None: it has none that can be read."""
+    from octavo.text import load_text
+
+    try:
+        return load_text(source.path, tokenizer=tokenizer).vocabulary
+    except ConfigError:
+        return None
+
+
+_MOST_DIFFERENT = 0.01  # of the tokens: names of control tokens, mostly
+
+
+def check_vocabulary(
+    draft: "Vocabulary | None", draft_size: int, target: "Vocabulary | None", target_size: int
+) -> None:
+    """Raises ConfigError if two models do not have the same tokens. Sizes are of their logits, which may be padded."""
+    problem = ""
+    if draft is None or target is None:
+        if draft_size != target_size:
+            problem = f"its vocabulary has {draft_size:,} tokens and the model's has {target_size:,}"
+    else:
+        size = min(draft.size, target.size)
+        num_different = sum(draft.spell(i) != target.spell(i) for i in range(size))
+        num_different += max(draft.size, target.size) - size
+        if num_different > _MOST_DIFFERENT * target.size:
+            problem = (
+                f"{num_different:,} of its {draft.size:,} tokens are not those of the model, which has {target.size:,}"
+            )
+    if problem:
+        raise ConfigError(
+            f"{problem}: a draft model must have the vocabulary of the model that it drafts for; use another, or ngram or suffix"
         )
 
 

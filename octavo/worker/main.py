@@ -7,7 +7,6 @@ Or, by a launcher and perhaps on another machine, as `python -m octavo.worker.ma
 OCTAVO_RANK_SECRET: then the three are connections to the executor. With a further argument, the kernel kills it when its parent ends."""
 
 import contextlib
-import functools
 import importlib.metadata
 import logging
 import os
@@ -19,7 +18,6 @@ import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,12 +25,9 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.ipc.secure_channel import Refused, SecureConnection, connect, interface_of
 from octavo.ipc.subprocesses import signal_at_parents_end
-from octavo.messages import Allocate, PrepareGrammar, RankFailed, RankHello, RankStart, StepPlan
+from octavo.messages import Allocate, RankFailed, RankHello, RankStart, StepPlan
 from octavo.observe import logs
 from octavo.weights.sources.source import ModelSource
-
-if TYPE_CHECKING:
-    from octavo.sampling.grammar.masks import Grammars
 
 OK = b"\x00"
 FAILED = b"\x01"
@@ -108,6 +103,7 @@ def _serve(
     from octavo.device import pick
     from octavo.parallel import init_ranks
     from octavo.worker.load import Loader
+    from octavo.worker.side import SideWork
     from octavo.worker.step import LaunchedStep
 
     parallel = start.config.parallel
@@ -128,7 +124,7 @@ def _serve(
     allocate = msgspec.msgpack.decode(connection.recv_bytes(), type=Allocate)
     runner, _ = loader.allocate(allocate.num_pages, allocate.num_host_pages)
     connection.send_bytes(OK)
-    threading.Thread(target=_prepare, args=(side, runner.rows.sampling.grammars), daemon=True).start()
+    threading.Thread(target=SideWork(side, runner).serve, daemon=True).start()
     plans = msgspec.msgpack.Decoder(StepPlan)
     steps: deque[LaunchedStep] = deque()
     while True:
@@ -139,15 +135,6 @@ def _serve(
             result = steps.popleft().result()
             if start.rank == parallel.result_rank:
                 connection.send_bytes(OK + encoder.encode(result))
-
-
-def _prepare(side: Connection | SecureConnection, grammars: "Grammars") -> None:
-    decoder = msgspec.msgpack.Decoder(PrepareGrammar)
-    with contextlib.suppress(EOFError, OSError):  # _end_with_parent handles the parent's exit
-        while True:
-            message = decoder.decode(side.recv_bytes())
-            said = str(message.number).encode()
-            grammars.prepare(message.grammar, message.forgets, functools.partial(side.send_bytes, said))
 
 
 def _last_words(connection: Connection | SecureConnection, failed: RankFailed) -> int:

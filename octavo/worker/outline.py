@@ -29,13 +29,20 @@ def outline_of(checkpoint: Checkpoint, spec: ModelSpec, context: BuildContext) -
     rank = context.methods.settings
     # Kernels hold weights in their own layouts, which need the data; slots and their shapes are the same with torch.
     outline = dataclasses.replace(
-        rank, device=_META, ops=torch_ops(_META, rank.dtype), quantization="", has_triton=False
+        rank, device=_META, ops=torch_ops(_META, rank.dtype), quantization="", has_triton=False, around=None
     )
     family = load_family(checkpoint.config["model_type"])
     model: DecoderModel = family.Model(
         checkpoint.config, spec, dataclasses.replace(context, methods=Methods(outline, rank))
     )
     return model
+
+
+def whole_outline(checkpoint: Checkpoint, spec: ModelSpec, context: BuildContext) -> DecoderModel:
+    """The model as one rank would have it, with shapes and no weights."""
+    return outline_of(
+        checkpoint, spec, dataclasses.replace(context, group=Group.single(), stage=WHOLE, splits_experts=False)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,7 @@ class Outline:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, spec: ModelSpec, context: BuildContext) -> "Outline":
-        whole = dataclasses.replace(context, group=Group.single(), stage=WHOLE, splits_experts=False)
-        model = outline_of(checkpoint, spec, whole)
+        model = whole_outline(checkpoint, spec, context)
         slots = _sizes(model.weight_slots())
         layers = [set(layer.weight_slots("").keys()) for layer in model.layers]  # type: ignore[operator]
         prefix = "" if not layers else _prefix(slots, next(iter(layers[0])))

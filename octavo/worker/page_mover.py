@@ -116,6 +116,9 @@ class PageMover:
         self.num_ram_pages, self.has_disk = self._ram.num_slots, folder is not None
         self.events: queue.SimpleQueue[TierEvent] = queue.SimpleQueue()
         self.on_event: Callable[[], None] = lambda: None  # called by any thread
+        self.on_load: Callable[[list[int]], None] = lambda pages: (
+            None
+        )  # called when pages were filled, by a thread of its own
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Store | None] = queue.SimpleQueue()
         self._approvals: queue.SimpleQueue[list[bool] | None] = queue.SimpleQueue()
@@ -188,6 +191,7 @@ class PageMover:
                         break
             except Exception:  # the request that waits for it must go on
                 log.exception("KV pages could not be loaded")
+            self.on_load(job.pages)
             self._tell(Loaded(job.ticket, done, dropped, self._clock() - started, num_from_ram, ram_seconds))
 
     def _load_from_ram(self, keys: list[bytes], pages: list[int]) -> int:

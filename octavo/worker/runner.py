@@ -1,16 +1,20 @@
 """Runner: one rank's steps, from StepPlan to Batch, hidden states, logits and tokens. load.py makes the runner."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
-from octavo.messages import StepPlan, most_samples
+from octavo.messages import DraftWork, StepPlan, most_samples
 from octavo.parallel import NO_LINKS, Links
+from octavo.sampling.state import Ints
 from octavo.worker.adapters import RankAdapters
-from octavo.worker.assemble import Assembled, Columns, assemble, shared_in
+from octavo.worker.assemble import Assembled, Columns, adapters_of, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
+from octavo.worker.draft_model import DraftModel
 from octavo.worker.drafts import Drafted
 from octavo.worker.graphs import Graphs, is_only_greedy
 from octavo.worker.pages import Pages
@@ -19,6 +23,9 @@ from octavo.worker.rows import PageChanges, RowState
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, LaunchedStep
+
+if TYPE_CHECKING:
+    from octavo.worker.gpu_adapters import HostBlocks
 
 
 class Runner:
@@ -42,6 +49,7 @@ class Runner:
         self.graphs = graphs
         self.steps: CpuSteps | None = None
         self.adapters: RankAdapters | None = None  # None: no request has one (--enable-lora)
+        self.draft: DraftModel | None = None  # None: drafts, if there are any, come with the plan
         self.links: Links = NO_LINKS
         self._native = native
         # As many steps as there are stages, and one more, may be uncollected.
@@ -51,13 +59,14 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step. Sampled tokens stay in the token table, where the next step reads its inputs."""
         step = self._launch(plan)
-        step.drafted = Drafted.of(plan, self.rows.pooling)
         self.rows.sampling.grammars.started(step)
         return step
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         with torch.inference_mode():
             self.pages.move(plan.moves)
+            if self.draft is not None:
+                self.draft.move(plan.moves)
             self.rows.leave(plan.leaves)
             self.rows.force(plan.forced)
             if plan.inputs and self.model.stage.is_first:
@@ -69,11 +78,19 @@ class Runner:
                 if self.graphs.can_run(len(columns.rows), changes):
                     return self._repeat(plan.step, self.graphs, columns, changes)
             self.rows.update(plan)
+            work: DraftWork | None = None
+            if self.draft is not None:
+                plan, work = self.draft.propose(plan)
+                columns = Columns.of(plan)
             self.rows.write_drafts(plan)
-            self.rows.sampling.grammars.drafts = {plan.rows[draft.at]: draft.tokens for draft in plan.drafts}
+            self.rows.sampling.grammars.drafts = {
+                plan.rows[draft.at]: draft.tokens for draft in plan.drafts if draft.tokens
+            }
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
-            return self._send_home(plan.step, *self.compute(columns))
+            step = self._send_home(plan.step, *self.compute(columns))
+            step.drafted, step.draft_work = Drafted.of(plan, self.rows.pooling), work
+            return step
 
     def compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
         """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want. A stage that is not the last sends
@@ -81,12 +98,8 @@ class Runner:
         assembled = assemble(columns, self.rows, self.staging)
         if assembled.batch.adapter_of is None or self.adapters is None:
             return self._compute(columns, assembled)
-        assert self._native is not None, "adapters are for native kernels"
-        self._native.set_adapters(self.adapters.of(assembled.batch))
-        try:
+        with self.adapters.of(assembled.batch, self.staging):
             return self._compute(columns, assembled)
-        finally:
-            self._native.set_adapters(None)
 
     def _compute(self, columns: Columns, assembled: Assembled) -> tuple[torch.Tensor | None, Extras | None]:
         if not self.model.stage.is_last:
@@ -150,7 +163,7 @@ class Runner:
         if not stage.is_first:
             self.links.receive(graphs.input(len(rows)))
         is_greedy = not stage.is_last or is_only_greedy(self.rows.sampling, rows, lens)
-        logits = graphs.run(rows, lens, changes, shared, is_greedy)
+        logits = graphs.run(rows, lens, changes, shared, is_greedy, self._adapters_of(rows))
         if not stage.is_last:
             self.links.send(graphs.output(len(rows)).clone())
             done = self.device.event()
@@ -164,6 +177,14 @@ class Runner:
         done = self.device.event()
         done.record()
         return LaunchedStep(number, graphs.host_tokens(len(rows)), done, extras)
+
+    def _adapters_of(self, rows: Ints) -> "HostBlocks | None":
+        """The adapters of a captured step's rows; None: no row has one."""
+        names, of_rows = adapters_of(rows, self.rows)
+        if of_rows is None:
+            return None
+        assert self.adapters is not None
+        return self.adapters.plan(names, of_rows)
 
     def _send_home(self, number: int, tokens: torch.Tensor | None, extras: Extras | None) -> LaunchedStep:
         if not self.device.is_cuda or (tokens is None and extras is None):

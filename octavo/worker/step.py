@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from octavo.device import Event
-from octavo.messages import StepResult
+from octavo.messages import DraftWork, StepResult
 from octavo.sampling.candidates import FoundCandidates
 from octavo.sampling.logprobs import Scores
 from octavo.worker.drafts import Drafted
@@ -43,6 +43,7 @@ class LaunchedStep:
     ) -> None:
         self._number, self._tokens, self._done, self._extras = number, tokens, done, extras
         self.drafted: Drafted | None = None  # None: each row sampled one token at most
+        self.draft_work: DraftWork | None = None  # None: the drafts, if there are any, came with the plan
 
     def is_done(self) -> bool:
         return self._done is None or self._done.is_done()
@@ -80,7 +81,13 @@ class LaunchedStep:
             [] if extras.candidates is None else extras.candidates.entries(),
             extras.late,
         )
-        return result if self.drafted is None else _verified(result, self.drafted, extras.scored)
+        if self.drafted is None:
+            return result
+        verified = _verified(result, self.drafted, extras.scored)
+        if self.draft_work is None:
+            return verified
+        counts = [len(draft) for draft in self.drafted.tokens]
+        return msgspec.structs.replace(verified, drafted=counts, draft_work=self.draft_work)
 
 
 def _verified(result: StepResult, drafted: Drafted, scored: list[int]) -> StepResult:

@@ -59,6 +59,16 @@ class TrialSteps:
         self._runner.rows.sampling.leave(0)
         return seconds
 
+    def time_draft(self) -> float:
+        """Seconds of a pass of the draft model with one token of one row; 0: there is none."""
+        if (draft := self._runner.draft) is None:
+            return 0.0
+        self._runner.rows.sampling.enter(0, SamplingParams(temperature=0.0), 0, 1, [])
+        columns = trial_columns(1, 1)
+        seconds = self._time(lambda: draft.compute(columns), _TIMED_STEPS)
+        self._runner.rows.sampling.leave(0)
+        return seconds
+
     def _time(self, step: Callable[[], object], num_steps: int) -> float:
         seconds = []
         for _ in range(num_steps + 1):
@@ -80,6 +90,10 @@ class TrialSteps:
                 self.run(tokens, rows, rows > 1, prefix_len)
                 runner.rows.tokens.zero_()  # nothing was sampled: the stored values are no tokens
             warm_up_gates(runner.model, num_tokens)
+            if runner.adapters is not None:
+                runner.adapters.warm_up()
+            if runner.graphs is not None:
+                runner.graphs.warm_up_adapters()
             for size in _WARMUP_SIZES:
                 if runner.graphs is not None and size <= limits.max_num_seqs:
                     runner.graphs.warm_up(size, is_shared=False)

@@ -578,3 +578,12 @@ async def test_a_full_replica_sends_requests_to_one_with_room(fleet, tmp_path_fa
     for replica in fleet.replicas.values():
         replica.gate.set()
     await asyncio.wait_for(asyncio.gather(*reading), SECONDS)
+
+
+async def test_refused_requests_are_no_work_that_waits(fleet):
+    client = await fleet.open(2)
+    for number in range(3):
+        with pytest.raises(AssertionError, match="could not queue"):
+            await asyncio.wait_for(submit(client, with_prompt(request(f"r{number}", 2), [3] * 5000)), SECONDS)
+    assert any(replica.requests for replica in fleet.replicas.values())
+    await until(lambda: [client._router._loads[number].num_tokens for number in (0, 1)] == [0, 0])

@@ -1,6 +1,7 @@
 """Which adapters are in memory: a budget of bytes, requests that wait in order, and ends of requests that plans in flight still name."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 
 from octavo.cache import KVCache
 from octavo.engine.adapter_traffic import MAX_HELD, MAX_OVERTAKEN, AdapterTraffic, LetThrough
-from octavo.errors import ConfigError, Overloaded
+from octavo.errors import ConfigError, EngineDead, Overloaded
 from octavo.messages import Abort, AdapterLoaded, AdapterRef, GenerateRequest, SamplingParams, StepResult
 from octavo.observe.step_observer import StepTimes
 from octavo.schedule import Scheduler
@@ -20,8 +21,8 @@ class Loader:
     """Loads when it is told to: by `finish`."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, Callable[[AdapterLoaded | str], None]] = {}
-        self.loaded: set[str] = set()
+        self.asked: dict[str, Callable[[AdapterLoaded | str | EngineDead], None]] = {}
+        self.loaded: Counter[str] = Counter()
         self.sizes: dict[str, int] = {}
 
     def adapter_itemsize(self) -> int:
@@ -32,19 +33,19 @@ class Loader:
             raise ConfigError("it does not fit")
         return self.sizes.get(ref.name, 10)
 
-    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str], None]) -> None:
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str | EngineDead], None]) -> None:
         assert ref.name not in self.asked, "asked twice"
         self.asked[ref.name] = done
 
     def forget_adapters(self, ids: list[str]) -> None:
-        assert self.loaded >= {*ids}
-        self.loaded -= {*ids}
+        assert self.loaded >= Counter(ids)
+        self.loaded -= Counter(ids)
 
     def finish(self, name: str, error: str = "") -> None:
         done = self.asked.pop(name)
         if error:
             return done(error)
-        self.loaded.add(f"id-{name}")
+        self.loaded[f"id-{name}"] += 1
         done(AdapterLoaded(f"id-{name}", self.sizes.get(name, 10)))
 
 
@@ -147,7 +148,7 @@ def test_the_cheapest_and_least_used_is_dropped() -> None:
     for _ in range(4):
         engine.step()
     engine.ask("d")
-    assert engine.loader.loaded == {"id-a", "id-c"} and [*engine.loader.asked] == ["d"]
+    assert engine.loader.loaded == {"id-a": 1, "id-c": 1} and [*engine.loader.asked] == ["d"]
 
 
 def test_what_is_in_use_is_never_dropped_and_waiting_is_bounded() -> None:
@@ -273,3 +274,65 @@ def test_parameters_of_a_request_without_an_adapter() -> None:
     given = GenerateRequest("x", [1], msgspec.structs.replace(PARAMS, adapter="id-a"), [])
     ((request, _),) = engine.traffic.add(given)
     assert request.params.adapter == ""
+
+
+def test_an_adapter_that_is_larger_than_was_estimated() -> None:
+    """It does not stay in memory while there is no room for it, and is read again when there is."""
+    engine = Engine(budget=30)
+    first, second = engine.ask("a"), engine.ask("b")
+    engine.load("a")
+    engine.loader.sizes["b"] = 25
+    engine.load("b")
+    assert engine.runs(first) and not engine.runs(second)
+    assert engine.loader.loaded == {"id-a": 1} and not engine.loader.asked
+    for _ in range(4):
+        engine.step()
+    engine.take()
+    engine.load("b")
+    assert engine.runs(second) and engine.loader.loaded == {"id-b": 1} and engine.traffic.state().num_bytes == 25
+
+
+def test_a_rank_that_ends_while_it_reads_ends_the_engine() -> None:
+    engine = Engine()
+    engine.ask("a")
+    engine.loader.asked["a"](EngineDead("rank 1 was killed by signal 9"))
+    with pytest.raises(EngineDead, match="rank 1"):
+        engine.take()
+
+
+def test_an_adapter_for_which_others_lie_in_the_way() -> None:
+    """One more goes each time, and when none is left it cannot be loaded."""
+    engine = Engine(budget=100)
+    for name in ("a", "b", "c"):
+        engine.ask(name)
+        engine.load(name)
+    for _ in range(4):
+        engine.step()
+    engine.take()
+    waiting = engine.ask("d")
+    for num_left in (2, 1):
+        engine.loader.asked.pop("d")(AdapterLoaded("", 0))
+        engine.take()
+        assert len(engine.loader.loaded) == num_left and "d" in engine.loader.asked
+    engine.load("d")
+    assert engine.runs(waiting) and engine.traffic.state().num_bytes == 20
+    alone = Engine(budget=100)
+    asked = alone.ask("e")
+    alone.loader.asked.pop("e")(AdapterLoaded("", 0))
+    assert [(name, "--lora-memory" in why) for name, why in alone.take()] == [(asked, True)]
+
+
+def test_an_adapter_waits_for_those_that_lie_in_the_way_and_are_in_use() -> None:
+    engine = Engine(budget=100)
+    first = engine.ask("a")
+    engine.load("a")
+    second, told = engine.ask("b"), []
+    engine.traffic.load(AdapterRef("b", "/b", num_weights=10), told.append)
+    engine.loader.asked.pop("b")(AdapterLoaded("", 0))
+    engine.take()
+    assert engine.runs(first) and not engine.runs(second) and not engine.loader.asked and told == [""]
+    for _ in range(4):
+        engine.step()
+    engine.take()
+    engine.load("b")
+    assert engine.runs(second) and engine.loader.loaded == {"id-b": 1}

@@ -347,7 +347,6 @@ def test_options(served: Served) -> None:
         ({"lora_modules": "x"}, "not name=path"),
         ({"lora_modules": "x=a,x=b"}, "twice"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "--max-cpu-loras 2 is below --max-loras 4"),
-        ({"tensor_parallel_size": 2}, "one rank"),
         ({"enable_lora": False, "lora_modules": "x=a"}, "give --enable-lora"),
         ({"max_lora_rank": 257}, "between 1 and 256"),
     ):

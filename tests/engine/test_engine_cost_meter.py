@@ -7,7 +7,17 @@ import pytest
 from octavo.cache import KVCache
 from octavo.engine.cost_meter import CostMeter
 from octavo.engine.loop import EngineLoop
-from octavo.messages import GenerateRequest, Logprobs, PageMove, SamplingParams, StepPlan, StepResult
+from octavo.messages import (
+    FROM_MODEL,
+    Draft,
+    DraftWork,
+    GenerateRequest,
+    Logprobs,
+    PageMove,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 from octavo.observe.step_observer import Observers, StepObserver, StepTimes
 from octavo.schedule import Scheduler
 from octavo.schedule.results import Committed
@@ -124,3 +134,35 @@ def test_a_meter_that_is_dropped_hands_on_nothing():
     meter.new_costs = TRUE
     meter.dropped()
     assert meter.take() is None
+
+
+def test_what_a_draft_model_takes_is_apart():
+    """Steps are measured without it; a pass costs a share of a step with as many tokens. At first, what a trial took."""
+    meter = CostMeter(0.009, 0.016, 0.0036)
+    scheduler = Scheduler(KVCache(64, 16, 0, False), 8, 512)
+    true, pass_seconds = StepCosts(0.008, 0.001, 0.0005, 0.0, 0.0), 0.25
+    shares = []
+    for number in range(1200):
+        is_drafting = number % 2 and not 120 < number < 1100
+        drafts = [Draft(0, [FROM_MODEL] * 4, 16)] if is_drafting else []
+        counts, has_prompt = [5 if drafts else 1, 1], number % 7 == 0
+        drafts, counts = ([], [9, 1]) if has_prompt else (drafts, counts)
+        plan = StepPlan(number, [], [], [], [0, 1], [9, 9], counts, [True, True], [], [], [], drafts=drafts)
+        drafted = [number % 3] * len(drafts)  # fewer than planned
+        seconds = true.seconds(shape_of(plan, sum(counts), drafted))
+        work = DraftWork(4, 4, 0, 0, pass_seconds * (4 * true.step + 4 * true.row)) if drafts else None
+        result = StepResult(number, [7, 7], runs=[1] * len(drafts), drafted=drafted, draft_work=work)
+        total = seconds + (0.0 if work is None else work.seconds)
+        meter.committed(Committed(plan, result, sum(counts), [], [], [], []), StepTimes(0.0, total))
+        if (costs := meter.take()) is not None:
+            scheduler.learn(costs)
+            shares.append(costs.draft)
+        if number == 120:
+            assert shares[0] == pytest.approx(0.4, rel=0.05) and 0.2 < shares[-1] < 0.26, (
+                "and fades a little from draft to draft"
+            )
+        if number == 1099:
+            assert shares[-1] == pytest.approx(pass_seconds / 4, rel=0.1), "it was not asked for long: it may be tried"
+    assert 0.2 < shares[-1] < 0.26
+    assert scheduler.costs.step == pytest.approx(true.step, rel=0.1)
+    assert scheduler.costs.row == pytest.approx(true.row, rel=0.3)

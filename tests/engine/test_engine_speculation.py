@@ -6,10 +6,11 @@ import json
 import msgspec
 import pytest
 
+from benchmarks.speculation import identity
 from benchmarks.speculation.identity import Campaign
 from octavo import LLM, SamplingParams
 from tests.doubles import write_byte_tokenizer
-from tests.worker.tiny import write_tiny_llama
+from tests.worker.tiny import disturbed, write_tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,20 @@ def source(tmp_path_factory):
 def test_drafts_change_nothing(source, tmp_path):
     campaign = Campaign(source, {"kv_cache_memory_bytes": 3 * 2**16, "max_model_len": 320, "cpu_threads": 1}, tmp_path)
     campaign.check(2, 40, ["ngram", "suffix"])
+    seen = campaign.seen
+    assert not seen.different, seen.different[0]
+    assert seen.drafted > 300 and seen.accepted > 100 and seen.drafted - seen.accepted > 100, seen
+    assert seen.preemptions > 5 and seen.deaths > 0 and seen.replayed_steps > 300, seen
+
+
+def test_drafts_of_a_model_change_nothing(source, tmp_path, monkeypatch):
+    """By a model that is nearly the same: it is right now and then, and wrong now and then. It knows nothing of grammars."""
+    monkeypatch.setattr(identity, "FORM_SHARE", 0.05)
+    draft = disturbed(source, tmp_path / "draft", 0.01)
+    options = {"kv_cache_memory_bytes": 3 * 2**16, "max_model_len": 320, "cpu_threads": 1}
+    campaign = Campaign(source, options, tmp_path, str(draft))
+    for seed in (3, 4, 5):
+        campaign.check(seed, 40, ["draft_model"])
     seen = campaign.seen
     assert not seen.different, seen.different[0]
     assert seen.drafted > 300 and seen.accepted > 100 and seen.drafted - seen.accepted > 100, seen

@@ -20,6 +20,10 @@ def test_auto_is_for_cpus():
 def test_vllms_names():
     given = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 3}'
     assert speculation_of(given, is_gpu=False) == SpeculationSettings("ngram", 5, 3, 3)
+    by_model = SpeculationSettings("draft_model", 5, model="path")
+    assert speculation_of('{"model": "path", "num_speculative_tokens": 5}', is_gpu=False) == by_model
+    with pytest.raises(ConfigError, match="a draft model works on a CPU only, and a GPU computes here"):
+        speculation_of('{"method": "draft_model", "model": "path"}', is_gpu=True)
     one_sided = '{"method": "ngram", "prompt_lookup_max": 1}'
     assert speculation_of(one_sided, is_gpu=False) == SpeculationSettings("ngram", 8, 1, 1)
     assert replace(Config(), speculative_config={"method": "none"}).scheduler.speculative_config == '{"method": "none"}'
@@ -28,10 +32,12 @@ def test_vllms_names():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ('{"method": "eagle3"}', "the method 'eagle3' is not supported: use auto, ngram, suffix or none"),
+        ('{"method": "eagle3"}', "the method 'eagle3' is not supported: use auto, ngram, suffix, draft_model or none"),
         ('{"method": 3}', "the method 3 is not supported"),
-        ('{"model": "x"}', r"a draft model \(`model`\) is not supported"),
-        ('{"num_tokens": 3}', "'num_tokens' is not known; known are method, num_speculative_tokens"),
+        ('{"method": "draft_model"}', "the method draft_model needs a draft model: name it with `model`"),
+        ('{"method": "ngram", "model": "x"}', "model is for the method draft_model, not for 'ngram'"),
+        ('{"model": 3}', "model must be a text, the name of the draft model, got 3"),
+        ('{"num_tokens": 3}', "'num_tokens' is not known; known are method, model, num_speculative_tokens"),
         ('{"num_speculative_tokens": 16}', "num_speculative_tokens must be a whole number from 1 to 15, got 16"),
         ('{"num_speculative_tokens": 2.5}', "num_speculative_tokens must be a whole number"),
         (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.cache.page_keys import keys_of
-from octavo.messages import GenerateRequest, PageEvents, PageSnapshot, SamplingParams
+from octavo.messages import AdapterRef, GenerateRequest, PageEvents, PageSnapshot, SamplingParams
 from octavo.observe.replica_feed import ReplicaFeed, StepPace
 from octavo.observe.step_observer import StepEnd, StepObserver
 from octavo.routing.prefix_index import PrefixIndex, page_ids
@@ -106,11 +106,24 @@ def test_work_is_counted_by_what_the_router_expects(tmp_path: Path) -> None:
     feed = ReplicaFeed(recorded.loop.scheduler, 0, 1)
     recorded.loop.observers.add(feed)
     params = SamplingParams(max_tokens=1, seed=0)
-    recorded.loop.add(GenerateRequest("a", [1] * 10, params, [], origin=2, num_expected=6))
-    recorded.loop.add(GenerateRequest("b", [1] * 10, params, [], origin=2, num_expected=99))
-    recorded.loop.add(GenerateRequest("c", [1] * 10, params, [], num_expected=-5))
+    for origin, name, num_expected in ((2, "a", 6), (2, "b", 99), (0, "c", -5)):
+        feed.received(origin)
+        recorded.loop.add(GenerateRequest(name, [1] * 10, params, [], origin=origin, num_expected=num_expected))
+    feed.received(0)  # and refused
     load = feed.load()
-    assert (load.uncached_tokens, load.num_open, load.num_taken) == (4 + 1 + 10, 3, {2: 2, 0: 1})
+    assert (load.uncached_tokens, load.num_open, load.num_taken) == (4 + 1 + 10, 3, {2: 2, 0: 2})
+    recorded.loop.close()
+
+
+def test_routers_learn_what_the_page_keys_of_an_adapter_start_from(tmp_path: Path) -> None:
+    recorded = Recorded(Workload(4), tmp_path, False)
+    feed = ReplicaFeed(recorded.loop.scheduler, 0, 1)
+    recorded.loop.observers.add(feed)
+    params, adapter = SamplingParams(max_tokens=1, seed=0, adapter="digest"), AdapterRef("sql", "/sql", "stamp")
+    for name in ("a", "b"):
+        recorded.loop.add(GenerateRequest(name, [1] * 10, params, [], adapter=adapter))
+    assert _over_the_wire(feed.take()).adapters == {adapter.key: "digest"}
+    assert feed.take().adapters == {} and feed.snapshot().adapters == {adapter.key: "digest"}
     recorded.loop.close()
 
 

@@ -82,10 +82,16 @@ def report_of(load: Workload) -> EngineReport:
         max_inter_token_ms=0.05 if load.has_limit else 0,
         # A draft of two tokens that came before is often wrong here, and now and then right.
         speculation=SpeculationSettings(
-            ("ngram", "suffix")[load.seed % 2], prompt_lookup_min=1, prompt_lookup_max=2, is_adaptive=load.seed % 4 > 1
+            ("ngram", "suffix", "draft_model")[load.seed % 3],
+            prompt_lookup_min=1,
+            prompt_lookup_max=2,
+            is_adaptive=load.seed % 4 > 1,
+            model="the oracle" if load.seed % 3 == 2 else "",
         )
         if load.has_drafts
         else None,
+        one_row_seconds=2e-5 if load.has_drafts else 0.0,
+        draft_seconds=4e-6 if load.has_drafts else 0.0,
     )
 
 
@@ -140,7 +146,15 @@ class Recorded:
         scheduler.grammar_cache = GrammarCache(grammar_cache._max_used, grammar_cache._max_unused)
         lateness = random.Random(load.seed + 7 * 10**9) if load.has_late else None
         self.executor = OracleExecutor(
-            OracleDevice(load.page_size, load.rows, load.windows, lateness, load.num_stages), bool(load.depth)
+            OracleDevice(
+                load.page_size,
+                load.rows,
+                load.windows,
+                lateness,
+                load.num_stages,
+                random.Random(load.seed + 13 * 10**9),
+            ),
+            bool(load.depth),
         )
         clock = self.executor.clock if load.has_limit or load.has_drafts else time.monotonic
         self.loop = build_engine(scheduler, self.executor, EngineMetrics("none", self.report), clock).loop

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.cache.page_keys import keys_of
-from octavo.messages import PageEvents, ReplicaLoad
+from octavo.cache.page_keys import adapter_root, keys_of
+from octavo.messages import AdapterRef, GenerateRequest, PageEvents, PageSnapshot, ReplicaLoad, SamplingParams
 from octavo.routing import POLICIES, Router
 from octavo.routing.policy import Option
 
@@ -190,3 +190,33 @@ def test_a_choice_depends_on_the_options_and_not_on_their_order(seed: int, polic
     shuffled = options[:]
     r.shuffle(shuffled)
     assert POLICIES[policy](options, 1.0) == POLICIES[policy](shuffled, 1.0)
+
+
+def asked(name: str, adapter: AdapterRef | None, salt: str = "") -> GenerateRequest:
+    return GenerateRequest(name, [1], SamplingParams(prefix_salt=salt), [], adapter=adapter)
+
+
+def test_requests_with_an_adapter_or_a_salt_find_their_own_pages() -> None:
+    """And no others': the same prompt has other pages with each of them."""
+    router, prompt = router_of(), prompt_of(1, 400)
+    sql, tone = AdapterRef("sql", "/sql", "1"), AdapterRef("tone", "/tone", "1")
+    cases = [("digest", sql, ""), ("digest", sql, "of one"), ("", None, "of one"), ("", None, "")]
+    for replica, (adapter, _, salt) in enumerate(cases):
+        params = SamplingParams(adapter=adapter, prefix_salt=salt)
+        keys = keys_of(adapter_root(ROOT, params.prefix_space), [*prompt, 0], PAGE_SIZE)
+        stored = b"".join(key[:8] for key in keys)
+        events = PageEvents(replica, 1, 2, stored, b"", ReplicaLoad(0, PACE), {sql.key: "digest"} if adapter else {})
+        assert router.take_events(events)
+    for replica, (_, ref, salt) in enumerate(cases):
+        choice = router.route(str(replica), [*prompt, 7], space=router.space_of(asked("x", ref, salt)))
+        assert choice is not None and (choice.replica, choice.num_held) == (replica, 400)
+        router.settle(str(replica))
+    unread = router.space_of(asked("y", tone))
+    first = router.route("y", [*prompt, 7], space=unread)
+    assert first is not None and first.num_held == 0, "no replica has read it"
+    second = router.route("z", [*prompt, 8], space=unread)
+    assert second is not None and (second.replica, second.num_held) == (first.replica, 400), "held together meanwhile"
+    written_again = AdapterRef("sql", "/sql", "2")
+    assert router.space_of(asked("x", written_again)) != router.space_of(asked("x", sql))
+    snapshot = PageSnapshot(0, 1, 2, b"", ReplicaLoad(0, PACE), {written_again.key: "digest"})
+    assert router.take_snapshot(snapshot) and router.space_of(asked("x", written_again)) == "digest"

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from octavo.messages import Draft
+from octavo.messages import FROM_MODEL, Draft
 from octavo.schedule.drafts.base import Offer
 from octavo.schedule.request import Request
 from octavo.schedule.step_costs import StepCosts, StepShape
@@ -27,14 +27,20 @@ class Continuation:
             output = reference(prompt, request.seed, request.max_len - request.prompt_len, [], 0, self._windows)
             self._all = prompt + output
 
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+        assert num_tokens == len(self._request.tokens) and 0 <= num_right <= num_drafted, (
+            "other tokens than those that came"
+        )
+
     def drafts(self, most: int) -> Offer:
         tokens = self._all[self._num_learned : self._num_learned + most]
         return Offer(tokens, [1.0] * len(tokens))
 
 
 class DiceSpeculation:
-    def __init__(self, dice: random.Random, windows: tuple[int, ...]) -> None:
-        self._dice, self._windows = dice, windows
+    def __init__(self, dice: random.Random, windows: tuple[int, ...], is_model: bool = False) -> None:
+        """`is_model`: the device proposes the tokens of most drafts."""
+        self._dice, self._windows, self._is_model = dice, windows, is_model
 
     def attach(self, request: Request) -> None:
         if request.pooling is None and not request.params.use_beam_search and self._dice.random() < 0.8:
@@ -51,6 +57,7 @@ class DiceSpeculation:
             request.drafter.learn(request.tokens)
             offer = request.drafter.drafts(most)
             tokens = [token if dice.random() < 0.7 else dice.randrange(VOCABULARY) for token in offer.tokens]
+            tokens = [FROM_MODEL] * len(tokens) if self._is_model and dice.random() < 0.8 else tokens
             if tokens:
                 room -= len(tokens)
                 found.append(Draft(at, tokens))

@@ -4,7 +4,18 @@ longer matches the reference. It has one layer for each group of page tables, ea
 
 import random
 
-from octavo.messages import NO_INPUT, Candidates, SamplingParams, StepPlan, StepResult
+import msgspec
+
+from octavo.messages import (
+    FROM_MODEL,
+    NO_INPUT,
+    Candidates,
+    Draft,
+    DraftWork,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 from octavo.schedule.beams.search import BeamSearch
 
 VOCABULARY = 7
@@ -83,9 +94,11 @@ class OracleDevice:
         windows: tuple[int, ...] = (0,),
         lateness: random.Random | None = None,
         num_stages: int = 1,
+        dice: random.Random | None = None,
     ) -> None:
         """`lateness`: decides which masks are late; None: none is. `num_stages`: with several, what is sampled is not known to the first:
-        a plan must bring it."""
+        a plan must bring it. `dice`: decides how good its own drafts are; None: it has no draft model."""
+        self._dice = dice
         self._is_pipelined = num_stages > 1
         self.page_size, self.max_rows, self.windows = page_size, max_rows, windows
         self._lateness = lateness
@@ -132,12 +145,13 @@ class OracleDevice:
         for row, at, token in zip(plan.rows, plan.starts, plan.inputs, strict=False):
             if token != NO_INPUT:
                 self.tokens[row][at] = token
+        plan, drafted, work = self._propose(plan)
         spans = [(row, range(at, at + n)) for row, at, n in zip(plan.rows, plan.starts, plan.counts, strict=True)]
         assert all(len(span) for _, span in spans), "empty chunk"
         drafts = {draft.at: draft.tokens for draft in plan.drafts}
         for at, tokens in drafts.items():
             row, end = plan.rows[at], plan.starts[at] + plan.counts[at]
-            assert tokens and plan.samples[at] and row not in self.pooled and row not in self.beams, (
+            assert (tokens or drafted) and plan.samples[at] and row not in self.pooled and row not in self.beams, (
                 "drafts for nothing"
             )
             self.tokens[row].update(enumerate(tokens, end - len(tokens)))
@@ -166,7 +180,37 @@ class OracleDevice:
                     sampled[-1] += 1 + plan.step  # a token that the grammar does not allow
                 if not self._is_pipelined:
                     self.tokens[row][span[-1] + 1] = sampled[-1]
-        return StepResult(plan.step, sampled, vectors, candidates=candidates, late=late, runs=runs)
+        return StepResult(
+            plan.step, sampled, vectors, candidates=candidates, late=late, runs=runs, drafted=drafted, draft_work=work
+        )
+
+    def _propose(self, plan: StepPlan) -> tuple[StepPlan, list[int], DraftWork | None]:
+        """The plan with drafts that are right, wrong, right for a while, or not there, where it leaves them to a draft model."""
+        if not any(draft.tokens[0] == FROM_MODEL for draft in plan.drafts):
+            return plan, [], None
+        assert self._dice is not None
+        drafts, counts = [], plan.counts[:]
+        for draft in plan.drafts:
+            if draft.tokens[0] != FROM_MODEL:
+                drafts.append(draft)
+                continue
+            assert {*draft.tokens} == {FROM_MODEL} and draft.catch_up > 0, "it could never catch up"
+            row, start, tokens = plan.rows[draft.at], plan.starts[draft.at], []
+            for position in range(start, start + (len(draft.tokens) if self._dice.random() < 0.8 else 0)):
+                states = {(row, position): self.tokens[row][position]}
+                for layer in range(len(self.windows)):
+                    self._write(layer, states)
+                    states[row, position] = self._attend(layer, row, position, states[row, position])
+                is_right = self._dice.random() < 0.8
+                tokens.append(
+                    chosen(states[row, position], self.seeds[row]) if is_right else self._dice.randrange(VOCABULARY)
+                )
+                self.tokens[row][position + 1] = tokens[-1]
+            drafts.append(Draft(draft.at, tokens))
+            counts[draft.at] += len(tokens) - len(draft.tokens)
+        drafted = [len(draft.tokens) for draft in drafts]
+        work = DraftWork(max(drafted), sum(drafted), 0, 0, 1e-6 * max(drafted))
+        return msgspec.structs.replace(plan, counts=counts, drafts=drafts), drafted, work
 
     def _verify(
         self, row: int, span: range, draft: list[int], states: dict[tuple[int, int], int]

@@ -2,14 +2,16 @@
 
 import random
 
+import msgspec
 import pytest
 
-from octavo.messages import GenerateRequest, SamplingParams
+from octavo.messages import FROM_MODEL, GenerateRequest, SamplingParams
 from octavo.messages.speculation import SpeculationSettings
 from octavo.schedule.drafts import ngram, suffix
 from octavo.schedule.drafts.base import Offer
 from octavo.schedule.drafts.lengths import CostSpeculation
 from octavo.schedule.drafts.luck import Luck
+from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.ngram import NGramDrafter
 from octavo.schedule.drafts.suffix import Automaton, SuffixDrafter
 from octavo.schedule.request import Request
@@ -123,6 +125,9 @@ class Certain:
     def drafts(self, most: int) -> Offer:
         return Offer([5] * len(self._chances[:most]), self._chances[:most])
 
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+        pass
+
 
 def request_with(drafter: Certain | None, sequence: int = 0, prompt_len: int = 10) -> Request:
     params = SamplingParams(seed=0, max_tokens=100)
@@ -177,6 +182,89 @@ def test_the_likelier_row_drafts_more():
 def test_long_contexts_make_drafts_dearer():
     dear = StepCosts(0.003, 0.001, 0.0005, 0.0005, 0.0)
     assert lengths(dear, 1, Certain(*[0.5] * 9)) < lengths(CPU, 1, Certain(*[0.5] * 9))
+
+
+def by_model(chance: float, num_followed: int = 9, length: int = 10) -> ModelDrafter:
+    drafter = ModelDrafter()
+    drafter.state = (chance, 8, length, num_followed)
+    return drafter
+
+
+def depths(costs: StepCosts, num_rows: int, *drafters: ModelDrafter, room: int = 15, max_len: int = 0) -> list[int]:
+    rows = [(at, request_with(drafter, at)) for at, drafter in enumerate(drafters)]
+    settings = SpeculationSettings("draft_model", 8, model="small", max_len=max_len)
+    chosen = CostSpeculation(settings).choose(rows, StepShape(num_rows, 0, 10 * num_rows, 0), costs, room)
+    assert all({*draft.tokens} == {FROM_MODEL} for draft in chosen)
+    found = {draft.at: len(draft.tokens) for draft in chosen}
+    return [found.get(at, 0) for at in range(len(drafters))]
+
+
+WITH_MODEL = StepCosts(0.020, 0.001, 0.0005, 0.0, 0.0, draft=0.2)
+
+
+def test_depth_by_cost_and_luck():
+    """A pass costs 0.2 × (20 + 1) ms and its token 1 ms in the step, against 21 ms for a token: it pays from a chance of 0.28 on."""
+    assert depths(WITH_MODEL, 1, by_model(0.26)) == [0]
+    assert depths(WITH_MODEL, 1, by_model(0.3)) == [1]
+    assert depths(WITH_MODEL, 1, by_model(0.99)) == [8]
+    assert depths(WITH_MODEL, 1, by_model(0.8)) < depths(WITH_MODEL, 1, by_model(0.9))
+    assert depths(WITH_MODEL, 1, by_model(0.99), room=3) == [3]
+    assert depths(WITH_MODEL, 1, by_model(0.99), max_len=12) == [2], "the model cannot follow it further"
+    assert depths(WITH_MODEL, 1, by_model(0.99), max_len=5) == [0]
+    dear, unknown = (msgspec.structs.replace(WITH_MODEL, draft=share) for share in (0.9, 0.0))
+    assert depths(dear, 1, by_model(1.0)) == [0], "as dear as the steps that it saves"
+    assert depths(unknown, 1, by_model(1.0)) == [0]
+
+
+def test_rows_share_a_pass():
+    """One row of eight is not worth a pass; all of them are. At many rows, none is."""
+    assert depths(WITH_MODEL, 8, by_model(0.8)) == [0]
+    assert depths(WITH_MODEL, 8, *[by_model(0.8)] * 8, room=40) == [1] * 8
+    good, bad = depths(WITH_MODEL, 2, by_model(0.95), by_model(0.3))
+    assert bad < good
+    assert depths(WITH_MODEL, 64, *[by_model(1.0)] * 64, room=64) == [0] * 64
+    speculation = CostSpeculation(SpeculationSettings("draft_model", model="small"))
+    assert speculation.wants_drain(16, StepShape(4, 0, 0, 0), WITH_MODEL)
+    assert not speculation.wants_drain(16, StepShape(64, 0, 0, 0), WITH_MODEL)
+    assert not speculation.wants_drain(16, StepShape(4, 0, 0, 0), CPU), "what a pass costs is not known"
+
+
+def test_a_long_way_to_catch_up_has_to_pay():
+    """What it costs is shared by the drafts of the next steps, or by the few that a request has left."""
+    far = [(0, request_with(by_model(0.35, 0, 600), prompt_len=600))]
+    near = [(0, request_with(by_model(0.35, 599, 600), prompt_len=600))]
+    speculation = CostSpeculation(SpeculationSettings("draft_model", model="small"))
+    shape = StepShape(1, 0, 600, 0)
+    assert speculation.choose(near, shape, WITH_MODEL, 15) and not speculation.choose(far, shape, WITH_MODEL, 15)
+    cached = request_with(by_model(0.35, 0, 600), prompt_len=600)
+    cached.num_cached = 590
+    assert speculation.choose([(0, cached)], shape, WITH_MODEL, 15), "the prefix was computed by both"
+    lucky = request_with(by_model(0.9, 0, 600), prompt_len=600)
+    assert speculation.choose([(0, lucky)], shape, WITH_MODEL, 15)
+    lucky.max_len = 604
+    assert not speculation.choose([(0, lucky)], shape, WITH_MODEL, 15)
+
+
+def test_a_models_luck():
+    drafter = ModelDrafter()
+    drafter.learn([1] * 10)
+    first = drafter.chance
+    for length in range(20, 120, 5):
+        drafter.verified(length, 4, 4)
+    assert drafter.chance > 0.95 and drafter.num_followed == 114
+    for length in range(120, 220):
+        drafter.verified(length, 4, 0)
+    low = drafter.chance
+    assert low < 0.05
+    drafter.verified(221, 0, 0)
+    assert drafter.chance == low and drafter.num_followed == 218, "it was asked, and had no draft"
+    drafter.learn([1] * 222)
+    assert low < drafter.chance < low + 0.02
+    drafter.learn([1] * 1222)
+    assert first - 0.01 < drafter.chance < first, "what was long ago is forgotten"
+    other = ModelDrafter()
+    other.state = drafter.state
+    assert other.state == drafter.state and other.drafts(2) == Offer([FROM_MODEL] * 2, [drafter.chance] * 2)
 
 
 def test_who_drafts():

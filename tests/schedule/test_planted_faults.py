@@ -296,6 +296,17 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "self.cache.extend(request.sequence, start - 1, start + len(tokens))",
         "self.cache.extend(request.sequence, start + self.cache.page_size, start + len(tokens))",
     ),
+    "pages of a draft that was not proposed are kept": (
+        SCHEDULER,
+        "len(run) <= num_planned",
+        "len(run) <= num_drafted",
+    ),
+    "a draft that was not proposed counts as drafted": (
+        SCHEDULER,
+        "num_drafted = next(arrived.drafted, num_planned)",
+        "num_drafted = next(arrived.drafted, num_planned) and num_planned - 1",
+    ),
+    "a draft model may not catch up": (SCHEDULER, "return max(MIN_PROMPT_TOKENS, total // num_drafts)", "return 0"),
     "the policy does not say who leaves": (ROWS, 'attrgetter("order")', 'attrgetter("sequence")'),
     "an eviction is not told": (
         POOL,

@@ -173,7 +173,18 @@ def test_drafts_change_no_token(has_windows):
         except BaseException:
             print(f"workload seed {seed}")
             raise
-    for what in ("accepted", "rejected", "cut", "given_back", "sat_out", "preemptions", "swaps", "forks", "aborts"):
+    for what in (
+        "accepted",
+        "rejected",
+        "cut",
+        "given_back",
+        "unproposed",
+        "sat_out",
+        "preemptions",
+        "swaps",
+        "forks",
+        "aborts",
+    ):
         assert total[what] > 100, (what, total)
     assert total["lost"] > 5, total
 

@@ -65,6 +65,7 @@ class Tally:
     accepted: int = 0  # … and counted
     rejected: int = 0
     cut: int = 0  # runs in which a token ended the request before the run was over
+    unproposed: int = 0  # drafts for which the draft model had no token
     lost: int = 0  # drafts in flight when their request was preempted
     given_back: int = 0  # pages of drafts that were not accepted
     sat_out: int = 0  # plans that a row with a draft in flight sat out
@@ -154,7 +155,9 @@ class Workload:
             eviction="adaptive" if self.seed % 2 else "lru",
         )  # fmt: skip
         policy = POLICIES[self.policy]
-        speculation = DiceSpeculation(random.Random(self.seed + 10**10), self.windows) if self.has_drafts else None
+        speculation = None
+        if self.has_drafts:
+            speculation = DiceSpeculation(random.Random(self.seed + 10**10), self.windows, self.seed % 2 > 0)
         self.scheduler = self.scheduler_type(
             self.cache,
             self.rows,
@@ -171,7 +174,9 @@ class Workload:
         if self.seed % 4 < 3:
             self.cache.watch_pages()
         lateness = random.Random(self.seed + 6 * 10**9) if self.has_late else None
-        self.device = OracleDevice(self.page_size, self.rows, self.windows, lateness, self.num_stages)
+        self.device = OracleDevice(
+            self.page_size, self.rows, self.windows, lateness, self.num_stages, random.Random(self.seed + 13 * 10**9)
+        )
         self.ready: set[str] = set()  # grammars, where steps are computed
         self.compiling: deque[str] = deque()  # one after the other
         if self.has_grammars:
@@ -577,7 +582,9 @@ class Workload:
             return
         taken = {(delta.request_id, delta.index): len(delta.token_ids) for delta in committed.deltas}
         self.tally.accepted += sum(run - 1 for run in result.runs)
-        self.tally.rejected += sum(len(draft.tokens) + 1 for draft in plan.drafts) - sum(result.runs)
+        counts = result.drafted or [len(draft.tokens) for draft in plan.drafts]
+        self.tally.unproposed += sum(count == 0 for count in counts)
+        self.tally.rejected += sum(count + 1 for count in counts) - sum(result.runs)
         self.tally.cut += sum(taken.values()) < len(result.tokens) and not result.late
         self.tally.given_back += max(0, num_used - self.cache.pool.num_used) if not committed.ended else 0
 

@@ -2,11 +2,12 @@
 
 import json
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from octavo.config import Config, replace
 from octavo.executor.base import Executor
@@ -71,6 +72,17 @@ def write_tiny_llama(
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return local(folder)
+
+
+def disturbed(source: ModelSource, folder: Path, noise: float) -> Path:
+    """A copy of the model in which every weight is a little different."""
+    shutil.copytree(source.path, folder)
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensors[name] = tensor + noise * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def tiny_config(**values: object) -> Config:

@@ -150,10 +150,12 @@ class EngineMetrics(StepObserver):
 
     def _count_drafts(self, committed: Committed) -> None:
         accepted = self._accepted_by_position
-        for draft, run in zip(committed.plan.drafts, committed.result.runs, strict=True):
-            self._num_drafts += 1
-            self.draft_tokens += len(draft.tokens)
-            accepted += [0] * (len(draft.tokens) - len(accepted))
+        drafts, result = committed.plan.drafts, committed.result
+        counts = result.drafted or [len(draft.tokens) for draft in drafts]
+        for num_tokens, run in zip(counts, result.runs, strict=True):
+            self._num_drafts += num_tokens > 0
+            self.draft_tokens += num_tokens
+            accepted += [0] * (num_tokens - len(accepted))
             for position in range(run - 1):
                 accepted[position] += 1
 
@@ -342,6 +344,7 @@ class EngineMetrics(StepObserver):
             [({"position": str(at)}, count) for at, count in enumerate(self._accepted_by_position)],
         )
         costs = {} if self._costs is None else msgspec.structs.asdict(self._costs)
+        costs.pop("draft", None)  # no seconds
         scrape.gauge(
             "octavo:step_cost_seconds",
             "Measured cost of a step by part: a step, a row, a further token of a row, a position before a row's one token, and one "

@@ -18,13 +18,18 @@ class Offer(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes tokens for one request. What it proposes follows from the request's tokens alone, so a replay proposes the same."""
+    """Proposes tokens for one request. What it proposes follows from the request's tokens and from what counted of earlier drafts, both
+    of which are on record: a replay proposes the same."""
 
     def learn(self, tokens: Sequence[int]) -> None:
         """`tokens`: all of the request, prompt and output. Those that were passed before are not looked at again."""
 
     def drafts(self, most: int) -> Offer:
         """At most `most` tokens that may follow those learned; none if it has no idea."""
+
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+        """Of so many drafted tokens the first `num_right` came, which made the request `num_tokens` long. `num_drafted` 0: it was asked
+        for a draft and had none."""
 
 
 class Speculation(Protocol):

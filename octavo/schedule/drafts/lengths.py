@@ -3,9 +3,10 @@
 import heapq
 from collections.abc import Sequence
 
-from octavo.messages import Draft
+from octavo.messages import FROM_MODEL, Draft
 from octavo.messages.speculation import SpeculationSettings
 from octavo.schedule.drafts.base import Drafter, Offer
+from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.ngram import NGramDrafter
 from octavo.schedule.drafts.suffix import SuffixDrafter
 from octavo.schedule.request import Request
@@ -15,6 +16,8 @@ MARGIN = 1.1
 """A drafted token must bring so many times the tokens per second that the step has without it: chances and costs are estimates."""
 LEAST_COST = 0.02
 """… and costs at least this share of a step's constant part, whatever was measured."""
+SHARED_BY = 32
+"""Steps that share what it costs a draft model to catch up with a row, if the row has as many left."""
 DRAIN_EVERY = 16
 """Where drafts could pay, one step in so many is committed before the next is planned, so that the next may have drafts. If it has, it
 is too."""
@@ -35,6 +38,8 @@ class CostSpeculation:
 
     def _drafter(self, prompt_len: int, prediction: Sequence[int]) -> Drafter:
         settings = self.settings
+        if settings.model and not prediction:  # which says more than a model can
+            return ModelDrafter()
         if settings.method == "suffix":
             return SuffixDrafter(prompt_len, prediction)
         return NGramDrafter(prompt_len, prediction, settings.prompt_lookup_min, settings.prompt_lookup_max)
@@ -44,27 +49,120 @@ class CostSpeculation:
     ) -> list[Draft]:
         if self.settings.is_adaptive and (costs is None or not _could_pay(shape, costs)):
             return []
-        offers: list[tuple[int, Request, Offer]] = []
+        offers: list[_Offered] = []
         for at, request in rows:
             assert request.drafter is not None
             request.drafter.learn(request.tokens)
-            offer = request.drafter.drafts(min(room, self.settings.most, request.max_len - len(request.tokens) - 1))
+            num_tokens = len(request.tokens)
+            most = min(room, self.settings.most, request.max_len - num_tokens - 1)
+            if self.settings.max_len and isinstance(request.drafter, ModelDrafter):
+                most = min(most, max(0, self.settings.max_len - num_tokens))
+            offer = request.drafter.drafts(most)
             if offer.tokens:
-                offers.append((at, request, offer))
+                offers.append(_Offered(at, request, offer))
         if not offers:
             return []
         if self.settings.is_adaptive and costs is not None:
-            lengths = _lengths(offers, shape, costs, room)
+            step = _Step(costs, float(shape.rows), costs.seconds(shape), room)
+            step.add_text([each for each in offers if each.offer.tokens[0] != FROM_MODEL])
+            step.add_passes([each for each in offers if each.offer.tokens[0] == FROM_MODEL])
         else:
-            lengths = _as_many_as_can_be(offers, room)
-        return [
-            Draft(at, offer.tokens[:length]) for (at, _, offer), length in zip(offers, lengths, strict=True) if length
-        ]
+            _take_all(offers, room)
+        return [Draft(each.at, each.offer.tokens[: each.length]) for each in offers if each.length]
 
     def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
         if num_steps % DRAIN_EVERY:
             return False
-        return not self.settings.is_adaptive or (costs is not None and _could_pay(shape, costs))
+        if not self.settings.is_adaptive or costs is None:
+            return not self.settings.is_adaptive
+        if not self.settings.model:
+            return _could_pay(shape, costs)
+        # A pass for all rows, and a token of each that is certain to count.
+        seconds, position = costs.seconds(shape), shape.context // max(shape.rows, 1)
+        return costs.draft > 0 and seconds > MARGIN * (costs.draft * seconds + shape.rows * _cost(costs, position))
+
+
+class _Offered:
+    """What was offered for a row, and how much of it is verified."""
+
+    __slots__ = ("at", "length", "offer", "request")
+
+    def __init__(self, at: int, request: Request, offer: Offer) -> None:
+        self.at, self.request, self.offer, self.length = at, request, offer, 0
+
+
+class _Step:
+    """A step as drafts are added to it: tokens that it is expected to bring, the seconds that it takes, and room for drafted tokens."""
+
+    def __init__(self, costs: StepCosts, tokens: float, seconds: float, room: int) -> None:
+        self._costs, self._tokens, self._seconds, self._room = costs, tokens, seconds, room
+
+    @property
+    def _least(self) -> float:
+        """Tokens per second that anything that is added must bring."""
+        return MARGIN * self._tokens / self._seconds
+
+    def _add(self, gain: float, cost: float, count: int) -> None:
+        self._tokens, self._seconds, self._room = self._tokens + gain, self._seconds + cost, self._room - count
+
+    def add_text(self, offers: Sequence[_Offered]) -> None:
+        """As much of each offer as pays: tokens are added, the best for its cost first, while each brings more per second than the step
+        has."""
+        costs = self._costs
+        # (−expected tokens per second, number of the offer, chance that it and all before it count, its cost)
+        heap: list[tuple[float, int, float, float]] = []
+        for number, offered in enumerate(offers):
+            chance, cost = offered.offer.chances[0], _cost(costs, offered.request.computed)
+            heap.append((-chance / cost, number, chance, cost))
+        heapq.heapify(heap)
+        while heap and self._room:
+            worth, number, chance, cost = heap[0]
+            if -worth <= self._least:
+                break
+            self._add(chance, cost, 1)
+            offered = offers[number]
+            offered.length += 1
+            if offered.length == len(offered.offer.tokens):
+                heapq.heappop(heap)
+                continue
+            chance *= offered.offer.chances[offered.length]
+            cost = _cost(costs, offered.request.computed + offered.length)
+            heapq.heapreplace(heap, (-chance / cost, number, chance, cost))
+
+    def add_passes(self, offers: Sequence[_Offered]) -> None:
+        """As much as a draft model should propose. It goes on pass by pass, each of which costs something for itself: a pass is added if all
+        the rows that are worth it bring more per second, with its cost, than the step has."""
+        costs = self._costs
+        if not costs.draft:  # what a pass costs is not known
+            return
+        going = [(1.0, offered) for offered in offers]  # and the chance that all of its tokens so far count
+        while going and self._room:
+            found: list[tuple[float, float, _Offered]] = []  # (chance, cost, offer)
+            for so_far, offered in going:
+                depth, offer, request = offered.length, offered.offer, offered.request
+                if depth == len(offer.tokens):
+                    continue
+                chance, position = so_far * offer.chances[depth], request.computed + depth
+                cost = _cost(costs, position) + costs.draft * (costs.row + costs.context * position)
+                if not depth:
+                    cost += _behind(request, costs)
+                if chance > self._least * cost:
+                    found.append((chance, cost, offered))
+            found.sort(key=lambda each: -each[0] / each[1])
+            del found[self._room :]
+            gain, cost = sum(each[0] for each in found), costs.draft * costs.step + sum(each[1] for each in found)
+            if gain <= self._least * cost:
+                return
+            self._add(gain, cost, len(found))
+            for _, _, offered in found:
+                offered.length += 1
+            going = [(chance, offered) for chance, _, offered in found]
+
+
+def _could_pay(shape: StepShape, costs: StepCosts) -> bool:
+    """Whether a token that is certain to count, and costs nothing to propose, would pay, at the average length of the rows."""
+    position = shape.context // max(shape.rows, 1)
+    return costs.seconds(shape) > MARGIN * shape.rows * _cost(costs, position)
 
 
 def _cost(costs: StepCosts, position: int) -> float:
@@ -72,42 +170,19 @@ def _cost(costs: StepCosts, position: int) -> float:
     return max(costs.row + costs.context * position, LEAST_COST * costs.step)
 
 
-def _could_pay(shape: StepShape, costs: StepCosts) -> bool:
-    """Whether a token that is certain to count would pay, at the average length of the rows."""
-    position = shape.context // max(shape.rows, 1)
-    return costs.seconds(shape) > MARGIN * shape.rows * _cost(costs, position)
+def _behind(request: Request, costs: StepCosts) -> float:
+    """Seconds of what the draft model has not computed of a row, for each of the drafts that will share them. What came from the prefix
+    cache the model has most likely computed, too."""
+    assert isinstance(request.drafter, ModelDrafter)
+    start = max(request.drafter.num_followed, request.num_cached, 0)
+    count = request.computed - 1 - start  # before the row's own token, which every draft computes
+    if count <= 1:
+        return 0.0
+    num_steps = max(1, min(SHARED_BY, request.max_len - len(request.tokens)))
+    return costs.draft * costs.chunk_seconds(start, count) / num_steps
 
 
-def _lengths(offers: Sequence[tuple[int, Request, Offer]], shape: StepShape, costs: StepCosts, room: int) -> list[int]:
-    """How much of each offer pays: tokens are added, the best for its cost first, while each brings more per second than the step has."""
-    tokens, seconds = float(shape.rows), costs.seconds(shape)
-    lengths = [0] * len(offers)
-    # (−expected tokens per second, number of the offer, chance that it and all before it count, its cost)
-    heap: list[tuple[float, int, float, float]] = []
-    for number, (_, request, offer) in enumerate(offers):
-        cost = _cost(costs, request.computed)
-        heap.append((-offer.chances[0] / cost, number, offer.chances[0], cost))
-    heapq.heapify(heap)
-    while heap and room:
-        worth, number, chance, cost = heap[0]
-        if -worth <= MARGIN * tokens / seconds:
-            break
-        tokens, seconds, room = tokens + chance, seconds + cost, room - 1
-        lengths[number] += 1
-        _, request, offer = offers[number]
-        at = lengths[number]
-        if at == len(offer.tokens):
-            heapq.heappop(heap)
-            continue
-        chance *= offer.chances[at]
-        cost = _cost(costs, request.computed + at)
-        heapq.heapreplace(heap, (-chance / cost, number, chance, cost))
-    return lengths
-
-
-def _as_many_as_can_be(offers: Sequence[tuple[int, Request, Offer]], room: int) -> list[int]:
-    lengths = []
-    for _, _, offer in offers:
-        lengths.append(min(len(offer.tokens), room))
-        room -= lengths[-1]
-    return lengths
+def _take_all(offers: Sequence[_Offered], room: int) -> None:
+    for offered in offers:
+        offered.length = min(len(offered.offer.tokens), room)
+        room -= offered.length

@@ -125,6 +125,9 @@ class SuffixDrafter:
                 place += 1
         return Offer(tokens, chances)
 
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+        """Nothing to note: every token tells what its match was worth, drafted or not."""
+
     def _add(self, token: int) -> None:
         following, is_first = self._next, not self._match
         if following >= 0:

@@ -18,6 +18,11 @@ MAX_RANK = 256
 MAX_PAIRS = 20_000  # of an adapter: more than any model has matrices
 
 
+def padded_rank(rank: int) -> int:
+    """Ranks are held as whole panels of 16."""
+    return -(-rank // 16) * 16
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """The two matrices of one module: A [rank, in], B [out, rank]."""
@@ -29,8 +34,8 @@ class Pair:
 
     @property
     def num_weights(self) -> int:
-        """Numbers that are held in memory for it: ranks are padded to whole panels of 16."""
-        return -(-self.rank // 16) * 16 * (self.in_features + self.out_features)
+        """Numbers that are held in memory for it."""
+        return padded_rank(self.rank) * (self.in_features + self.out_features)
 
 
 class AdapterFile(ABC):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
 from octavo.weights.adapters.adapter_file import AdapterFile, Pair
-from octavo.weights.formats.safetensors_files import Entry, read_entries, read_tensor
+from octavo.weights.formats.safetensors_files import Entry, TensorFile, read_entries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,7 @@ class PeftAdapter(AdapterFile):
         self._config = config = _read_config(path)
         _check_config(path, config)
         self._file = path / WEIGHTS
+        self._open: TensorFile | None = None  # from the first matrix on
         if not self._file.is_file():
             raise ConfigError(_no_weights(path))
         entries = read_entries(self._file)
@@ -67,7 +68,9 @@ class PeftAdapter(AdapterFile):
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         sides = self._tensors[name]
-        return read_tensor(self._file, sides["A"]), read_tensor(self._file, sides["B"])
+        if self._open is None:
+            self._open = TensorFile(self._file)
+        return self._open[sides["A"]], self._open[sides["B"]]
 
     def _pair(self, module: str, entries: dict[str, Entry]) -> Pair:
         sides = self._tensors[module]

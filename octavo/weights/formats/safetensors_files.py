@@ -212,9 +212,14 @@ def read_entries(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def read_tensor(path: Path, name: str) -> torch.Tensor:
-    with _opened(path, "pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
+class TensorFile:
+    """One file that stays open while its tensors are read one by one: to open it takes longer than to read a small one."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _opened(path, "pt")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
         return tensor
 
 

@@ -39,6 +39,8 @@ class Settings:
     """The native CPU kernels multiply packed weights in float32, as if they had been decoded."""
     adapts: bool = False
     """Adapters may change the products (--enable-lora)."""
+    around: "Callable[[HeldWeight, WeightRequest], HeldWeight] | None" = None
+    """A method around those of products: with adapters on a GPU (triton_adapters.py)."""
     has_triton: bool = False
     """Triton kernels run on this device, even where the ops are torch's: those of experts take float32 too."""
 

@@ -23,6 +23,7 @@ from octavo.weights.methods.base import (
     RequestKind,
     Settings,
     TableMethod,
+    Use,
     WeightRequest,
 )
 
@@ -57,7 +58,8 @@ class Methods:
         """Those of the picked methods. A type that one of them holds packed and another decodes is in here, too."""
 
     def linear(self, request: WeightRequest) -> HeldWeight:
-        return self._held(_linear, request)
+        held, around = self._held(_linear, request), self.settings.around
+        return held if around is None or request.use is not Use.PRODUCT else around(held, request)
 
     def table(self, request: WeightRequest) -> HeldTable:
         return self._held(_table, request)

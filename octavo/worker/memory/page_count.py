@@ -96,7 +96,9 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         can_generate=first.can_generate,
         num_labels=first.num_labels,
         num_stages=1 + max(report.stage for report in reports),
-        adapter_bytes=first.adapter_bytes,
+        # What each rank can have: an adapter is on all of them.
+        adapter_bytes=min(report.adapter_bytes for report in reports) * len(reports),
+        draft_len=first.draft_len,
     )
 
 

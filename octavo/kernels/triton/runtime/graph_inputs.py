@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.gemm.adapters import BLOCK_FIELDS
+
 _PAGES_AT_ONCE = 512
 _CELLS_AT_ONCE = 256
 
@@ -74,6 +76,19 @@ def _receive(
     tl.store(slot, (which + 1) % SLOTS)
 
 
+@triton.jit(do_not_specialize=["num_rows", "max_rows"])
+def _receive_adapters(
+    order_slots, block_slots, slot, order, blocks, num_rows, max_rows, FIELDS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    which = (tl.load(slot) + SLOTS - 1) % SLOTS  # receive() has moved it on
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    source = order_slots + which * max_rows
+    tl.store(order + at, tl.load(source + at, mask=at < num_rows, other=0), mask=at < num_rows)
+    source = block_slots + which * max_rows * FIELDS
+    is_field = at < num_rows * FIELDS
+    tl.store(blocks + at, tl.load(source + at, mask=is_field, other=0), mask=is_field)
+
+
 @triton.jit
 def _gather(
     rows, lens, tokens, pages, input_ids, positions, slots, seq_lens, page_table, tokens_width, pages_width, out_width,
@@ -121,6 +136,20 @@ def receive(
     _receive[(1,)](
         input_slots, slot, rows, lens, prefix_len, pages, rows.shape[0], input_slots.shape[1], layout.max_rows, layout.max_changes,
         SLOTS=NUM_SLOTS, BLOCK=_CELLS_AT_ONCE, num_warps=4,
+    )  # fmt: skip
+
+
+def receive_adapters(
+    order_slots: torch.Tensor,  # [NUM_SLOTS, max_rows] int32, pinned
+    block_slots: torch.Tensor,  # [NUM_SLOTS, max_rows, BLOCK_FIELDS] int64, pinned
+    slot: torch.Tensor,  # [1] int32, as left by receive()
+    order: torch.Tensor,  # [B] int32; this and the following are filled
+    blocks: torch.Tensor,  # [B, BLOCK_FIELDS] int64
+) -> None:
+    """Copy which rows have which adapter (gemm/adapters.py)."""
+    _receive_adapters[(-(-blocks.numel() // _CELLS_AT_ONCE),)](
+        order_slots, block_slots, slot, order, blocks, blocks.shape[0], block_slots.shape[1],
+        FIELDS=BLOCK_FIELDS, SLOTS=NUM_SLOTS, BLOCK=_CELLS_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
 

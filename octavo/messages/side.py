@@ -1,0 +1,46 @@
+"""Messages to ranks that must not wait for a step. They have a pipe of their own, beside that of the plans."""
+
+import msgspec
+
+from octavo.messages.requests import AdapterRef
+
+
+class PrepareGrammar(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Compile a grammar, and drop others."""
+
+    number: int
+    grammar: str
+    forgets: list[str]
+
+
+class CheckAdapter(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Check an adapter's files against the model, without its numbers."""
+
+    number: int
+    adapter: AdapterRef
+
+
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Read this rank's share of an adapter into memory."""
+
+    number: int
+    adapter: AdapterRef
+
+
+class ForgetAdapters(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Free adapters, once for each time that they were read."""
+
+    number: int
+    ids: list[str]
+
+
+SideMessage = PrepareGrammar | CheckAdapter | ReadAdapter | ForgetAdapters
+
+
+class SideReply(msgspec.Struct, frozen=True, gc=False):
+    """A rank has done what the message with this number asked for."""
+
+    number: int
+    error: str = ""  # why it could not
+    id: str = ""  # of an adapter that was read
+    num_bytes: int = 0  # that it takes on this rank

@@ -1,0 +1,216 @@
+"""DraftModel: a smaller model of the same vocabulary that proposes the tokens which a step verifies (decision 048).
+
+It reads the token table and the page tables of the model that it drafts for, and has pages of its own with the same numbers. So what the
+scheduler does to a request's pages (shares, copies, swaps, gives back) is done to both. The draft model does not run in every step: it computes
+a row's tokens when it is asked for a draft, from the first on that it lacks. For each page it is known how many of its tokens the draft
+model has; a prefix that it has computed for one request is there for the next.
+
+A wrong key or value in its pages would cost a draft, and never a token: drafts are verified."""
+
+import time
+
+import msgspec
+import numpy as np
+import torch
+
+from octavo.kernels.cpu.native import Native
+from octavo.layers.model import DecoderModel
+from octavo.messages import FROM_MODEL, Draft, DraftWork, PageMove, StepPlan
+from octavo.sampling.sampler import sample
+from octavo.sampling.state import Ints
+from octavo.worker.assemble import Columns, assemble
+from octavo.worker.cpu_steps import CpuSteps
+from octavo.worker.pages import Pages
+from octavo.worker.rows import RowState
+from octavo.worker.staging import Staging
+
+_UNKNOWN = -1
+
+
+class FilledPages:
+    """How much of each page, and of each row, the draft model has computed.
+
+    Of a page: so many of its first slots. The count is cut where the other model writes, and grows as the draft model does. Slots behind the
+    last token that counts may be counted although a draft was wrong: the next token that is written there cuts them off before they are
+    used."""
+
+    def __init__(self, rows: RowState, num_rows: int, num_pages: int, num_host_pages: int) -> None:
+        self._rows, self._page_size = rows, rows.page_size
+        self.of_page = np.zeros(num_pages, dtype=np.int32)  # slots
+        self._of_host_page = np.zeros(max(1, num_host_pages), dtype=np.int32)
+        self._of_row = np.full(num_rows, _UNKNOWN, dtype=np.int64)  # tokens; _UNKNOWN: its pages tell
+
+    def move(self, moves: list[PageMove]) -> None:
+        for move in moves:
+            source = self._of_host_page if move.kind == "in" else self.of_page
+            target = self._of_host_page if move.kind == "out" else self.of_page
+            target[move.target] = source[move.source]
+
+    def forget(self, pages: list[int]) -> None:
+        """These pages get content that the draft model has not computed."""
+        self.of_page[pages] = 0
+
+    def written(self, plan: StepPlan) -> None:
+        """The other model computes the positions of this plan. Its rows must have their pages already."""
+        for entering in plan.enters:
+            self._of_row[entering.row] = _UNKNOWN
+        if not plan.rows:
+            return
+        rows, starts = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+        counts = np.array(plan.counts, dtype=np.int64)
+        table, page_size = self._rows.page_table, self._page_size
+        first = starts // page_size
+        pages = table[rows, first]
+        self.of_page[pages] = np.minimum(self.of_page[pages], starts - first * page_size)
+        last = (starts + counts - 1) // page_size
+        for at in (last > first).nonzero()[0].tolist():
+            self.of_page[table[rows[at], first[at] + 1 : last[at] + 1]] = 0
+        self._of_row[rows] = np.minimum(self._of_row[rows], starts)
+
+    def of_row(self, row: int, length: int) -> int:
+        """How many of the row's first `length` tokens the draft model has computed."""
+        known = int(self._of_row[row])
+        if known == _UNKNOWN:
+            filled = self.of_page[self._rows.page_table[row, : -(-length // self._page_size)]]
+            short = (filled < self._page_size).nonzero()[0]
+            known = length if not len(short) else int(short[0]) * self._page_size + int(filled[short[0]])
+        self._of_row[row] = known = min(known, length)
+        return known
+
+    def computed(self, row: int, end: int) -> None:
+        """The draft model has computed the row's tokens before `end`."""
+        page_size = self._page_size
+        first, last = int(self._of_row[row]) // page_size, (end - 1) // page_size
+        pages = self._rows.page_table[row, first : last + 1]
+        self.of_page[pages] = page_size
+        self.of_page[pages[-1]] = end - last * page_size
+        self._of_row[row] = end
+
+
+class DraftModel:
+    def __init__(
+        self,
+        model: DecoderModel,
+        steps: CpuSteps | None,
+        native: Native | None,
+        pages: Pages,
+        rows: RowState,
+        staging: Staging,
+        filled: FilledPages,
+        vocab_size: int,
+        max_tokens: int,
+    ) -> None:
+        """`steps`: None: its passes run operation by operation. `rows`, `vocab_size`: of the model that it drafts for. `max_tokens`: of a
+        pass."""
+        self.pages, self.filled = pages, filled
+        self._model, self._steps, self._native = model, steps, native
+        self._rows, self._staging = rows, staging
+        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+
+    def move(self, moves: list[PageMove]) -> None:
+        """Before the step's other work, as the other model's pages."""
+        self.pages.move(moves)
+        self.filled.move(moves)
+
+    def propose(self, plan: StepPlan) -> tuple[StepPlan, DraftWork | None]:
+        """→ the plan with tokens in all of its drafts. A draft that has none has not caught up with its row. None: it has nothing to
+        propose. `rows` must be updated with the plan already."""
+        self.filled.written(plan)
+        wanted = [draft for draft in plan.drafts if draft.tokens[0] == FROM_MODEL]
+        if not wanted:
+            return plan, None
+        started = time.perf_counter()
+        proposed = _Proposal(self, plan, wanted)
+        work = DraftWork(
+            proposed.num_passes,
+            proposed.num_tokens,
+            proposed.context,
+            proposed.num_caught_up,
+            time.perf_counter() - started,
+        )
+        counts, drafts = plan.counts[:], {draft.at: draft for draft in plan.drafts}
+        for draft, tokens in zip(wanted, proposed.tokens, strict=True):
+            counts[draft.at] -= len(draft.tokens) - len(tokens)
+            drafts[draft.at] = Draft(draft.at, tokens)
+        return msgspec.structs.replace(plan, counts=counts, drafts=list(drafts.values())), work
+
+    def behind(self, plan: StepPlan, drafts: list[Draft]) -> tuple[list[int], list[int]]:
+        """(tokens that the draft model has of each row with one of these drafts, before the row's last; how many of the missing ones it
+        may compute now)."""
+        have, more = [], []
+        left = self._max_tokens - len(drafts)
+        for draft in drafts:
+            start = plan.starts[draft.at]
+            have.append(self.filled.of_row(plan.rows[draft.at], start))
+            more.append(min(start - have[-1], draft.catch_up, left))
+            left -= more[-1]
+        return have, more
+
+    def compute(self, columns: Columns) -> list[int]:
+        """One pass → a token for each sampling row, by the row's own seed and parameters: what the other model would sample if it had
+        these logits. The token table gets them, too."""
+        assembled = assemble(columns, self._rows, self._staging)
+        batch = assembled.batch
+        if self._steps is not None:
+            logits = self._steps.run(batch)
+        else:
+            hidden = self._model.forward(batch, None)
+            logits = self._model.logits(hidden.index_select(0, batch.sample_at)) if len(batch.sample_at) else hidden[:0]
+        if not len(batch.sample_at):
+            return []
+        rows, lens = assembled.sample_rows, assembled.sample_lens
+        logits = _fitted(logits, self._vocab_size)
+        tokens = sample(logits, self._rows.tokens, self._rows.sampling, rows, lens, native=self._native)
+        self._rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
+        found: list[int] = tokens.tolist()
+        return found
+
+
+class _Proposal:
+    """The passes of one step."""
+
+    def __init__(self, model: DraftModel, plan: StepPlan, drafts: list[Draft]) -> None:
+        self.num_passes = self.num_tokens = self.context = self.num_caught_up = 0
+        self.tokens: list[list[int]] = [[] for _ in drafts]
+        self._model, self._rows = model, [plan.rows[draft.at] for draft in drafts]
+        ends = [plan.starts[draft.at] for draft in drafts]  # position of each row's next input
+        wanted = [len(draft.tokens) for draft in drafts]
+        have, more = model.behind(plan, drafts)
+        self.num_caught_up = sum(more)
+        has_all = [start + count == end for start, count, end in zip(have, more, ends, strict=True)]
+        own = [int(each) for each in has_all]  # its own last token, behind all that were missing
+        going = [at for at in range(len(ends)) if more[at] or own[at]]
+        self._compute(going, have, [a + b for a, b in zip(more, own, strict=True)], has_all)
+        going = [at for at in going if has_all[at]]
+        while going := [at for at in going if len(self.tokens[at]) < wanted[at]]:
+            starts = [end + len(tokens) for end, tokens in zip(ends, self.tokens, strict=True)]
+            self._compute(going, starts, [1] * len(ends), has_all)
+
+    def _compute(self, going: list[int], starts: list[int], counts: list[int], samples: list[bool]) -> None:
+        """Compute these rows from `starts` on, and sample behind those that have all of their tokens."""
+        if not going:
+            return
+        rows = [self._rows[at] for at in going]
+        of_rows, of_starts, of_counts = (
+            np.array(column, dtype=np.int64)
+            for column in (rows, [starts[at] for at in going], [counts[at] for at in going])
+        )
+        ends: Ints = of_starts + of_counts
+        sampling = [at for at in going if samples[at]]
+        columns = Columns(of_rows, of_counts, ends, np.array([samples[at] for at in going], dtype=np.bool_))
+        for at, token in zip(sampling, self._model.compute(columns), strict=True):
+            self.tokens[at].append(token)
+        for row, end in zip(rows, ends.tolist(), strict=True):
+            self._model.filled.computed(row, end)
+        self.num_passes += 1
+        self.num_tokens += int(of_counts.sum())
+        self.context += int((of_starts * of_counts).sum())
+
+
+def _fitted(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[S, Vd] → [S, V]: models of one vocabulary may be padded to different sizes."""
+    if logits.shape[1] >= vocab_size:
+        return logits[:, :vocab_size]
+    fitted = logits.new_full((len(logits), vocab_size), -torch.inf)
+    fitted[:, : logits.shape[1]] = logits
+    return fitted

@@ -1,0 +1,46 @@
+"""Adapters in the memory of a CPU with native kernels."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from octavo.batch import Batch
+from octavo.kernels.cpu.adapters import AdapterPart, AdapterRows, NativeAdapter
+from octavo.kernels.cpu.library import Threads
+from octavo.kernels.cpu.native import Native
+from octavo.layers.linear import Linear
+from octavo.weights.methods.cpu_native import NativeWeight
+from octavo.worker.staging import Staging
+
+
+class NativeHolder:
+    """An AdapterHolder of NativeAdapters."""
+
+    def __init__(self, native: Native, dtype: torch.dtype) -> None:
+        """`dtype`: in which adapters are held, float32 or bfloat16."""
+        self._native, self._dtype = native, dtype
+        self._threads = Threads(1)  # to pack with: a step has the others
+
+    @property
+    def itemsize(self) -> int:
+        return self._dtype.itemsize
+
+    def site_of(self, linear: Linear) -> int | None:
+        weight = linear.weight
+        return weight.site if isinstance(weight, NativeWeight) and weight.site >= 0 else None
+
+    def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> NativeAdapter:
+        return NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype)
+
+    def release(self, adapter: NativeAdapter) -> None:
+        """Its memory is free when nothing refers to it."""
+
+    def begin(self, adapters: Sequence[NativeAdapter], batch: Batch, staging: Staging) -> None:
+        assert batch.adapter_of is not None
+        self._native.set_adapters(AdapterRows(adapters, batch.adapter_of))
+
+    def end(self) -> None:
+        self._native.set_adapters(None)
+
+    def warm_up(self) -> None:
+        """Nothing is compiled."""

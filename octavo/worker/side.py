@@ -1,0 +1,72 @@
+"""What a rank does beside its steps: it compiles grammars, and reads and frees adapters, while plans go on (messages/side.py)."""
+
+import contextlib
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.ipc.secure_channel import SecureConnection
+from octavo.messages import AdapterRef
+from octavo.messages.side import CheckAdapter, ForgetAdapters, PrepareGrammar, ReadAdapter, SideMessage, SideReply
+from octavo.worker.adapters import RankAdapters
+from octavo.worker.runner import Runner
+
+
+class SideWork:
+    def __init__(self, line: "Connection[Any, Any] | SecureConnection", runner: Runner) -> None:
+        self._line, self._runner = line, runner
+        self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()  # of senders
+        # A grammar does not wait for files, nor does a check, for which the engine waits, for an adapter that is being read.
+        self._reading = ThreadPoolExecutor(1, "octavo-adapters")
+        self._checking = ThreadPoolExecutor(1, "octavo-adapter-checks")
+
+    def serve(self) -> None:
+        """Do what the executor asks for, until it has closed the line."""
+        decoder: msgspec.msgpack.Decoder[SideMessage] = msgspec.msgpack.Decoder(SideMessage)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._do(decoder.decode(self._line.recv_bytes()))
+
+    def _do(self, message: SideMessage) -> None:
+        match message:
+            case PrepareGrammar(number, grammar, forgets):
+                done = functools.partial(self._reply, SideReply(number))
+                self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
+            case CheckAdapter(number, adapter):
+                self._checking.submit(self._check, number, adapter)
+            case ReadAdapter(number, adapter):
+                self._reading.submit(self._read, number, adapter)
+            case ForgetAdapters(number, ids):
+                self._adapters.forget(ids)
+                self._reply(SideReply(number))
+
+    @property
+    def _adapters(self) -> RankAdapters:
+        assert self._runner.adapters is not None, "without --enable-lora"
+        return self._runner.adapters
+
+    def _check(self, number: int, adapter: AdapterRef) -> None:
+        try:
+            reply = SideReply(number, num_bytes=self._adapters.check_files(adapter))
+        except ConfigError as error:
+            reply = SideReply(number, str(error))
+        except Exception as error:  # a damaged file: the server goes on
+            reply = SideReply(number, f"adapter {adapter.name} cannot be checked: {type(error).__name__}: {error}")
+        self._reply(reply)
+
+    def _read(self, number: int, adapter: AdapterRef) -> None:
+        loaded = self._adapters.load_or_say_why(adapter)
+        if isinstance(loaded, str):
+            self._reply(SideReply(number, loaded))
+        else:
+            self._reply(SideReply(number, id=loaded.id, num_bytes=loaded.num_bytes))
+
+    def _reply(self, reply: SideReply) -> None:
+        with contextlib.suppress(OSError), self._lock:  # the executor has ended, and this process will
+            self._line.send_bytes(self._encoder.encode(reply))
