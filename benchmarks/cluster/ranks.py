@@ -41,12 +41,10 @@ def run(arguments: argparse.Namespace) -> None:
                 found = streams(server.base, arguments, 0, None)[0]
                 time.sleep(3)
                 idle = _idle(server, nodes, arguments.idle_seconds)
-                said = [line.partition("octavo: ")[2] for line in server.lines if "node " in line]
         num_same = sum(each.text == other.text for each, other in zip(found, expected, strict=True))
         is_right = num_same == len(found) and not any(each.error for each in found)
         has_failed = has_failed or not is_right or sum(idle.values()) > MOST_IDLE
         print(f"tensor {tensor} x stages {stages}: {num_same} of {len(found)} streams as one rank's")
-        print("  " + "\n  ".join(said))
         print(
             f"  idle: {sum(idle.values()):.1%} of a core: "
             + ", ".join(f"{name} {share:.1%}" for name, share in idle.items()),
