@@ -223,7 +223,7 @@ class SchedulerConfig:
         "same tokens), suffix (the place with the longest match), draft_model (a smaller model of the same vocabulary, named by model; on a "
         "CPU with one rank) or none; num_speculative_tokens: most drafted tokens of a row in a step "
         "(8); prompt_lookup_min, prompt_lookup_max: tokens that ngram looks for (2, 4); adaptive: false drafts whatever it costs. "
-        "auto: ngram on a CPU, where drafts are as long as their measured cost is worth; none on a GPU",
+        "auto: ngram on a CPU with native kernels, where drafts are as long as their measured cost is worth; else none",
         kind="json",
     )
     max_waiting_requests: int = knob(

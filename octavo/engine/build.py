@@ -78,7 +78,8 @@ def start_engine(
             is_fair=config.scheduler.fairness != "none",
             prefix_eviction=config.cache.prefix_eviction,
         )
-        settings = speculation_of(config.scheduler.speculative_config, is_gpu=report.memory is not None)
+        is_exact = report.fingerprint.get("deterministic") != "no"
+        settings = speculation_of(config.scheduler.speculative_config, report.memory is not None, is_exact)
         if settings is not None and report.draft_len:
             settings = msgspec.structs.replace(settings, max_len=report.draft_len)
         report = msgspec.structs.replace(

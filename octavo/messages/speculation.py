@@ -26,15 +26,16 @@ class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
     max_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: any number
 
 
-def speculation_of(text: str, is_gpu: bool) -> SpeculationSettings | None:
+def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> SpeculationSettings | None:
     """The value of the flag; empty: auto. None: no request drafts. On a GPU, auto is off: steps with drafts are not captured there, and
-    cost more than they gain."""
+    cost more than they gain. `is_exact`: False: bits depend on how tokens are divided into steps; auto is off there, too, because drafts
+    could change a token."""
     values = read_json_object(text, FLAG)
     unknown = sorted(values.keys() - set(_KEYS))
     if unknown:
         raise ConfigError(f"{FLAG}: {quote(unknown[0])} is not known; known are {', '.join(_KEYS)}")
     method, model = values.get("method", "draft_model" if "model" in values else "auto"), values.get("model", "")
-    if method == "none" or (method == "auto" and is_gpu):
+    if method == "none" or (method == "auto" and (is_gpu or not is_exact)):
         return None
     if method != "auto" and method not in get_args(Method):
         raise ConfigError(f"{FLAG}: the method {quote(method)} is not supported: {_METHODS}")

@@ -13,6 +13,8 @@ def test_auto_is_for_cpus():
         "ngram", 3
     )
     assert speculation_of("", is_gpu=True) is None
+    assert speculation_of("", is_gpu=False, is_exact=False) is None
+    assert speculation_of('{"method": "ngram"}', is_gpu=False, is_exact=False) == SpeculationSettings("ngram")
     assert speculation_of('{"method": "suffix"}', is_gpu=True) == SpeculationSettings("suffix")
     assert speculation_of('{"method": "none"}', is_gpu=False) is None
 
