@@ -299,7 +299,8 @@ async def test_requests_follow_their_prefix(fleet):
         for number, prompt in enumerate(prompts):
             each = with_prompt(request(f"r{round_}-{number}", 2), prompt)
             assert await asyncio.wait_for(submit(client, each), SECONDS) == answer_of(each)
-            await until(lambda: len(client._router.index) >= 5)  # its pages are reported
+            num_pages = 5 * (number + 1 if round_ == 0 else len(prompts))
+            await until(lambda num=num_pages: len(client._router.index) >= num)  # its pages are reported
     homes = {
         number: {i for i, r in fleet.replicas.items() if any(n.endswith(f"-{number}") for n in r.requests)}
         for number in range(3)

@@ -24,8 +24,8 @@ RESUME_SECONDS = 3
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with Server(
-        "--api-processes", "2", "--resume-seconds", str(RESUME_SECONDS), "--kv-cache-memory-bytes", "96M",
-        "--max-model-len", "1024", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+        "--api-processes", "2", "--resume-seconds", str(RESUME_SECONDS), "--kv-cache-memory-bytes", "192M",
+        "--max-model-len", "2048", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
     ) as server:  # fmt: skip
         yield server
 
@@ -149,7 +149,7 @@ def _locked_by(pid: int) -> str:
 
 def test_a_client_that_does_not_come_back_ends_its_request(server: Server) -> None:
     before = server.metric("vllm:request_success_total", 'finished_reason="abort"')
-    response = connect(server, "POST", "/v1/completions", body(900, n=4))
+    response = connect(server, "POST", "/v1/completions", body(1950, n=4, use_speculation=False))
     read_events(response, 3)
     cut(response)
     assert server.in_use()[0] == 4, "it goes on for a while"
