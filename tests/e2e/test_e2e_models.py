@@ -276,7 +276,7 @@ def test_keys_over_models_with_tls_origins_and_kills(
     with Server(*flags) as server:
         assert used(server) == counted, "nothing is lost, nothing is counted again"
         left = 2000 - counted
-        body = completion(max_tokens=1900, prompt="a" * 10)
+        body = completion(max_tokens=left, prompt="a" * 10)
         choice = json.loads(server.post("/v1/completions", body, **one)[1])["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "budget"), left
         assert used(server) == 2000
