@@ -154,7 +154,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def cases(directory: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
-    draft = DRAFTS[next(part for part in reversed(directory.parts) if part in DRAFTS)]
+    name = next((part for part in reversed(directory.parts) if part in DRAFTS), None)
+    if name is None:
+        raise SystemExit(f"{directory}: the path names none of the drafts {', '.join(DRAFTS)}")
+    draft = DRAFTS[name]
     for file in sorted(directory.rglob("*.json")):
         if "format" in file.parts or file.name in ("format.json", "content.json"):
             continue  # both are asserted or not, as an implementation likes: some formats are here, contents are not

@@ -21,7 +21,7 @@ def test_an_error_of_one_is_the_answer() -> None:
     assert merged.error == "too large" and [pin.name for pin in merged.pinned] == ["a"]
 
 
-def test_a_request_is_listed_once_whoever_keeps_its_journey_and_the_latest_first() -> None:
+def test_each_request_is_listed_once_and_the_latest_first() -> None:
     def journey(name: str, ended: float, state: str = "finished") -> dict:
         return {"id": name, "state": state, "received_at": 100.0, "seconds": ended - 100.0}
 

@@ -34,7 +34,7 @@ def test_drafts_change_nothing(source, tmp_path):
 
 
 def test_drafts_of_a_model_change_nothing(source, tmp_path, monkeypatch):
-    """By a model that is nearly the same: it is right now and then, and wrong now and then. It knows nothing of grammars."""
+    """By a model that is nearly the same: it is right now and then, and wrong now and then. It ignores grammars."""
     monkeypatch.setattr(identity, "FORM_SHARE", 0.05)
     draft = disturbed(source, tmp_path / "draft", 0.01)
     options = {"kv_cache_memory_bytes": 3 * 2**16, "max_model_len": 320, "cpu_threads": 1}

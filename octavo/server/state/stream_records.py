@@ -176,7 +176,7 @@ class StreamRecords:
         return None
 
     def has(self, stream_id: str) -> bool:
-        """Whether there is a record, whoever has it."""
+        """Whether there is a record, of this process or another."""
         return (
             self._folder is not None
             and bool(_ID.fullmatch(stream_id))
