@@ -227,8 +227,6 @@ class Ends:
             return self._next_of_end(ending, bits)
         if num_left > ending.looks_at:
             return False
-        if ending.fits:
-            self._take_fitting(ending, num_left)
         # Where a single token may begin a part that takes more than the room, each is looked at.
         zone = max(_OPENS_NOTHING, ending.growth)
         known = self._follow(ending, matcher, num_left)
@@ -415,6 +413,9 @@ class Ends:
         if matcher.is_accepting():
             return KnownEnd(())
         end = self._still_known(ending, matcher, num_left)
+        if end is None and ending.fits:
+            end = self._fitting_end(ending, num_left)
+        ending.fits = {}
         if end is None:
             end = self._like_earlier(ending, matcher, num_left)
         if end is None:
@@ -437,12 +438,10 @@ class Ends:
     def _known_end(self, tokens: list[int]) -> KnownEnd:
         return self._known_ends.of_tokens(tokens, b"" if self._has_control(tokens) else self._text_of(tokens))
 
-    def _take_fitting(self, ending: BudgetedEnd, num_left: int) -> None:
-        """Know the end for which the token generated last was allowed."""
+    def _fitting_end(self, ending: BudgetedEnd, num_left: int) -> KnownEnd | None:
+        """The end for which the token generated last was allowed. None: it was allowed for another reason."""
         end = ending.fits.get(ending.last) if ending.fits_at == num_left + 1 else None
-        ending.fits = {}
-        if end is not None and 0 < len(end) <= num_left:
-            ending.known, ending.known_at, ending.num_away = end, num_left, 0
+        return end if end is not None and 0 < len(end) <= num_left else None
 
     def _like_earlier(self, ending: BudgetedEnd, matcher: Matcher, num_left: int) -> KnownEnd | None:
         """The end that was found when an object was begun earlier in this answer, if it is one here, as with the next item of a list."""
