@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -154,3 +155,29 @@ def test_what_a_page_names_exists(page: Path) -> None:
 )
 def test_a_name_that_does_not_exist_is_found(span: str) -> None:
     assert problem_with(span.strip("`")) is not None
+
+
+_SIZES = re.compile(
+    r"about ([\d,]+) lines of Python\. (?:The|Its) spine is (\d+) files and ([\d,]+) lines", re.IGNORECASE
+)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/internals/map.md"])
+def test_the_sizes_that_a_page_gives_are_true_within_a_tenth(name: str) -> None:
+    found = _SIZES.search((ROOT / name).read_text())
+    assert found, f"{name} no longer gives the sizes of the source and of its spine"
+    total, num_files, spine = (int(number.replace(",", "")) for number in found.groups())
+    tip = (ROOT / "docs/internals/map.md").read_text().partition("## ")[0].partition("```")[0]
+    files = [
+        path
+        for quoted in re.findall(r"`([^`\n]+\.py)`", tip)
+        for path in expanded(quoted)
+        if path != "tests/test_architecture.py"
+    ]
+    assert len(files) == num_files
+    assert num_lines(ROOT / "octavo" / file for file in files) == pytest.approx(spine, rel=0.1)
+    assert num_lines((ROOT / "octavo").rglob("*.py")) == pytest.approx(total, rel=0.1)
+
+
+def num_lines(paths: Iterable[Path]) -> int:
+    return sum(path.read_text().count("\n") for path in paths)
