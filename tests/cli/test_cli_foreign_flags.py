@@ -11,7 +11,7 @@ import octavo
 from octavo.cli.flags import Parser, add_config_flags, add_settings_file, config_from
 from octavo.cli.main import build_parser
 from octavo.config import Config
-from octavo.foreign_flags import FOREIGN, VALUES
+from octavo.foreign_flags import FOREIGN, VALUES, translate_options
 from scripts.vllm_flags import flags_in
 
 
@@ -42,6 +42,8 @@ def test_every_foreign_flag_has_its_effect(name: str, capsys: pytest.CaptureFixt
     value = ["1"] if flag.takes_value else []
     if flag.harmless_values:
         value = [sorted(flag.harmless_values)[0]]
+    if flag.harmless_members:
+        value = [json.dumps(dict.fromkeys(flag.harmless_members, "any"))]
     if flag.note:
         assert parse(name, *value, "--port", "7") == parse("--port", "7")
         assert f"octavo: {name} has no effect: {flag.note}\n" in capsys.readouterr().err
@@ -184,6 +186,37 @@ def test_values_that_would_change_something_are_refused(capsys: pytest.CaptureFi
         parse("--distributed-executor-backend", "external_launcher")
     assert "--distributed-executor-backend" in capsys.readouterr().err
     assert parse("--distributed-executor-backend", "ray").parallel.uses_ray
+
+
+@pytest.mark.parametrize(
+    ("harmless", "refused"),
+    [
+        (["--chat-template-content-format", "auto"], ["--chat-template-content-format", "openai"]),
+        (["--limit-mm-per-prompt", '{"image": 0, "video": 0}'], ["--limit-mm-per-prompt", '{"image": 0, "video": 1}']),
+        (["--limit-mm-per-prompt.image", "0"], ["--limit-mm-per-prompt.image", "2"]),
+        (["--structured-outputs-config.backend", "xgrammar"], ["--structured-outputs-config.disable_fallback", "true"]),
+        (["--structured-outputs-config={}"], ["--structured-outputs-config={"]),
+        (["--nnodes", "1", "--node-rank", "0"], ["--nnodes", "2"]),
+        (["--cpu-offload-gb=0"], ["--cpu-offload-gb=4"]),
+        (["--response-role", "assistant"], ["--response-role", "bot"]),
+    ],
+)
+def test_what_is_refused_is_taken_where_it_asks_for_what_happens_anyway(
+    harmless: list[str], refused: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(*harmless, "org/model") == parse("org/model")
+    assert "has no effect: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(*refused, "org/model")
+    assert "is not offered: " in capsys.readouterr().err
+
+
+def test_the_same_holds_for_options_in_python() -> None:
+    given = {"limit_mm_per_prompt": {"image": 0}, "structured_outputs_config": {"backend": "xgrammar"}, "nnodes": 1}
+    found, notes, refusal = translate_options(given, set())
+    assert (found, len(notes), refusal) == ({}, 3, "")
+    _, _, refusal = translate_options({"limit_mm_per_prompt": {"image": 1}}, set())
+    assert refusal.startswith("limit_mm_per_prompt={'image': 1} is not offered: only text goes in")
 
 
 def test_the_off_form_of_what_is_not_offered_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
