@@ -1,4 +1,4 @@
-"""Flags of other servers: what becomes of each flag of vLLM, and of the common ones of SGLang and llama.cpp, that is not our own.
+"""Flags, commands and variables of other servers: what becomes of each flag of vLLM, and of the common ones of SGLang and llama.cpp, that is not our own.
 
 A flag is renamed to ours, or it is taken with a note that says why it has no effect, or it is refused with one sentence that
 names the alternative. docs/reference/other-flags.md is generated from these tables."""
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["vLLM", "SGLang", "llama.cpp"]
+Source = Literal["vLLM", "SGLang", "llama.cpp", "Ollama"]
 MAX_MEMBER_DEPTH = 8
 """How many objects a flag such as --hf-overrides.rope_scaling.factor may go through."""
 
@@ -474,6 +474,69 @@ def _tables() -> dict[str, ForeignFlag]:
 
 
 FOREIGN: dict[str, ForeignFlag] = _tables()
+
+OF_OLLAMA_RUN: dict[str, ForeignFlag] = {
+    "--verbose": _switch("octavo top and the cockpit show the times of each request", "Ollama"),
+    "--nowordwrap": _switch("the terminal wraps lines", "Ollama"),
+    "--insecure": _switch("HF_ENDPOINT names a mirror of the hub, which may be without TLS", "Ollama"),
+    "--keepalive": _noted(
+        "a server that is started here ends with the conversation; --keep leaves it running", source="Ollama"
+    ),
+    "--format": _refused(
+        "requests send format to /api/chat, or response_format to /v1/chat/completions", source="Ollama"
+    ),
+    "--think": _refused(
+        "requests send think to /api/chat, or reasoning_effort to /v1/chat/completions", source="Ollama"
+    ),
+    "--hidethinking": _refused("an answer is shown as it comes", takes_value=False, source="Ollama"),
+}
+"""Flags of `ollama run` that `octavo run` does not have."""
+FOREIGN_COMMANDS = {
+    "ls": "octavo list does that",
+    "show": "octavo doctor MODEL says what a model is and needs; a server answers POST /api/show",
+    "stop": "octavo ps names the server's process, and kill PID stops it",
+    "create": "there are no Modelfiles: requests have the system message (/system in octavo run), and octavo serve has "
+    "--override-generation-config and --chat-template",
+    "cp": "octavo serve MODEL --served-model-name NAME gives a model another name",
+    "push": "models are not sent to the hub",
+    "version": "octavo --version does that",
+    "collect-env": "octavo --version and octavo doctor do that",
+}
+"""Commands of Ollama and vLLM that Octavo does not have, with what does the same."""
+FOREIGN_VARIABLES = {
+    "VLLM_ATTENTION_BACKEND": "--attention-backend",
+    "VLLM_LOGGING_LEVEL": "--uvicorn-log-level",
+    "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory-bytes",
+    "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--lora-folders",
+    "VLLM_BATCH_INVARIANT": "--deterministic",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "--start-timeout",
+    "VLLM_CACHE_ROOT": "OCTAVO_CACHE",
+    "OLLAMA_MODELS": "OCTAVO_CACHE",
+    "OLLAMA_HOST": "--host",
+    "OLLAMA_ORIGINS": "--allowed-origins",
+    "OLLAMA_NUM_PARALLEL": "--max-num-seqs",
+    "OLLAMA_MAX_QUEUE": "--max-waiting-requests",
+    "OLLAMA_CONTEXT_LENGTH": "--max-model-len",
+    "OLLAMA_KV_CACHE_TYPE": "--kv-cache-dtype",
+    "OLLAMA_KEEP_ALIVE": "--model-idle-seconds",
+    "OLLAMA_MAX_LOADED_MODELS": "--max-loaded-models",
+}
+"""Environment variables of vLLM and Ollama, and the flag or variable that does the same."""
+_PREFIXES = ("VLLM_", "OLLAMA_", "LLAMA_ARG_")
+
+
+def foreign_variables(environ: Mapping[str, str], read: Collection[str]) -> list[str]:
+    """Notes about variables of other servers that have no effect. `read`: those that are read all the same."""
+    found = []
+    for name in sorted(name for name in environ if name.startswith(_PREFIXES) and name not in read):
+        ours = FOREIGN_VARIABLES.get(name, "")
+        if name.startswith("LLAMA_ARG_"):
+            flag = FOREIGN.get("--" + name.removeprefix("LLAMA_ARG_").lower().replace("_", "-"))
+            ours = flag.ours if flag is not None else ""
+        found.append(f"the environment variable {name} has no effect here" + (f": use {ours}" if ours else ""))
+    return found
+
 
 _FROM_FILES = "auto", "the model's files decide how weights are read"
 _AS_QUANTISED = "auto", "the checkpoint says how it is quantised; int4 rounds one that is not"

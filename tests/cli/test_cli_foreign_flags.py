@@ -11,7 +11,14 @@ import octavo
 from octavo.cli.flags import Parser, add_config_flags, add_settings_file, config_from
 from octavo.cli.main import build_parser
 from octavo.config import Config
-from octavo.foreign_flags import FOREIGN, VALUES, translate_options
+from octavo.foreign_flags import (
+    FOREIGN,
+    FOREIGN_COMMANDS,
+    FOREIGN_VARIABLES,
+    VALUES,
+    foreign_variables,
+    translate_options,
+)
 from scripts.vllm_flags import flags_in
 
 
@@ -246,3 +253,21 @@ def test_a_suggestion_is_close(given: str, suggested: str, capsys: pytest.Captur
     assert (
         error == f"octavo: error: unknown flag {given}" + (f"; did you mean {suggested}?" if suggested else "") + "\n"
     )
+
+
+def test_commands_and_variables_lead_to_what_is_there() -> None:
+    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    assert not set(FOREIGN_COMMANDS) & set(commands)
+    for text in FOREIGN_COMMANDS.values():
+        assert set(re.findall(r"octavo ([a-z]+)", text)) <= set(commands), text
+    flags = commands["serve"]._option_string_actions
+    assert not [ours for ours in FOREIGN_VARIABLES.values() if ours not in flags and ours != "OCTAVO_CACHE"]
+
+
+def test_variables_of_other_servers_are_named() -> None:
+    given = dict.fromkeys(("VLLM_API_KEY", "VLLM_USE_V1", "OLLAMA_NUM_PARALLEL", "LLAMA_ARG_CTX_SIZE", "HOME"), "1")
+    assert foreign_variables(given, ("VLLM_API_KEY",)) == [
+        "the environment variable LLAMA_ARG_CTX_SIZE has no effect here: use --max-model-len",
+        "the environment variable OLLAMA_NUM_PARALLEL has no effect here: use --max-num-seqs",
+        "the environment variable VLLM_USE_V1 has no effect here",
+    ]
