@@ -152,7 +152,7 @@ def _others(reason: object) -> str:
         return ""
     from octavo.supervisor.runtime_dir import running_servers
 
-    urls = [server.url for server in running_servers()]
+    urls = [server.url for server in running_servers() if server.url.startswith("http")]  # not UNIX sockets
     return f" octavo ps lists {', '.join(urls[:3])}: give it as --url" if urls else ""
 
 

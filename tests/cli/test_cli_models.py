@@ -107,12 +107,14 @@ def test_a_server_that_is_not_there_is_told_from_those_that_are(
 ) -> None:
     assert main.main(["top", "--url", "http://127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.endswith("is the server running?\n")
-    folder = RuntimeDir()
+    folder, socket = RuntimeDir(), RuntimeDir()
     write_record(folder.path, ServerRecord(11, "http://127.0.0.1:2/v1", "SmolLM2", 1.0))
+    write_record(socket.path, ServerRecord(12, "unix:/tmp/x.sock", "SmolLM2", 1.0))
     assert main.main(["top", "--url", "http://127.0.0.1:1"]) == 1
     told = "is the server running? octavo ps lists http://127.0.0.1:2/v1: give it as --url\n"
     assert capsys.readouterr().err.endswith(told)
     folder.close()
+    socket.close()
 
 
 @pytest.mark.parametrize("command", ["run", "pull", "doctor"])
