@@ -41,9 +41,21 @@ _HOMES = {
     **dict.fromkeys(("RequestOutputKind", "SamplingParams"), "octavo.offline.params"),
     **dict.fromkeys(("BeamSearchParams", "RepetitionDetectionParams", "StructuredOutputsParams"), "octavo.messages"),
 }
+_FORMER = {
+    "GuidedDecodingParams": "use StructuredOutputsParams, and SamplingParams(structured_outputs=…)",
+    "LLMEngine": "use LLM, or AsyncLLM for requests that come one by one",
+    "AsyncLLMEngine": "use AsyncLLM, which vLLM calls by both names",
+    "EngineArgs": "pass the options to LLM(…), or use AsyncEngineArgs and AsyncLLM",
+    "TextPrompt": 'use a text, or the mapping {"prompt": …}',
+    "TokensPrompt": 'use a list of ids, or the mapping {"prompt_token_ids": …}',
+    "PoolingParams": "embed, classify and score take their options by name",
+}
+"""Names of vLLM, some of earlier versions, that are not here, and what to use."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:  # an AttributeError would lose the reason in `from octavo import`
+        raise ImportError(f"there is no {name} in octavo: {_FORMER[name]}", name="octavo")
     if name not in _HOMES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""Flags of other servers: what becomes of each flag of vLLM, and of the common ones of SGLang and llama.cpp, that is not our own.
+"""Flags, commands and variables of other servers: what becomes of each flag of vLLM, and of the common ones of SGLang and llama.cpp, that is not our own.
 
 A flag is renamed to ours, or it is taken with a note that says why it has no effect, or it is refused with one sentence that
 names the alternative. docs/reference/other-flags.md is generated from these tables."""
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["vLLM", "SGLang", "llama.cpp"]
+Source = Literal["vLLM", "SGLang", "llama.cpp", "Ollama"]
 MAX_MEMBER_DEPTH = 8
 """How many objects a flag such as --hf-overrides.rope_scaling.factor may go through."""
 
@@ -24,15 +24,34 @@ class ForeignFlag:
     why: str = ""
     takes_value: bool = True
     harmless_values: frozenset[str] = frozenset()
-    """If not empty: only these values have no effect here; others are refused, for the reason in `why`."""
+    """If not empty: only these values, and objects whose members all have one of them, have no effect here; others are refused, for
+    the reason in `why`."""
+    harmless_members: frozenset[str] = frozenset()
+    """Members of a JSON object that have no effect here, whatever their value is."""
 
     @property
     def fate(self) -> Literal["renamed", "no effect", "no effect for some values", "not offered"]:
         if self.ours:
             return "renamed"
-        if self.harmless_values:
+        if self.harmless_values or self.harmless_members:
             return "no effect for some values"
         return "no effect" if self.note else "not offered"
+
+    def is_harmless(self, value: object) -> bool:
+        """Whether the flag has no effect here with this value: a text, or an object as a mapping or as JSON."""
+        if not self.harmless_values and not self.harmless_members:
+            return bool(self.note)
+        if str(value).lower() in self.harmless_values:
+            return True
+        if isinstance(value, str) and value.startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                return False
+        return isinstance(value, Mapping) and all(
+            name in self.harmless_members or str(member).lower() in self.harmless_values
+            for name, member in value.items()
+        )
 
 
 def _renamed(source: Source, ours: str, *, takes_value: bool = True) -> ForeignFlag:
@@ -50,6 +69,17 @@ def _switch(note: str, source: Source = "vLLM") -> ForeignFlag:
 
 def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> ForeignFlag:
     return ForeignFlag(source, why=why, takes_value=takes_value)
+
+
+def _refused_unless(why: str, values: str = "", members: str = "") -> ForeignFlag:
+    """A flag that is refused, unless its value asks for what happens here anyway: vLLM's default, as start commands often have it."""
+    return ForeignFlag(
+        "vLLM",
+        note=why,
+        why=why,
+        harmless_values=frozenset(values.split()),
+        harmless_members=frozenset(members.split()),
+    )
 
 
 _NO_CODE = "code from a checkpoint is never run here; the supported architectures need none"
@@ -203,6 +233,24 @@ _REFUSED = {
     "long-prefill-token-threshold": "--max-num-batched-tokens bounds the tokens of a step",
     "device-ids": "set the environment variable CUDA_VISIBLE_DEVICES",
 }  # fmt: skip
+_UNLESS_DEFAULT = {
+    "nnodes": "1",
+    "node-rank": "0",
+    "data-parallel-size-local": "1",
+    "data-parallel-start-rank": "0",
+    "decode-context-parallel-size": "1",
+    "prefill-context-parallel-size": "1",
+    "cpu-offload-gb": "0 0.0",
+    "limit-mm-per-prompt": "0",
+    "mm-processor-cache-gb": "0 0.0",
+    "long-prefill-token-threshold": "0",
+    "lora-dtype": "auto",
+    "mamba-cache-dtype": "auto",
+    "mamba-ssm-cache-dtype": "auto",
+    "chat-template-content-format": "auto",
+    "response-role": "assistant",
+}
+"""Of the refused flags: the values that ask for what happens here anyway."""
 _SWITCHES = {
     "trust-remote-code": _NO_CODE,
     "disable-log-stats": _STATS,
@@ -405,6 +453,8 @@ _CPP_SWITCHES = {
 
 def _tables() -> dict[str, ForeignFlag]:
     found = {f"--{name}": _refused(why) for name, why in _REFUSED.items()}
+    found |= {f"--{name}": _refused_unless(_REFUSED[name], values) for name, values in _UNLESS_DEFAULT.items()}
+    found["--structured-outputs-config"] = _refused_unless(_REFUSED["structured-outputs-config"], members="backend")
     found |= {f"--{name}": _refused(why, takes_value=False) for name, why in _SWITCHES_REFUSED.items()}
     found |= {f"--{name}": _switch(note) for name, note in _SWITCHES.items()}
     found |= {f"--{name}": flag for name, flag in _VALUES.items()}
@@ -424,6 +474,69 @@ def _tables() -> dict[str, ForeignFlag]:
 
 
 FOREIGN: dict[str, ForeignFlag] = _tables()
+
+OF_OLLAMA_RUN: dict[str, ForeignFlag] = {
+    "--verbose": _switch("octavo top and the cockpit show the times of each request", "Ollama"),
+    "--nowordwrap": _switch("the terminal wraps lines", "Ollama"),
+    "--insecure": _switch("HF_ENDPOINT names a mirror of the hub, which may be without TLS", "Ollama"),
+    "--keepalive": _noted(
+        "a server that is started here ends with the conversation; --keep leaves it running", source="Ollama"
+    ),
+    "--format": _refused(
+        "requests send format to /api/chat, or response_format to /v1/chat/completions", source="Ollama"
+    ),
+    "--think": _refused(
+        "requests send think to /api/chat, or reasoning_effort to /v1/chat/completions", source="Ollama"
+    ),
+    "--hidethinking": _refused("an answer is shown as it comes", takes_value=False, source="Ollama"),
+}
+"""Flags of `ollama run` that `octavo run` does not have."""
+FOREIGN_COMMANDS = {
+    "ls": "octavo list does that",
+    "show": "octavo doctor MODEL says what a model is and needs; a server answers POST /api/show",
+    "stop": "octavo ps names the server's process, and kill PID stops it",
+    "create": "there are no Modelfiles: requests have the system message (/system in octavo run), and octavo serve has "
+    "--override-generation-config and --chat-template",
+    "cp": "octavo serve MODEL --served-model-name NAME gives a model another name",
+    "push": "models are not sent to the hub",
+    "version": "octavo --version does that",
+    "collect-env": "octavo --version and octavo doctor do that",
+}
+"""Commands of Ollama and vLLM that Octavo does not have, with what does the same."""
+FOREIGN_VARIABLES = {
+    "VLLM_ATTENTION_BACKEND": "--attention-backend",
+    "VLLM_LOGGING_LEVEL": "--uvicorn-log-level",
+    "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory-bytes",
+    "VLLM_CPU_OMP_THREADS_BIND": "--cpu-threads",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--lora-folders",
+    "VLLM_BATCH_INVARIANT": "--deterministic",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "--start-timeout",
+    "VLLM_CACHE_ROOT": "OCTAVO_CACHE",
+    "OLLAMA_MODELS": "OCTAVO_CACHE",
+    "OLLAMA_HOST": "--host",
+    "OLLAMA_ORIGINS": "--allowed-origins",
+    "OLLAMA_NUM_PARALLEL": "--max-num-seqs",
+    "OLLAMA_MAX_QUEUE": "--max-waiting-requests",
+    "OLLAMA_CONTEXT_LENGTH": "--max-model-len",
+    "OLLAMA_KV_CACHE_TYPE": "--kv-cache-dtype",
+    "OLLAMA_KEEP_ALIVE": "--model-idle-seconds",
+    "OLLAMA_MAX_LOADED_MODELS": "--max-loaded-models",
+}
+"""Environment variables of vLLM and Ollama, and the flag or variable that does the same."""
+_PREFIXES = ("VLLM_", "OLLAMA_", "LLAMA_ARG_")
+
+
+def foreign_variables(environ: Mapping[str, str], read: Collection[str]) -> list[str]:
+    """Notes about variables of other servers that have no effect. `read`: those that are read all the same."""
+    found = []
+    for name in sorted(name for name in environ if name.startswith(_PREFIXES) and name not in read):
+        ours = FOREIGN_VARIABLES.get(name, "")
+        if name.startswith("LLAMA_ARG_"):
+            flag = FOREIGN.get("--" + name.removeprefix("LLAMA_ARG_").lower().replace("_", "-"))
+            ours = flag.ours if flag is not None else ""
+        found.append(f"the environment variable {name} has no effect here" + (f": use {ours}" if ours else ""))
+    return found
+
 
 _FROM_FILES = "auto", "the model's files decide how weights are read"
 _AS_QUANTISED = "auto", "the checkpoint says how it is quantised; int4 rounds one that is not"
@@ -482,14 +595,16 @@ def translate(
             continue
         if flag.takes_value and not negated and not equals and rest and _is_value(rest[0]):
             value = rest.pop(0)
+        if member:
+            value = json.dumps({member: value})
         if flag.ours:
             arguments += [flag.ours, value] if flag.takes_value and (equals or value) else [flag.ours]
-        elif flag.note and (not flag.harmless_values or negated or value.lower() in flag.harmless_values):
+        elif flag.note and (negated or flag.is_harmless(value)):
             notes.append(f"{name} has no effect: {flag.note}")
         elif negated:
             notes.append(f"{name} has no effect: {flag.why}")
         else:
-            shown = f" {value}" if flag.harmless_values else ""
+            shown = f" {value}" if flag.fate == "no effect for some values" else ""
             return arguments, notes, f"{name}{shown} is not offered: {flag.why}"
     for name, given in parts.items():
         if any(text.partition("=")[0] == name for text in arguments):
@@ -546,7 +661,7 @@ def translate_options(options: Mapping[str, object], own: Collection[str]) -> tu
             found[flag.ours[2:].replace("-", "_")] = value
         elif not value:
             continue
-        elif flag.note and (not flag.harmless_values or str(value).lower() in flag.harmless_values):
+        elif flag.note and flag.is_harmless(value):
             notes.append(f"{name} has no effect: {flag.note}")
         else:
             return found, notes, f"{name}={value!r} is not offered: {flag.why}"

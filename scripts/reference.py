@@ -908,8 +908,11 @@ def other_flags_page() -> Iterator[str]:
     def becomes(flag: ForeignFlag) -> str:
         if flag.ours:
             return f"`{flag.ours}`"
-        if flag.harmless_values:
+        if flag.fate == "no effect for some values":
             values = ", ".join(map(code, sorted(flag.harmless_values)))
+            values += ", ".join(f"the member {code(name)}" for name in sorted(flag.harmless_members))
+            if flag.note == flag.why:
+                return f"{values}: no effect. Other values are refused: {cell(flag.why)}"
             return f"{values}: no effect, {cell(flag.note)}. Other values are refused: {cell(flag.why)}"
         return f"no effect: {cell(flag.note)}" if flag.note else f"refused: {cell(flag.why)}"
 

@@ -136,12 +136,24 @@ class Remote:
             raise RequestFailed(f"{self._base}{path} answered {error.code}: {_refusal(error)}") from None
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             reason = getattr(error, "reason", error)
-            raise EngineUnavailable(f"cannot reach {self._base}: {reason}; is the server running?") from None
+            raise EngineUnavailable(
+                f"cannot reach {self._base}: {reason}; is the server running?{_others(reason)}"
+            ) from None
         except http.client.HTTPException as error:
             raise EngineUnavailable(f"{self._base} does not speak HTTP: {_one_line(error)}") from None
 
     def _ended_early(self, error: Exception | None = None) -> RequestFailed:
         return RequestFailed(f"{self._base} ended the response early{f': {_one_line(error)}' if error else ''}")
+
+
+def _others(reason: object) -> str:
+    """The servers of this user that run on this machine, where none listens at the address that was given."""
+    if not isinstance(reason, ConnectionRefusedError):
+        return ""
+    from octavo.supervisor.runtime_dir import running_servers
+
+    urls = [server.url for server in running_servers() if server.url.startswith("http")]  # not UNIX sockets
+    return f" octavo ps lists {', '.join(urls[:3])}: give it as --url" if urls else ""
 
 
 class RemoteModel(Remote):

@@ -80,6 +80,12 @@ class Conversation:
                 self._save(Path(rest).expanduser())
             case "/load":
                 self._load(Path(rest).expanduser())
+            case "/set" if rest.split()[:1] == ["system"]:
+                self._system_command(rest.removeprefix("system").strip().strip('"'))
+            case "/set":
+                self._say(
+                    "there is no command /set: sampling is set at the start, for example octavo run MODEL --temperature 0"
+                )
             case _:
                 self._say(f"there is no command {name[:60]}: /help lists them")
         return True

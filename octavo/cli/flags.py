@@ -57,6 +57,9 @@ class Parser(argparse.ArgumentParser):
     foreign_flags: Mapping[str, ForeignFlag] = FOREIGN
     """Whether flags of other servers are translated: those that configure a model and its server."""
 
+    foreign_commands: Mapping[str, str] = {}
+    """Commands of other servers, and what does the same here."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
@@ -103,6 +106,8 @@ class Parser(argparse.ArgumentParser):
         if not text.startswith("-"):
             return f"unexpected argument {text!r}"
         name = text.split("=")[0]
+        if name in ("--host", "--port") and "--url" in self._option_string_actions:
+            return f"unknown flag {name}: name the server with --url http://HOST:PORT"
         return f"unknown flag {name}{_nearest(name, list(self._option_string_actions))}"
 
     def error(self, message: str) -> NoReturn:
@@ -110,6 +115,8 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.match(r"(\S+): invalid choice: '(.*?)' \(choose from (.*)\)$", message):
             name, value, names = wrong[1], wrong[2], wrong[3].replace("'", "")
             message = f"{name}: {value!r} is not one of {names}{_nearest(value, names.split(', '))}"
+            if value in self.foreign_commands:
+                message = f"there is no command {value}: {self.foreign_commands[value]}"
         where = f"--config {self._file}: " if self._file else ""
         sys.stderr.write(f"octavo: error: {where}{message}\n")
         raise SystemExit(2)

@@ -27,6 +27,7 @@ from octavo.cli.models import add_models
 from octavo.cli.planning.flags import add_plan
 from octavo.cli.settings import unknown_variables, wants_json_lines
 from octavo.errors import ConfigError, OctavoError
+from octavo.foreign_flags import FOREIGN_COMMANDS, OF_OLLAMA_RUN, foreign_variables
 from octavo.ipc.stderr import say
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
@@ -74,6 +75,7 @@ def _complain(error: OctavoError, code: int) -> int:
 def build_parser() -> Parser:
     parser = Parser(prog="octavo", description="Serve, try and measure language models.")
     parser.add_argument("--version", action=_Version, help="print the version and details of the build, and exit")
+    parser.foreign_commands = FOREIGN_COMMANDS
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda _: _print_help(parser))
     _add_serve(commands)
@@ -130,6 +132,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     for name in unknown_variables(os.environ):
         say(f"the environment variable {name} is not known and has no effect")
+    for note in foreign_variables(os.environ, ("VLLM_API_KEY",)):
+        say(note)
     if config.models.are_several:
         from octavo.server.gateway.serve import serve_models
 
@@ -232,6 +236,7 @@ def _add_run(commands: Any) -> None:
         description="Chat with MODEL: with the server of this machine that serves it, or with one that is started for the "
         "conversation and stopped after it. A model of the hub is pulled first. With PROMPT, print one answer.",
     )
+    parser.takes_foreign_flags, parser.foreign_flags = True, OF_OLLAMA_RUN
     parser.add_argument("model", metavar="MODEL", help="a model's name, a folder or a .gguf file")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the only question; - reads it from stdin")
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")

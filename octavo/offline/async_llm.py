@@ -4,7 +4,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from octavo.offline.params import RequestOutputKind, SamplingParams
 from octavo.offline.prompts import OfflinePrompt, Prompt, read_prompt
 from octavo.offline.requests import Message, RequestBuilder, read_options, source_of
 from octavo.offline.tokenizer import OfflineTokenizer
+from octavo.offline.vllm_names import missing
 
 T = TypeVar("T")
 
@@ -47,6 +48,11 @@ class AsyncLLM:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._open: set[str] = set()  # ids of requests whose stream is being read
         self._is_closed = False
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing(self, name)
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -34,6 +34,7 @@ from octavo.offline.params import SamplingParams
 from octavo.offline.prompts import OfflinePrompt, Prompt, read_prompt, read_prompts
 from octavo.offline.requests import Message, RequestBuilder, read_options, source_of
 from octavo.offline.tokenizer import OfflineTokenizer
+from octavo.offline.vllm_names import missing
 from octavo.text import Text, TextDelta
 from octavo.text.grammar.limits import STACK_BYTES, on_stack
 from octavo.text.grammar.validate import is_valid
@@ -55,6 +56,11 @@ class LLM:
         self._peak_pages = 0
         self._next_look = 0.0  # when slot use is measured again
         self._slots: list[int] = [0, 0]  # filled and allocated KV slots, summed over the measured steps
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing(self, name)
 
     @property
     def text(self) -> Text:

@@ -22,6 +22,14 @@ from octavo.server.state.tenants import LIMIT_HEADERS
 from octavo.text import Text
 
 VERSION = "/v1"
+_ABSENT = {
+    "/api/create": "there are no Modelfiles: a request has its system message, and octavo serve has --override-generation-config "
+    "and --chat-template",
+    "/api/copy": "octavo serve MODEL --served-model-name NAME gives a model another name",
+    "/api/push": "models are not sent to the hub",
+    "/api/blobs": "models are files of the hub: POST /api/pull fetches one",
+}
+"""Routes of Ollama that are not here, and why."""
 """Begins OpenAI's and Anthropic's routes."""
 
 
@@ -62,8 +70,15 @@ async def respond_with_error(request: Request, error: Exception) -> Response:
         error = InvalidRequest(f"{name}: {wrong['msg'][:1].lower() + wrong['msg'][1:200]}", param=name)
     path = route_of(request.scope)
     is_unknown = isinstance(error, HTTPException) and error.status_code == 404
-    near = _near(request, path) if is_unknown else ""
-    return error_response(error, request.scope["octavo.request_id"], request.method, path, near)
+    hint = ""
+    if is_unknown and not (hint := _absent(path)) and (near := _near(request, path)):
+        hint = f"did you mean {near}?"
+    return error_response(error, request.scope["octavo.request_id"], request.method, path, hint)
+
+
+def _absent(path: str) -> str:
+    """Why a route that clients of other servers know is not here."""
+    return next((why for root, why in _ABSENT.items() if path == root or path.startswith(root + "/")), "")
 
 
 def _near(request: Request, path: str) -> str:

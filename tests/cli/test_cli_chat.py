@@ -214,6 +214,7 @@ def test_a_conversation_is_saved_and_continued(tmp_path: Path) -> None:
         assert "another file" in other.say(f"/save {tmp_path / 'bad'}")
     assert "No such file" in other.say("/load /no/such") and "cannot save" in other.say("/save /no/such/folder/x")
     assert other.say("/save") == "give a file: /save FILE\n" and "no command /dance" in other.say("/dance")
+    assert "octavo run MODEL --temperature 0" in other.say("/set parameter temperature 0")
     assert "/retry" in other.say("/help") and other.it.messages == before
     assert not other.it.run_command("/exit") and not other.it.run_command("/bye")
 

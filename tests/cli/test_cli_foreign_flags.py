@@ -11,7 +11,14 @@ import octavo
 from octavo.cli.flags import Parser, add_config_flags, add_settings_file, config_from
 from octavo.cli.main import build_parser
 from octavo.config import Config
-from octavo.foreign_flags import FOREIGN, VALUES
+from octavo.foreign_flags import (
+    FOREIGN,
+    FOREIGN_COMMANDS,
+    FOREIGN_VARIABLES,
+    VALUES,
+    foreign_variables,
+    translate_options,
+)
 from scripts.vllm_flags import flags_in
 
 
@@ -42,6 +49,8 @@ def test_every_foreign_flag_has_its_effect(name: str, capsys: pytest.CaptureFixt
     value = ["1"] if flag.takes_value else []
     if flag.harmless_values:
         value = [sorted(flag.harmless_values)[0]]
+    if flag.harmless_members:
+        value = [json.dumps(dict.fromkeys(flag.harmless_members, "any"))]
     if flag.note:
         assert parse(name, *value, "--port", "7") == parse("--port", "7")
         assert f"octavo: {name} has no effect: {flag.note}\n" in capsys.readouterr().err
@@ -186,6 +195,37 @@ def test_values_that_would_change_something_are_refused(capsys: pytest.CaptureFi
     assert parse("--distributed-executor-backend", "ray").parallel.uses_ray
 
 
+@pytest.mark.parametrize(
+    ("harmless", "refused"),
+    [
+        (["--chat-template-content-format", "auto"], ["--chat-template-content-format", "openai"]),
+        (["--limit-mm-per-prompt", '{"image": 0, "video": 0}'], ["--limit-mm-per-prompt", '{"image": 0, "video": 1}']),
+        (["--limit-mm-per-prompt.image", "0"], ["--limit-mm-per-prompt.image", "2"]),
+        (["--structured-outputs-config.backend", "xgrammar"], ["--structured-outputs-config.disable_fallback", "true"]),
+        (["--structured-outputs-config={}"], ["--structured-outputs-config={"]),
+        (["--nnodes", "1", "--node-rank", "0"], ["--nnodes", "2"]),
+        (["--cpu-offload-gb=0"], ["--cpu-offload-gb=4"]),
+        (["--response-role", "assistant"], ["--response-role", "bot"]),
+    ],
+)
+def test_what_is_refused_is_taken_where_it_asks_for_what_happens_anyway(
+    harmless: list[str], refused: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(*harmless, "org/model") == parse("org/model")
+    assert "has no effect: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(*refused, "org/model")
+    assert "is not offered: " in capsys.readouterr().err
+
+
+def test_the_same_holds_for_options_in_python() -> None:
+    given = {"limit_mm_per_prompt": {"image": 0}, "structured_outputs_config": {"backend": "xgrammar"}, "nnodes": 1}
+    found, notes, refusal = translate_options(given, set())
+    assert (found, len(notes), refusal) == ({}, 3, "")
+    _, _, refusal = translate_options({"limit_mm_per_prompt": {"image": 1}}, set())
+    assert refusal.startswith("limit_mm_per_prompt={'image': 1} is not offered: only text goes in")
+
+
 def test_the_off_form_of_what_is_not_offered_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("--no-enable-sleep-mode", "--no-async-scheduling") == Config()
     assert capsys.readouterr().err.count("has no effect") == 2
@@ -213,3 +253,21 @@ def test_a_suggestion_is_close(given: str, suggested: str, capsys: pytest.Captur
     assert (
         error == f"octavo: error: unknown flag {given}" + (f"; did you mean {suggested}?" if suggested else "") + "\n"
     )
+
+
+def test_commands_and_variables_lead_to_what_is_there() -> None:
+    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    assert not set(FOREIGN_COMMANDS) & set(commands)
+    for text in FOREIGN_COMMANDS.values():
+        assert set(re.findall(r"octavo ([a-z]+)", text)) <= set(commands), text
+    flags = commands["serve"]._option_string_actions
+    assert not [ours for ours in FOREIGN_VARIABLES.values() if ours not in flags and ours != "OCTAVO_CACHE"]
+
+
+def test_variables_of_other_servers_are_named() -> None:
+    given = dict.fromkeys(("VLLM_API_KEY", "VLLM_USE_V1", "OLLAMA_NUM_PARALLEL", "LLAMA_ARG_CTX_SIZE", "HOME"), "1")
+    assert foreign_variables(given, ("VLLM_API_KEY",)) == [
+        "the environment variable LLAMA_ARG_CTX_SIZE has no effect here: use --max-model-len",
+        "the environment variable OLLAMA_NUM_PARALLEL has no effect here: use --max-num-seqs",
+        "the environment variable VLLM_USE_V1 has no effect here",
+    ]

@@ -83,6 +83,11 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     ("argv", "line"),
     [
         (["serv"], "COMMAND: 'serv' is not one of serve, chat, run, pull, list, rm, ps, complete, top, scale, bench, run-batch, doctor, replay, plan, help, completion; did you mean serve?"),
+        (["stop", "m"], "there is no command stop: octavo ps names the server's process, and kill PID stops it"),
+        (["version"], "there is no command version: octavo --version does that"),
+        (["top", "--port", "9000"], "unknown flag --port: name the server with --url http://HOST:PORT"),
+        (["run", "m", "--think=true"], "--think is not offered: requests send think to /api/chat, or reasoning_effort to /v1/chat/completions"),
+        (["run", "m", "--verbos"], "unknown flag --verbos"),
         (["bench", "latncy"], "KIND: 'latncy' is not one of latency, throughput, serve; did you mean latency?"),
         (["serve", "--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["complete", ""], "the prompt is empty: give a text to continue"),

@@ -102,6 +102,40 @@ def test_ps_lists_living_servers_only(hub: Registry, place: Path, capsys: pytest
     second.close()
 
 
+def test_a_server_that_is_not_there_is_told_from_those_that_are(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["top", "--url", "http://127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.endswith("is the server running?\n")
+    folder, socket = RuntimeDir(), RuntimeDir()
+    write_record(folder.path, ServerRecord(11, "http://127.0.0.1:2/v1", "SmolLM2", 1.0))
+    write_record(socket.path, ServerRecord(12, "unix:/tmp/x.sock", "SmolLM2", 1.0))
+    assert main.main(["top", "--url", "http://127.0.0.1:1"]) == 1
+    told = "is the server running? octavo ps lists http://127.0.0.1:2/v1: give it as --url\n"
+    assert capsys.readouterr().err.endswith(told)
+    folder.close()
+    socket.close()
+
+
+@pytest.mark.parametrize("command", ["run", "pull", "doctor"])
+def test_a_name_of_ollamas_library(
+    hub: Registry, place: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main([command, "llama3.2"]) == 2
+    assert "models are named owner/name, not as in Ollama's library" in capsys.readouterr().err
+
+
+def test_run_takes_flags_of_ollama_and_llama_cpp(
+    hub: Registry, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["run", "no/such/x.gguf", "hi", "--verbose", "--keepalive", "5m", "--temp", "0.5", "-n", "9"]) == 2
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("octavo: --verbose has no effect: ") and second.startswith(
+        "octavo: --keepalive has no effect: "
+    )
+    assert "no such file or folder: no/such/x.gguf" in last
+
+
 def test_run_says_why_a_server_does_not_start(hub: Registry, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["run", "no/such/file.gguf"]) == 2
     assert "no such file or folder: no/such/file.gguf" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import octavo
 from octavo import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from octavo.errors import ConfigError, ContextTooLong, EngineDead, InvalidRequest, Unsupported
+from octavo.offline.vllm_names import MISSING
 from tests.doubles import write_byte_tokenizer
 from tests.small_llama import small_llama
 
@@ -310,3 +313,15 @@ def test_the_names_are_where_scripts_import_them(tmp_path: Path) -> None:
 
     for name in octavo.__all__:
         assert getattr(octavo, name) is not None
+
+
+def test_what_vllm_has_and_octavo_has_not_is_named(llm: LLM) -> None:
+    for name, why in MISSING.items():
+        with pytest.raises(AttributeError, match=f"'LLM' object has no attribute '{name}': {re.escape(why)}"):
+            getattr(llm, name)
+        assert not hasattr(AsyncLLM, name) and not hasattr(LLM, name), f"{name} exists: take it out of the table"
+    with pytest.raises(AttributeError, match=r"no attribute 'genrate'$"):
+        llm.genrate  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ImportError, match=r"use StructuredOutputsParams, and SamplingParams\(structured_outputs=…\)"):
+        from octavo import GuidedDecodingParams  # type: ignore[attr-defined]  # noqa: F401
+    assert not hasattr(octavo, "no_such_name")

@@ -86,7 +86,9 @@ async def test_a_name_may_have_the_default_tag_and_another_is_not_found(serve: S
         response = await client.post("/api/chat", json=chat(model=name))
         assert response.status_code == 200 and response.json()["model"] == name
     assert "byte-model" in refusal(await client.post("/api/chat", json=chat(model="llama3.2")), 404)
-    assert "no such route" in refusal(await client.post("/api/create", json={}), 404)
+    assert "no such route: POST /api/create; there are no Modelfiles" in refusal(
+        await client.post("/api/create", json={}), 404
+    )
 
 
 async def test_a_request_without_a_prompt_loads_what_is_loaded(serve: Serve) -> None:

@@ -104,6 +104,16 @@ def test_the_report_says_which_and_why() -> None:
     assert "1 by torch (triton_fp8: a router stays more exact; triton_bf16: a router's product is torch's)" in said
 
 
+def test_the_report_counts_a_method_once() -> None:
+    methods = context(dtype=torch.float16).methods
+    for request in (PRODUCT, PRODUCT, VOCABULARY, ROUTER):
+        methods.linear(request)
+    assert len({reasons for _, reasons in methods.picked}) > 1, (
+        "the reasons differ, and are about methods that hold nothing"
+    )
+    assert methods.in_words() == "weights held: 4 by torch"
+
+
 def test_every_file_names_what_it_holds_and_what_it_takes() -> None:
     for settings in ({}, {"quantization": "fp8"}, {"native": native()}):
         methods = context(**settings).methods  # type: ignore[arg-type]

@@ -64,9 +64,9 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
             message, param = error.message[:MAX_MESSAGE_LEN], error.param and error.param[:MAX_PARAM_LEN]
             return error.status, ErrorBody(ErrorDetail(message, error.type, param, code))
         case HTTPException(status_code=404):
-            return 404, ErrorBody(ErrorDetail(f"no such route: {route[:200]}", "not_found_error", None, "not_found"))
+            return 404, ErrorBody(ErrorDetail(f"no such route: {route[:400]}", "not_found_error", None, "not_found"))
         case HTTPException(status_code=405):
-            message = f"this route does not support that method: {route[:200]}"
+            message = f"this route does not support that method: {route[:400]}"
             return 405, ErrorBody(ErrorDetail(message, "invalid_request_error", None, "method_not_allowed"))
         case HTTPException(status_code=status, detail=detail) if status < 500:
             return status, ErrorBody(ErrorDetail(str(detail)[:MAX_MESSAGE_LEN], "invalid_request_error", None, None))
@@ -74,9 +74,9 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
     return 500, ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
 
 
-def error_response(error: Exception, request_id: str, method: str = "", path: str = "", near: str = "") -> Response:
-    """`path`: as the router sees it. It decides the dialect of the body. `near`: the route that was meant, where there is none at `path`."""
-    status, body = describe(error, request_id, f"{method} {path}" + (f"; did you mean {near}?" if near else ""))
+def error_response(error: Exception, request_id: str, method: str = "", path: str = "", hint: str = "") -> Response:
+    """`path`: as the router sees it. It decides the dialect of the body. `hint`: what to use, where there is no route at `path`."""
+    status, body = describe(error, request_id, f"{method} {path}"[:200] + (f"; {hint}" if hint else ""))
     note(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:

@@ -73,11 +73,13 @@ class Methods:
     def in_words(self) -> str:
         """Which methods hold the weights, for the report of a start. Where several do: why a weight was not held by an earlier one."""
         names = {name for name, _ in self.picked}
-        parts = []
-        for (name, reasons), count in self.picked.most_common():
+        counts: Counter[str] = (
+            Counter()
+        )  # reasons against methods that hold nothing are not shown, and do not divide the counts
+        for (name, reasons), count in self.picked.items():
             why = "; ".join(f"{other}: {reason}" for other, reason in reasons if other in names)
-            parts.append(f"{count} by {name}" + (f" ({why})" if why else ""))
-        return f"weights held: {', '.join(parts)}"
+            counts[name + (f" ({why})" if why else "")] += count
+        return f"weights held: {', '.join(f'{count} by {held}' for held, count in counts.most_common())}"
 
     def _held(self, order: Callable[[bool], Sequence[Method[RequestKind, HeldKind]]], request: RequestKind) -> HeldKind:
         method, reasons = pick(order(self._rank.has_triton), request, self._rank)

@@ -4,6 +4,7 @@ HF_HUB_OFFLINE."""
 from pathlib import Path
 
 from octavo.errors import ConfigError
+from octavo.weights.sources.names import how_named
 from octavo.weights.sources.names import looks_like_hub_id as looks_like_hub_id
 
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
@@ -55,7 +56,7 @@ def _snapshot(hub_id: str, revision: str, patterns: list[str]) -> Path:
     except RepositoryNotFoundError as error:
         raise ConfigError(
             f"{hub_id!r} is neither a file or folder here nor a model at {endpoint}: "
-            "check the name (a private model needs HF_TOKEN)"
+            f"{how_named(hub_id)} (a private model needs HF_TOKEN)"
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"{hub_id} has no revision {revision!r} at {endpoint}: change --revision") from error
@@ -74,9 +75,10 @@ def _unreachable(hub_id: str, endpoint: str, offline: bool, error: Exception) ->
             "unset it once to download the model, or pass a local model folder"
         )
     cause = f" ({_first_line(error.__cause__)})" if error.__cause__ else ""
+    named = "" if "/" in hub_id else f"; {how_named(hub_id)}"
     return (
         f"{hub_id!r} is not a file or folder here, and fetching it from {endpoint} failed{cause}: "
-        "check the connection (or HF_ENDPOINT), or pass a local model folder or .gguf file"
+        f"check the connection (or HF_ENDPOINT), or pass a local model folder or .gguf file{named}"
     )
 
 

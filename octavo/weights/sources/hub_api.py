@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.errors import ConfigError
+from octavo.weights.sources.names import how_named
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_SECONDS = 30.0  # without a byte
@@ -106,8 +107,9 @@ class Hub:
         if error.code == 401 and self._token:
             return ConfigError(f"{self.endpoint} does not accept the token in HF_TOKEN, or it may not read {hub_id}")
         if error.code in (401, 403, 404):
-            how = "check the name" if "/" in hub_id else "models are named owner/name, not as in Ollama's library"
-            return ConfigError(f"there is no model {hub_id} at {self.endpoint}: {how} (a private model needs HF_TOKEN)")
+            return ConfigError(
+                f"there is no model {hub_id} at {self.endpoint}: {how_named(hub_id)} (a private model needs HF_TOKEN)"
+            )
         if error.code == 416:  # the file became shorter: begin again
             return HubTrouble(f"{self.endpoint} has fewer bytes of a file of {hub_id} than were fetched before")
         return HubTrouble(f"{self.endpoint} answered {error.code} for {hub_id}: try again later")

@@ -28,6 +28,11 @@ def looks_like_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
 
 
+def how_named(hub_id: str) -> str:
+    """What to do about a name that the hub does not have."""
+    return "check the name" if "/" in hub_id else "models are named owner/name, not as in Ollama's library"
+
+
 def looks_like_path(name: str) -> bool:
     """Whether a name that does not exist here was meant as a file or a folder."""
     return name.startswith(_PATH_STARTS) or name.lower().endswith(_FILE_ENDS) or name.count("/") > 1 or "\\" in name
