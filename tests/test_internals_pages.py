@@ -17,13 +17,15 @@ BASES = (ROOT / "octavo", ROOT)  # paths are given from either
 
 _QUOTED = re.compile(r"`([^`\n]+)`|\*\*([\w/{},.]+)\*\*")
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-_PATH = re.compile(r"[\w{},*./-]+(?:\.(?:py|cpp|h|md|js|toml|json)|/)$")
+_PATH = re.compile(r"[\w{},*./-]+(?:\.(?:py|cpp|h|md|js|toml|json|sh)|/)$")
 _NAME = re.compile(
     r"\w+(?:\.\w+)+$|[A-Z]\w*[a-z]\w*$|[A-Z][A-Z_]{2,}$|_\w+$|[a-z]+(?:_[a-z0-9]+)+$"
 )  # no single small words
 
 FOREIGN = {"config.json", "model_type", "build/site/", "dist/", "num_x", "x_len", "manylinux_2_29"}
 """Of checkpoints, built, or patterns of names."""
+OF_OTHER_SERVERS = {"llm.llm_engine", "get_metrics", "GuidedDecodingParams"}
+VARIABLES_OF_OTHER_SERVERS = ("VLLM_", "OLLAMA_", "LLAMA_ARG_")
 VARIABLES = {name for names in (*ENVIRONMENT.values(), OF_OTHERS, OF_MAKE) for name in names}
 
 
@@ -123,7 +125,9 @@ def problem_with(span: str) -> str | None:
         return None
     text = re.split(r"[ (]", span)[0]
     text = text.partition("<")[0]  # octavo/models/<model_type>.py: the folder
-    if any(mark in text for mark in "…=:") or text in FOREIGN | VARIABLES or text.startswith((".", "-", "/")):
+    if any(mark in text for mark in "…=:") or text in FOREIGN | VARIABLES | OF_OTHER_SERVERS:
+        return None
+    if text.startswith((".", "-", "/", *VARIABLES_OF_OTHER_SERVERS)):
         return None
     if _PATH.match(text):
         return problem_with_path(text)
