@@ -246,7 +246,7 @@ def build_engine(
     report = metrics.report
     journal, live_view = EngineJournal(), LiveView(scheduler, metrics, history)
     cost_meter = CostMeter(report.one_row_seconds, report.verify_seconds, report.draft_seconds)
-    # Everything that hears of every step, in this order. A recorder comes last (EngineLoop.record).
+    # Everything that hears of every step, in this order. A recorder is added later (EngineLoop.record).
     observers: list[StepObserver] = [
         queue_limit,
         StepHeartbeat(heartbeat, scheduler, queue_limit),
@@ -257,7 +257,6 @@ def build_engine(
     ]
     hearing = Observers(observers, clock)
     holds = PrefixHolds(scheduler.cache, hearing, metrics.report.page_bytes, clock, pin_files)
-    hearing.add(holds)
     holds.restore()
     loop = EngineLoop(scheduler, executor, hearing, cost_meter, idle_memory, holds)
     ring = JourneyRing(max_ring_bytes)

@@ -225,7 +225,10 @@ class Driver:
     def _warm_pinned(self) -> None:
         """Compute prefixes again that were pinned when the last engine died: one at a time, behind the requests that it left."""
         holds = self._loop.holds
-        if holds is None or self._warming or (request := holds.next_to_warm(self._report.max_model_len)) is None:
+        if holds is None or self._warming or not holds.to_warm:
+            return
+        request = holds.next_to_warm(self._report.max_model_len)
+        if request is None:
             return
         self._warming = request.id
         self._origins[request.id] = request.origin

@@ -35,7 +35,7 @@ class EngineLoop:
         holds: PrefixHolds | None = None,
     ) -> None:
         """`cost_meter`: one of the observers; None: costs of steps are not measured. `idle_memory`: None: idle prefixes keep their
-        memory. `holds`: one of the observers; None: no prefix is held."""
+        memory. `holds`: None: no prefix is held."""
         self.scheduler, self.executor, self.observers = scheduler, executor, observers
         self._cost_meter = CostMeter() if cost_meter is None else cost_meter
         self._idle_memory = idle_memory
@@ -106,9 +106,10 @@ class EngineLoop:
         if (costs := self._cost_meter.take()) is not None:
             scheduler.learn(costs)
             self.observers.costs_learned(costs)
-        if self.holds is not None and self.holds.is_due:
+        if self.holds is not None and self.holds.is_used and self.holds.is_due:
             self.holds.take()
-        self.limit_idle()
+        if self._idle_memory is not None:
+            self.limit_idle()
         return True
 
     def add(self, request: GenerateRequest) -> None:
@@ -132,6 +133,8 @@ class EngineLoop:
     def _add(self, request: GenerateRequest) -> None:
         added = self.scheduler.add(request)
         self.observers.arrived(request, added.awaits_grammar)
+        if request.retain_seconds > 0 and self.holds is not None:
+            self.holds.follow(request)
         for job in added.jobs:
             self._start(job)
 

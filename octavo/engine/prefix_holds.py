@@ -42,6 +42,8 @@ class _Hold:
 
 
 class PrefixHolds(StepObserver):
+    """Observes steps from the first wish on. Until then no step has anything to do with it."""
+
     is_essential = True  # the loop asks it in every step
 
     def __init__(
@@ -55,7 +57,7 @@ class PrefixHolds(StepObserver):
         """`files`: where pins are saved; None: they end with this engine."""
         self._cache, self._observers, self._page_bytes, self._clock = cache, observers, page_bytes, clock
         self._files = files
-        self._to_warm: deque[SavedPin] = deque()  # of an engine that died: their pages are not computed yet
+        self.to_warm: deque[SavedPin] = deque()  # of an engine that died: their pages are not computed yet
         self._warming: SavedPin | None = None
         self.max_pages = int(HELD_SHARE * cache.pool.num_pages)
         self._sessions: dict[Name, _Hold] = {}
@@ -64,6 +66,7 @@ class PrefixHolds(StepObserver):
         self._ended: list[tuple[GenerateRequest, list[int]]] = []  # since the last step: with all tokens
         self._num_pages = 0  # of all holds; a page of two counts twice
         self._next = math.inf  # when the first hold ends
+        self.is_used = False  # whether there was a wish
         self.num_dropped = 0  # holds of conversations that ended before their time, for others
 
     @property
@@ -82,9 +85,16 @@ class PrefixHolds(StepObserver):
 
     # ── conversations ──
 
-    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
-        if request.retain_seconds > 0 and self._cache.prefix_caching:
+    def follow(self, request: GenerateRequest) -> None:
+        """Hold the pages of this request, which is in the queue, when it has ended."""
+        if self._cache.prefix_caching:
             self._open[request.id] = request
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self.is_used:
+            self.is_used = True
+            self._observers.add(self)
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
         if self._open and committed.ended:
@@ -146,15 +156,15 @@ class PrefixHolds(StepObserver):
             elif saved.tries >= MAX_TRIES:
                 log.warning("the prefix %r is not computed again: %d engines ended with it", wish.name, saved.tries)
             else:
-                self._to_warm.append(saved)
+                self.to_warm.append(saved)
 
     def next_to_warm(self, max_tokens: int) -> GenerateRequest | None:
         """The next request that computes a pinned prefix again, one at a time; None: none is left, or the last one still runs. `max_tokens`: of a
         prompt and an answer of one token."""
         if self._warming is not None:
             return None
-        while self._to_warm:
-            saved = self._to_warm.popleft()
+        while self.to_warm:
+            saved = self.to_warm.popleft()
             wish = saved.wish
             if (wish.owner, wish.name, b"") not in self._pins or len(wish.prompt_ids) >= max_tokens:
                 continue
@@ -164,7 +174,7 @@ class PrefixHolds(StepObserver):
             params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, use_speculation=False, prefix_salt=salt)
             now = self._clock()
             return GenerateRequest(
-                f"pin-{len(self._to_warm)}-{now:.6f}",
+                f"pin-{len(self.to_warm)}-{now:.6f}",
                 wish.prompt_ids,
                 params,
                 [],
@@ -247,6 +257,7 @@ class PrefixHolds(StepObserver):
             self._sessions[source.owner, "", keys[-1]] = self._sessions.pop(name)
 
     def _put(self, holds: dict[Name, _Hold], name: Name, keys: list[bytes], until: float) -> None:
+        self._begin()
         old = holds.pop(name, None)
         before = [] if old is None else old.keys
         known, wanted = set(before), set(keys)

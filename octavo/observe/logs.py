@@ -21,7 +21,6 @@ from typing import TextIO
 
 from octavo.ipc.stderr import escape, escape_json
 from octavo.observe.journeys.journey import Journey, OpenJourney
-from octavo.observe.journeys.stages import stage_seconds, wait_seconds
 
 MAX_WAITING = 10_000
 """Lines that may wait to be written; more are dropped."""
@@ -250,8 +249,8 @@ def request_line(journey: Journey, opened: OpenJourney) -> str:
     if journey.first_byte_seconds is not None and journey.prompt_tokens:
         parts.append(f"first byte {journey.first_byte_seconds:.3f} s")
     if journey.prompt_tokens:
-        parts.append(", ".join(f"{name} {seconds:.3f}" for name, seconds in stage_seconds(journey.stages).items()))
-    if waits := wait_seconds(journey.stages):
+        parts.append(", ".join(f"{name} {seconds:.3f}" for name, seconds in journey.stage_seconds().items()))
+    if waits := journey.wait_seconds():
         parts.append("waited for " + ", ".join(f"{reason} {seconds:.3f}" for reason, seconds in waits.items()))
     if journey.preemptions:
         parts.append(f"preempted {journey.preemptions}")
@@ -278,7 +277,7 @@ def request_fields(journey: Journey, opened: OpenJourney) -> dict[str, object]:
         "output_tokens": journey.output_tokens,
         "finish_reasons": journey.finish_reasons,
         "preemptions": journey.preemptions,
-        "stages": stage_seconds(journey.stages),
-        "waits": wait_seconds(journey.stages),
+        "stages": journey.stage_seconds(),
+        "waits": journey.wait_seconds(),
         **({"error": journey.error} if journey.error else {}),
     }

@@ -67,6 +67,22 @@ class Journey(msgspec.Struct, frozen=True, gc=False):
         dict[str, Any]
     ] = []  # of a fleet: where it was placed and why, in order; see octavo.client.client.Placement
 
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds by stage, summed over stages of the same name."""
+        seconds: dict[str, float] = {}
+        for stage in self.stages:
+            for name, spent in (stage.stages or {stage.name: stage.end - stage.start}).items():
+                seconds[name] = round(seconds.get(name, 0.0) + spent, 6)
+        return seconds
+
+    def wait_seconds(self) -> dict[str, float]:
+        """Seconds in the queue by reason."""
+        seconds: dict[str, float] = {}
+        for stage in self.stages:
+            for wait in stage.waits:
+                seconds[wait.reason] = round(seconds.get(wait.reason, 0.0) + wait.seconds, 6)
+        return seconds
+
 
 _grammar_seconds = operator.attrgetter("grammar_seconds")
 

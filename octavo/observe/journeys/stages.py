@@ -1,7 +1,6 @@
 """Stages: the record of a request's way through engine and server, consecutive stages on one clock. Times are CLOCK_MONOTONIC seconds,
 the same in all processes of a machine."""
 
-from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -115,21 +114,3 @@ def fold(stages: list[Stage]) -> None:
                 seconds[name] = seconds.get(name, 0.0) + spent
         folded = (first.num_stages or 1) + (second.num_stages or 1)
         stages[FOLD_AT : FOLD_AT + 2] = [Stage("several", first.start, second.end, stages=seconds, num_stages=folded)]
-
-
-def stage_seconds(stages: Iterable[Stage]) -> dict[str, float]:
-    """Seconds by stage, summed over stages of the same name."""
-    seconds: dict[str, float] = {}
-    for stage in stages:
-        for name, spent in (stage.stages or {stage.name: stage.end - stage.start}).items():
-            seconds[name] = round(seconds.get(name, 0.0) + spent, 6)
-    return seconds
-
-
-def wait_seconds(stages: Iterable[Stage]) -> dict[str, float]:
-    """Seconds in the queue by reason."""
-    seconds: dict[str, float] = {}
-    for stage in stages:
-        for wait in stage.waits:
-            seconds[wait.reason] = round(seconds.get(wait.reason, 0.0) + wait.seconds, 6)
-    return seconds

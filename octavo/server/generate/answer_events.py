@@ -89,7 +89,12 @@ class AnswerReader:
     def __init__(self, text: Text, prompt_ids: Sequence[int], shape: AnswerShape) -> None:
         self._shape = shape
         prompt = text.decode(prompt_ids[-_NUM_LAST_IDS:], skip_special_tokens=False) if shape.think_format else ""
-        self._parser = AnswerParser(shape.tool_format, shape.tools, shape.think_format, prompt)
+        # None: all of the answer is content.
+        self._parser = (
+            AnswerParser(shape.tool_format, shape.tools, shape.think_format, prompt)
+            if shape.tool_format or shape.think_format
+            else None
+        )
         self._count = _ReasoningCount(text, prompt_ids, shape.think_format, prompt) if shape.think_format else None
 
     @property
@@ -97,15 +102,19 @@ class AnswerReader:
         return self._count.num_tokens if self._count else 0
 
     def read(self, piece: Piece) -> AnswerPiece:
-        delta = piece.delta
-        events = self._parser.feed(delta.text)
+        delta, parser = piece.delta, self._parser
         reason: str | None = delta.finish_reason
+        events: list[Event]
+        if parser is None:
+            events = [Content(delta.text)] if delta.text else []
+        else:
+            events = parser.feed(delta.text)
+            if reason is not None:
+                events += parser.finish()
+                if reason == "stop" and parser.num_calls:
+                    reason = "tool_calls"
         if self._count is not None:
             self._count.push(piece.token_ids)
-        if reason is not None:
-            events += self._parser.finish()
-            if reason == "stop" and self._parser.num_calls:
-                reason = "tool_calls"
         if events and (len(events) > 1 or not self._shape.include_reasoning or self._shape.is_calls_alone):
             events = self._tidy(events)
         return AnswerPiece(

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.generate.answer_events import AnswerShape
 from octavo.server.generate.offload import offload_prompt
-from octavo.server.generate.structured import AnswerCheck, AnswerForm, read_form, wants_check
+from octavo.server.generate.structured import FREE, AnswerCheck, AnswerForm, read_form, wants_check
 from octavo.server.schema.fields import MAX_TEMPLATE_VARIABLES, RequestFields, SamplingFields
 from octavo.server.state.service import Service
 from octavo.text import Text
@@ -153,7 +153,9 @@ async def answer_form(
 ) -> AnswerForm:
     """The form of an answer. `response_format` is about text answers, and ignored where calls are required. (Annotations in the
     schemas of tools are not ignored: the prompt describes the tools.)"""
-    wished = await read_form(service, fields, response_format)
+    wished = FREE
+    if response_format is not None or fields.has_constraint:
+        wished = await read_form(service, fields, response_format)
     if not chat.tools or not chat.choice.is_enforced:
         return wished
     if wished.grammar and response_format is None:

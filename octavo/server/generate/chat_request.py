@@ -30,6 +30,8 @@ from octavo.text import Text
 from octavo.text.chat.tools import NO_CALLS, Tool, allowed_tools, parse_tool_choice, parse_tools
 
 PREDICTION = Field("prediction")
+_OF_A_TEXT = {"role", "name", "content"}
+"""Members of a message that is one text: nothing in it can carry a cache_control."""
 
 
 class PredictionPart(BaseModel):
@@ -70,7 +72,12 @@ class ChatFields(GenerationFields):
 
     @property
     def retention(self) -> Retention | None:
-        return self.prompt_cache_retention or retention_in(self.messages, self.tools)
+        if self.prompt_cache_retention is not None:
+            return self.prompt_cache_retention
+        parts = [
+            each for each in self.messages if type(each.get("content")) is not str or not each.keys() <= _OF_A_TEXT
+        ]
+        return retention_in(parts, self.tools) if parts or self.tools else None
 
 
 @dataclass(frozen=True, slots=True)

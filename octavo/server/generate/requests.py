@@ -195,8 +195,13 @@ def check_beams(fields: GenerationFields, report: EngineReport) -> None:
 
 def _wishes(fields: GenerationFields, arrived: float, budget: BudgetConfig) -> dict[str, Any]:
     """Rarely used fields of a GenerateRequest."""
-    hold = hold_of(fields.prompt_cache_key, fields.retention, budget.max_prefix_retention)
-    return {**({"wants_progress": True} if fields.wants_progress else {}), **fields.times(arrived), **hold}
+    wishes: dict[str, Any] = fields.times(arrived)
+    if fields.wants_progress:
+        wishes["wants_progress"] = True
+    retention = fields.retention
+    if retention is not None or fields.prompt_cache_key:
+        wishes |= hold_of(fields.prompt_cache_key, retention, budget.max_prefix_retention)
+    return wishes
 
 
 _BY_ENDPOINT = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.errors import Field, InvalidRequest, Sentence
 from octavo.messages import StructuredOutputsParams
-from octavo.server.schema.fields import SamplingFields
+from octavo.server.schema.fields import CONSTRAINT_ALIASES, SamplingFields
 from octavo.server.state.service import Service
 from octavo.text.grammar.build import (
     RESPONSE_FORMAT,
@@ -105,25 +105,11 @@ def _wishes(fields: SamplingFields, response_format: object) -> list[_Wish]:
             "unenforced"
         }:  # which is about any of these fields
             found.append((STRUCTURED_OUTPUTS, None, wish))
-    for name, kind in _ALIASES.items():
+    for name, kind in CONSTRAINT_ALIASES.items():
         value = getattr(fields, name)
         if value is not None and value is not False:
             found.append(_alias(Field(name), kind, value, fields))
     return found
-
-
-# Other servers' names of the same: vLLM's older ones, SGLang's, llama.cpp's.
-_ALIASES = {
-    "guided_json": "json",
-    "guided_json_object": "json_object",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "json_schema": "json",
-    "regex": "regex",
-    "ebnf": "grammar",
-    "grammar": "grammar",
-}
 
 
 def _alias(field: Field, kind: str, value: Any, fields: SamplingFields) -> _Wish:

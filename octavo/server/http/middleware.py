@@ -198,8 +198,9 @@ class _Passage:
         if message["type"] == "http.response.start":
             self._status = self.journey.status = message["status"]
             self._body.release()
-            limits = self._service.tenants.headers(self.journey.owner)
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode()), *limits]
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+            if (tenants := self._service.tenants).accounts:
+                message["headers"] += tenants.headers(self.journey.owner)
         await self._send(message)
         if message["type"] == "http.response.body":
             if not self.journey.first_byte:

@@ -104,6 +104,21 @@ class RequestFields(BaseModel):
         self._ignored = (*self._ignored, field)
 
 
+CONSTRAINT_ALIASES = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+"""Other servers' names of members of structured_outputs: vLLM's older ones, SGLang's, llama.cpp's."""
+_CONSTRAINTS = {"structured_outputs", *CONSTRAINT_ALIASES}
+
+
 class RepetitionDetection(BaseModel):
     """vLLM's. null is the same as absent."""
 
@@ -155,6 +170,11 @@ class SamplingFields(RequestFields):
     ebnf: str | None = None
     grammar: str | dict[str, Any] | None = None
     json_schema: str | dict[str, Any] | None = None
+
+    @property
+    def has_constraint(self) -> bool:
+        """Whether structured_outputs or an alias of it is given, be it with a value that constrains nothing."""
+        return not self.model_fields_set.isdisjoint(_CONSTRAINTS)
 
     @field_validator("stop", mode="after")
     @classmethod

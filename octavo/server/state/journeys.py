@@ -13,7 +13,7 @@ from starlette.types import Message, Send
 from octavo.client.client import EngineClient, EngineObserver, Placement
 from octavo.messages import GenerateRequest, Responded
 from octavo.observe.journeys.journey import ENTRY_BYTES, Journey, OpenJourney, current
-from octavo.observe.journeys.stages import EngineJourney, stage_seconds
+from octavo.observe.journeys.stages import EngineJourney
 from octavo.server.state.encoded_json import add_member
 from octavo.server.state.owners import EVERYTHING, Viewer
 
@@ -139,9 +139,7 @@ class Journeys(EngineObserver):
             final.status,
             final.seconds,
             _encode(final) if journey.method == "POST" else b"",
-            stage_seconds(final.stages)
-            if journey.requests or (journey.method == "POST" and journey.status >= 400)
-            else {},
+            final.stage_seconds() if journey.requests or (journey.method == "POST" and journey.status >= 400) else {},
             final.prompt_tokens,
             final.output_tokens,
             final.preemptions,

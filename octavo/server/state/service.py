@@ -157,7 +157,8 @@ class Service:
         that are not are released when the HTTP request is over. Raises RateLimited or BudgetSpent for a key at one of its limits."""
         journey = current.get()
         if journey is not None:
-            self.tenants.admit(journey.owner, requests)
+            if self.tenants.accounts:
+                self.tenants.admit(journey.owner, requests)
             if self.config.server.prefix_sharing == "key" and journey.owner:
                 requests = [self._salted(each, journey.owner) for each in requests]
             if self.config.scheduler.fairness != "none":
@@ -165,7 +166,7 @@ class Service:
                 requests = [msgspec.structs.replace(each, tenant=tenant, weight=weight) for each in requests]
         try:
             for request in requests:
-                record = self.records.of(request.id)
+                record = self.records.by_request.get(request.id)
                 left = request if record is None else record.begun(request)
                 if left is not None:  # else it had been computed to its end when its process ended
                     self.journeys.submit(left)
@@ -175,7 +176,7 @@ class Service:
 
     def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
         """As EngineClient.deltas, for requests that were given to submit(); those of a stream with a record are written down."""
-        record = self.records.of(request_id)
+        record = self.records.by_request.get(request_id)
         return self.engine.deltas(request_id) if record is None else self._recorded(request_id, record)
 
     async def _recorded(self, request_id: str, record: StreamRecord) -> AsyncGenerator[list[TokenDelta], None]:

@@ -120,7 +120,7 @@ class StreamRecords:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._by_request: dict[str, StreamRecord] = {}  # by the engine's request
+        self.by_request: dict[str, StreamRecord] = {}  # by the engine's request; those of other streams are not in it
 
     def open(self, folder: Path) -> None:
         self._folder = folder
@@ -142,18 +142,15 @@ class StreamRecords:
 
     def attach(self, record: StreamRecord, request_id: str) -> None:
         """The stream's tokens are those of this request."""
-        self._by_request[request_id] = record
+        self.by_request[request_id] = record
 
     def forget(self, record: StreamRecord) -> None:
-        self._by_request = {name: each for name, each in self._by_request.items() if each is not record}
+        self.by_request = {name: each for name, each in self.by_request.items() if each is not record}
 
     def remove(self, record: StreamRecord) -> None:
         """The stream can no longer be resumed."""
         self.forget(record)
         record.remove()
-
-    def of(self, request_id: str) -> StreamRecord | None:
-        return self._by_request.get(request_id)
 
     def claim(self, stream_id: str, may_see: Callable[[bytes], bool]) -> StreamRecord | None:
         """The record of a stream whose process has ended. None: there is none, or another process has it. `may_see`: whether who asks may see what this

@@ -60,11 +60,8 @@ class Tenants:
             owner: KeyTenant(number, of.name or f"key-{number}", of, accounts.get(_id_of(owner, of.name)))
             for number, (owner, of) in enumerate(by_owner.items())
         }
-
-    @property
-    def accounts(self) -> dict[bytes, Account]:
-        """By owner, for those whose usage is counted."""
-        return {owner: each.account for owner, each in self._by_owner.items() if each.account is not None}
+        # By owner, of the keys whose usage is counted. Empty: the server has no keys, or nowhere to count.
+        self.accounts = {owner: each.account for owner, each in self._by_owner.items() if each.account is not None}
 
     def all(self) -> Iterable[tuple[bytes, KeyTenant]]:
         """With their owners."""

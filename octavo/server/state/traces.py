@@ -8,7 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from octavo.errors import ConfigError
 from octavo.observe.journeys.journey import Journey, OpenJourney
-from octavo.observe.journeys.stages import Stage, stage_seconds, wait_seconds
+from octavo.observe.journeys.stages import Stage
 
 FLUSH_SECONDS = 2.0
 COLLECTORS_PATH = "v1/traces"
@@ -81,7 +81,7 @@ def traces_url(endpoint: str) -> str:
 def request_attributes(journey: Journey, opened: OpenJourney, model_name: str) -> dict[str, Any]:
     kind = opened.handler.rstrip("/").rsplit("/", 1)[-1]
     name = OPERATIONS.get("chat" if "/chat/" in opened.handler else kind, "generate_content")
-    seconds = stage_seconds(journey.stages)
+    seconds = journey.stage_seconds()
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": name,
         "gen_ai.provider.name": "octavo",
@@ -106,7 +106,7 @@ def request_attributes(journey: Journey, opened: OpenJourney, model_name: str) -
     }
     if journey.first_byte_seconds is not None:
         attributes["gen_ai.latency.time_to_first_token"] = journey.first_byte_seconds
-    for reason, spent in wait_seconds(journey.stages).items():
+    for reason, spent in journey.wait_seconds().items():
         attributes[f"octavo.wait.{reason}"] = spent
     if journey.error or journey.state != "finished":
         attributes["error.type"] = journey.error.split(" ")[0] or journey.state
