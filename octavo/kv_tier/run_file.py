@@ -84,7 +84,7 @@ def read_header(file: int) -> RunHeader:
         raise BadRun("its header is damaged")
     try:
         header = _decode(content)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (ValueError, RecursionError) as error:  # of msgspec, and where a text is not UTF-8
         raise BadRun(f"its header cannot be read: {error}") from None
     if not 0 < len(header.keys) <= MAX_PAGES or len(header.sums) != len(header.keys) or header.page_bytes <= 0:
         raise BadRun("its header contradicts itself")
