@@ -141,7 +141,7 @@ def decode(text: str) -> dict[str, KeySettings]:
         return {}
     try:
         given = msgspec.json.decode(text, type=dict[str, dict[str, str | int | float | None]])
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # of msgspec, and where the text is not UTF-8
         raise ConfigError(f"--key-settings is no JSON object of objects, one for each key: {error}") from None
     found: dict[str, KeySettings] = {}
     for number, (key, settings) in enumerate(given.items(), 1):

@@ -5,10 +5,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from benchmarks.fuzz import answers, chats, files, grammars, requests
+from benchmarks.fuzz import answers, chats, files, grammars, requests, state
 from benchmarks.fuzz.campaign import Report, as_json, campaign, run_child
 
-TARGETS = {**requests.TARGETS, **files.TARGETS, **grammars.TARGETS, **answers.TARGETS, **chats.TARGETS}
+TARGETS = {**requests.TARGETS, **files.TARGETS, **grammars.TARGETS, **answers.TARGETS, **chats.TARGETS, **state.TARGETS}
 
 
 def main() -> int:

@@ -205,6 +205,32 @@ _BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/batches": [
         {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"}}
     ],
+    "/v1/prefix": [
+        {"action": "pin", "name": "a", "prompt": "hi", "seconds": 5.0},
+        {"action": "warm", "messages": [{"role": "system", "content": "x"}], "tools": [], "chat_template_kwargs": {"x": 1}},
+    ],
+    "/v1/rerank": [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True}],
+    "/v1/score": [{"text_1": "a", "text_2": ["b", "c"], "truncate_prompt_tokens": 5}],
+    "/classify": [{"input": ["a", "b"], "activation": True}],
+    "/pooling": [{"input": ["a", [1, 2]], "task": "token_embed", "encoding_format": "base64", "dimensions": 4}],
+    "/v1/load_lora_adapter": [{"lora_name": "a", "lora_path": "/x", "load_inplace": True, "base_model_name": "m"}],
+    "/v1/fleet": [{"replicas": 2, "restart": True}],
+    "/api/chat": [
+        {
+            "model": "m", "messages": [{"role": "user", "content": "Hi", "images": []}], "stream": False, "format": "json", "think": True,
+            "options": {"num_predict": 5, "temperature": 0.5, "stop": ["x"], "num_ctx": 512}, "keep_alive": "5m", "tools": [],
+        }
+    ],
+    "/api/generate": [{"model": "m", "prompt": "a", "system": "b", "raw": False, "options": {"seed": 1}, "keep_alive": 0}],
+    "/api/embed": [{"model": "m", "input": ["a"], "truncate": True, "dimensions": 4}],
+    "/completion": [
+        {
+            "prompt": ["a", 1, [1, 2]], "n_predict": 5, "logit_bias": [[5, 1.0], ["a", False]], "grammar": 'root ::= "a"', "samplers": ["top_k"],
+            "n_probs": 2, "cache_prompt": True, "id_slot": -1, "response_fields": ["content"], "stop": ["x"], "json_schema": {},
+        }
+    ],
+    "/infill": [{"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "f", "text": "t"}], "prompt": "c"}],
+    "/apply-template": [{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": 1}}],
 }  # fmt: skip
 
 
@@ -282,7 +308,9 @@ TARGETS: dict[str, Callable[[], Target]] = {
         f"body{path}": partial(_body_target, path)
         for path in (
             "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/responses/input_tokens",
-            "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/batches",
+            "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/batches", "/v1/responses/compact", "/v1/prefix",
+            "/v1/rerank", "/v1/score", "/classify", "/pooling", "/v1/load_lora_adapter", "/v1/fleet", "/api/chat", "/api/generate",
+            "/api/embed", "/completion", "/infill", "/apply-template",
         )
     },
 }  # fmt: skip

@@ -5,7 +5,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from octavo.config import sections
 from octavo.errors import ConfigError
@@ -25,6 +25,7 @@ OTHER_VARIABLES = frozenset(
 )
 """Variables that are no flags. The last two are read by tests."""
 MAX_FILE_BYTES = 2**20
+MAX_VALUES = 100_000  # of one setting that is a mapping
 _KEYS = frozenset({"api_key", "admin_key"})  # a key file replaces their variables: flags.py reads them
 _SWITCH = {
     "1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False,
@@ -137,8 +138,28 @@ def _argument(file: str, name: str, value: object) -> list[str]:
         case list() if all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in value):
             return [f"{flag}={','.join(map(str, value))}"]
         case dict():
-            return [f"{flag}={json.dumps(value)}"]
+            return [f"{flag}={_as_json(file, name, value)}"]
     raise ConfigError(f"--config {file}: {name} must be a text, a number, true, false or a list of texts")
+
+
+def _as_json(file: str, name: str, value: dict[object, object]) -> str:
+    """A mapping as JSON. Aliases make a small YAML file large, or without end: it is counted before it is written."""
+    left, level = MAX_VALUES, [cast(object, value)]
+    while level:
+        left -= len(level)
+        if left < 0:
+            raise ConfigError(f"--config {file}: {name} has more than {MAX_VALUES} values, or holds itself")
+        inside: list[object] = []
+        for each in level:
+            if isinstance(each, dict | list):
+                inside += each.values() if isinstance(each, dict) else each
+                if len(inside) > MAX_VALUES:
+                    break
+        level = inside
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        raise ConfigError(f"--config {file}: {name} must hold texts, numbers, lists and mappings only") from None
 
 
 def _may_be_off() -> set[str]:

@@ -144,13 +144,21 @@ class AdapterTraffic(StepObserver):
         adapter = self._adapter(ref)
         if adapter.id:
             done("")
-        elif not adapter.is_loading and not self._make_room(adapter):
-            # Requests that run have all of the memory: their files are checked all the same, and they are read when memory is free.
-            self._forget_if_unwanted(adapter)
-            done(self._checked(ref))
         else:
             adapter.calls.append(done)
-            self._start(adapter)
+            self._start_called(adapter)
+
+    def _start_called(self, adapter: _Adapter) -> None:
+        """Begin to load an adapter that was asked for ahead of requests, unless enough is being loaded: then take() begins it later."""
+        if adapter.is_loading or self._is_loading_enough:
+            return
+        if not self._start(adapter):
+            # Requests that run have all of the memory: its files are checked all the same, and they are read when memory is free.
+            calls, adapter.calls = adapter.calls, []
+            self._forget_if_unwanted(adapter)
+            why = self._checked(adapter.ref)
+            for call in calls:
+                call(why)
 
     def _checked(self, ref: AdapterRef) -> str:
         try:
@@ -183,6 +191,8 @@ class AdapterTraffic(StepObserver):
         except queue.Empty:
             pass
         self._end()
+        for adapter in [each for each in self._adapters.values() if each.calls and not each.is_loading and not each.id]:
+            self._start_called(adapter)
         return (self._let_through() if self._held else []), refused
 
     def _adapter(self, ref: AdapterRef) -> _Adapter:
@@ -238,12 +248,16 @@ class AdapterTraffic(StepObserver):
         """Begin to load it. False: there is no room, or enough is being loaded."""
         if adapter.is_loading:
             return True
-        if sum(other.is_loading for other in self._adapters.values()) >= MAX_LOADS or not self._make_room(adapter):
+        if self._is_loading_enough or not self._make_room(adapter):
             return False
         adapter.is_loading, adapter.asked_at = True, self._clock()
         key = adapter.key
         self._loader.load_adapter(adapter.ref, lambda loaded: self._put(key, loaded))
         return True
+
+    @property
+    def _is_loading_enough(self) -> bool:
+        return sum(other.is_loading for other in self._adapters.values()) >= MAX_LOADS
 
     def _put(self, key: Key, loaded: AdapterLoaded | str | EngineDead) -> None:
         """Called by the loading thread."""
@@ -336,6 +350,7 @@ class AdapterTraffic(StepObserver):
         if (
             not adapter.id
             and not adapter.is_loading
+            and not adapter.calls
             and all(held.adapter is not adapter for held in self._held.values())
         ):
             self._adapters.pop(adapter.key, None)

@@ -37,7 +37,7 @@ class PinFiles:
             for path in self._folder.iterdir():
                 try:
                     found.append((path.stat().st_mtime_ns, _decode(path.read_bytes())))
-                except (OSError, msgspec.MsgspecError):
+                except (OSError, ValueError, RecursionError):  # of msgspec, and where a text is not UTF-8
                     log.warning("a pinned prefix could not be read again: %s", path.name)
         return [pin for _, pin in sorted(found, key=lambda each: each[0])]
 

@@ -40,6 +40,8 @@ _NUM_WORDS = 8
 _PROMPT, _OUTPUT, _REQUESTS, _DAY, _BEFORE, _IN_FLIGHT = range(6)
 _SIZE = _ROWS + 8 * _NUM_WORDS * MAX_KEYS * MAX_ROWS
 _OLD_SIZE = _ROWS + 8 * _NUM_WORDS * MAX_KEYS * _OLD_ROWS
+_MAX_WORD = 2**60
+"""Of a count: no server gets that far, and twice as much still fits a word."""
 _FLOCK = struct.Struct("hhqqi4x")  # Linux's struct flock: type, whence, start, length, pid
 _DAY_SECONDS = 86400
 _MINUTE = 60_000_000_000  # nanoseconds
@@ -97,7 +99,13 @@ class UsageLedger:
         self._slots: dict[bytes, int] = {}
         self._is_dirty = False
         with self._locked():
-            self._head[0] = max(self._head[0], self._row + 1)
+            self._head[0] = max(self._num_rows, self._row + 1)
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows that were ever used. A file may be damaged: then all of them."""
+        found = self._head[0]
+        return found if 0 <= found <= MAX_ROWS else MAX_ROWS
 
     def _create(self, path: Path) -> None:
         size = os.fstat(self._fd).st_size
@@ -168,7 +176,7 @@ class UsageLedger:
         self._memory[_IDS + slot * ID_BYTES : _IDS + (slot + 1) * ID_BYTES] = bytes(ID_BYTES)
         for word in range(_NUM_SHARED):
             self._shared[slot * _NUM_SHARED + word] = 0
-        for row in range(self._head[0]):
+        for row in range(self._num_rows):
             start = self._at(row, slot)
             for word in range(_NUM_WORDS):
                 self._words[start + word] = 0
@@ -205,6 +213,9 @@ class Account:
         self._rows = [ledger._at(row, slot) for row in range(MAX_ROWS)]
         self.forget_ended()
         ledger._words[self._mine + _IN_FLIGHT] = 0  # what a predecessor had open has ended with it
+        for word in (_PROMPT, _OUTPUT, _REQUESTS, _DAY, _BEFORE):  # a damaged file must not make sums overflow
+            if not 0 <= ledger._words[self._mine + word] <= _MAX_WORD:
+                ledger._words[self._mine + word] = 0
         self._has_lock = bool(settings.budget_tokens or settings.tpm)
 
     # ── what is counted ──
@@ -285,7 +296,7 @@ class Account:
     def forget_ended(self) -> None:
         """Forget what processes had open that have ended without closing it."""
         ledger = self._ledger
-        for row, at in enumerate(self._rows[: ledger._head[0]]):
+        for row, at in enumerate(self._rows[: ledger._num_rows]):
             if ledger._words[at + _IN_FLIGHT] and not ledger._is_claimed(row):
                 ledger._words[at + _IN_FLIGHT] = 0
 
@@ -297,13 +308,13 @@ class Account:
 
     def _sum(self, word: int) -> int:
         words = self._ledger._words
-        return sum(words[at + word] for at in self._rows[: self._ledger._head[0]])
+        return sum(words[at + word] for at in self._rows[: self._ledger._num_rows])
 
     def _today(self) -> int:
         words, day = self._ledger._words, int(self._ledger._clock()) // _DAY_SECONDS
         return sum(
             words[at + _PROMPT] + words[at + _OUTPUT] - words[at + _BEFORE]
-            for at in self._rows[: self._ledger._head[0]]
+            for at in self._rows[: self._ledger._num_rows]
             if words[at + _DAY] == day
         )
 

@@ -68,7 +68,7 @@ def read_costs(path: Path) -> MachineCosts:
         raise ConfigError(f"--costs {path}: it has more than {MAX_BYTES} bytes; give a file of octavo plan --measure")
     try:
         costs = msgspec.json.decode(data, type=MachineCosts)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # of msgspec, and where a text is not UTF-8
         raise ConfigError(f"--costs {path} is not a file of octavo plan --measure: {error}") from None
     if costs.format != FORMAT:
         raise ConfigError(

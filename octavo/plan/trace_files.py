@@ -83,8 +83,8 @@ def _read(path: Path, lines: Iterator[tuple[int, str]]) -> Trace:
         else:
             rows = _chain((number, head), ((at, _object(path, at, line)) for at, line in lines))
     else:
-        names = next(csv.reader([text]))
-        rows = ((at, dict(zip(names, next(csv.reader([line])), strict=False))) for at, line in lines)
+        names = _cells(path, number, text)
+        rows = ((at, dict(zip(names, _cells(path, at, line), strict=False))) for at, line in lines)
         _check_columns(path, names)
     requests = _requests(path, rows)
     if not requests:
@@ -95,6 +95,13 @@ def _read(path: Path, lines: Iterator[tuple[int, str]]) -> Trace:
 def _chain(first: tuple[int, Mapping[str, Any]], rest: Iterable[tuple[int, Mapping[str, Any]]]) -> Iterator[tuple[int, Mapping[str, Any]]]:  # fmt: skip
     yield first
     yield from rest
+
+
+def _cells(path: Path, number: int, text: str) -> list[str]:
+    try:
+        return next(csv.reader([text]))
+    except csv.Error as error:  # a line's end within it, or a very long cell
+        raise _bad(path, number, f"it is not CSV: {error}") from None
 
 
 def _object(path: Path, number: int, text: str) -> dict[str, Any]:

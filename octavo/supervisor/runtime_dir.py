@@ -65,7 +65,7 @@ def running_servers() -> list[ServerRecord]:
     found = []
     for place in {Path(tempfile.gettempdir()), SHARED_TEMPORARY}:
         for path in place.glob(f"{_PREFIX}*/{_RECORD}"):
-            with contextlib.suppress(OSError, msgspec.DecodeError):  # another user's, or removed meanwhile
+            with contextlib.suppress(OSError, ValueError):  # another user's, or removed meanwhile
                 if path.stat().st_uid == os.getuid() and _is_locked(path.parent / _LOCK):
                     found.append(msgspec.json.decode(path.read_bytes(), type=ServerRecord))
     return sorted(found, key=lambda record: record.started)

@@ -1,6 +1,7 @@
 """Settings from a file and from the environment, and which of them comes first."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,14 @@ def test_a_variable_that_is_not_known_is_named() -> None:
         ("a: b: c\n", "is not valid YAML: line 1, column 5: mapping values are not allowed here"),
         ("[" * 5000, "is not valid YAML"),
         ("config: other.yaml\n", "names another file"),
+        ("model-settings: {a: {b: 2001-01-01}}\n", "model-settings must hold texts, numbers, lists and mappings only"),
+        ("model-settings: &x {a: *x}\n", "model-settings has more than 100000 values, or holds itself"),
+        (
+            "a: &a [x, x, x, x, x, x, x, x]\n"
+            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in itertools.pairwise("abcdefghij"))
+            + "model-settings: {a: *j}\n",
+            "more than 100000 values|must be a text",
+        ),
     ],
 )
 def test_a_bad_file_is_refused(file: Path, content: str, problem: str) -> None:

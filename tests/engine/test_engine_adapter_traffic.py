@@ -336,3 +336,31 @@ def test_an_adapter_waits_for_those_that_lie_in_the_way_and_are_in_use() -> None
     engine.take()
     engine.load("b")
     assert engine.runs(second) and engine.loader.loaded == {"id-b": 1}
+
+
+def test_loads_ahead_of_requests_wait_for_their_turn() -> None:
+    """Two loads are out at one time: the others begin when one has ended, and each is answered."""
+    engine, told = Engine(budget=100), []
+    for name in "abcde":
+        engine.traffic.load(
+            AdapterRef(name, f"/{name}", num_weights=10), lambda why, name=name: told.append((name, why))
+        )
+    assert [*engine.loader.asked] == ["a", "b"]
+    engine.load("a")
+    assert [*engine.loader.asked] == ["b", "c"] and told == [("a", "")]
+    engine.load("b", "gone")
+    engine.load("c")
+    engine.load("d")
+    engine.load("e")
+    assert told == [("a", ""), ("b", "gone"), ("c", ""), ("d", ""), ("e", "")] and not engine.loader.asked
+
+
+def test_a_load_outlives_a_request_that_wanted_the_same() -> None:
+    engine, told = Engine(budget=100), []
+    engine.ask("a"), engine.ask("b")
+    waiting = engine.ask("c")
+    engine.traffic.load(AdapterRef("c", "/c", num_weights=10), told.append)
+    assert engine.traffic.drop(Abort(waiting))
+    engine.load("a")
+    engine.load("c")
+    assert told == [""]

@@ -218,3 +218,26 @@ def test_a_ledger_of_an_older_version_goes_on(tmp_path: Path) -> None:
     ledger = UsageLedger(tmp_path / "ledger")
     assert ledger.accounts({KEY: KeySettings()})[KEY].used()[:2] == (3, 4)
     ledger.close()
+
+
+@pytest.mark.parametrize("number", [-1, 2**62, 2**63 - 1, -(2**63)])
+def test_a_damaged_file_counts_again_from_zero(tmp_path: Path, number: int) -> None:
+    """Whatever words it holds, a server with it starts, and keys are counted."""
+    path, limits = tmp_path / "ledger", KeySettings(rpm=5, tpm=1000, max_tokens_in_flight=500, budget_tokens=5000)
+    ledger = UsageLedger(path, Clock())
+    ledger.accounts({KEY: limits})
+    ledger.close()
+    word = number.to_bytes(8, "little", signed=True)
+    with open(path, "r+b") as file:
+        for offset, count in ((64, 1), (usage_ledger._SHARED, 2), (usage_ledger._ROWS, 8)):
+            file.seek(offset)
+            file.write(word * count)
+    ledger = UsageLedger(path, Clock())
+    accounts = ledger.accounts({KEY: limits, OTHER: limits})
+    assert accounts[OTHER].admit(10, 20) is None and accounts[OTHER].charge(10, 5) == 5
+    account = accounts[KEY]
+    account.hold(20)
+    account.charge(10, 5)
+    account.admit(10, 20)
+    assert account.used().prompt_tokens == 10 and account.used().today == 15
+    ledger.close()

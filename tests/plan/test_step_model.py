@@ -97,7 +97,13 @@ def test_a_costs_file_is_read_as_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"{}", "is not a file of"), (b"no", "is not a file of"), (b"x" * 2**21, "more than")]
+    ("content", "words"),
+    [
+        (b"{}", "is not a file of"),
+        (b"no", "is not a file of"),
+        (b'{"made": "\xff"}', "is not a file of"),
+        (b"x" * 2**21, "more than"),
+    ],
 )
 def test_a_bad_costs_file_is_named(tmp_path, content, words):
     (tmp_path / "c").write_bytes(content)

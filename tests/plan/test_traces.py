@@ -75,6 +75,8 @@ def test_times_need_not_be_in_order(tmp_path):
         ('{"timestamp": 1, "input_length": true, "output_length": 3}\n', "line 1: the prompt length"),
         ('{"timestamp": 1, "input_length": 2, "output_length": 3, "hash_ids": [-1]}\n', "line 1: the prefix"),
         ('{"timestamp": 1, "input_length": 2, "output_length": 3, "hash_ids": {"a": 1}}\n', "line 1: prefix must be a list"),
+        ("timestamp,input_tokens,output_tokens\n1,2\r5,3\n", "line 2: it is not CSV"),
+        ("timestamp,input_tokens,output_tokens\n" + "1" * 200_000 + ",2,3\n", "line 2: it is not CSV"),
         ('{"octavo_trace": 9}\n', "line 1: its format is 9"),
         ('{"octavo_trace": 1, "block_size": 0}\n', "line 1: the block_size"),
         ('{"octavo_trace": 1}\n{"seconds": 1, "prompt_len": 2, "output_len": 3, "after_previous": true}\n', "needs a session"),

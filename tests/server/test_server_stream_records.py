@@ -128,3 +128,20 @@ def test_equal_sources_give_equal_values() -> None:
     first, second = Source(b"key", 1.0), Source(b"key", 1.0, "again")
     assert [first.take(16) for _ in range(3)] == [second.take(16) for _ in range(3)]
     assert len({Source(b"key", 1.0).take(8), Source(b"other", 1.0).take(8), first.take(8)}) == 3
+
+
+def test_a_damaged_file_is_no_stream(records: StreamRecords, tmp_path: Path) -> None:
+    """Texts that are not UTF-8, values that are nested without end, and tokens of choices that the request does not have."""
+    whole = written(records)
+    whole.release()
+    path = tmp_path / f"stream-{NAME}"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"/v1/completions", b"/v1/\xff\xff\xffpletions"))
+    assert records.claim(NAME, anyone) is None
+    path.write_bytes((5000).to_bytes(4) + b"\x91" * 5000)
+    assert records.claim(NAME, anyone) is None
+    path.write_bytes(content)
+    found = records.claim(NAME, anyone)
+    assert found is not None
+    request = GenerateRequest("r", [1], SamplingParams(n=1, max_tokens=9), [])
+    assert found.begun(request) is None  # its only choice has ended

@@ -147,7 +147,7 @@ def _read_suspects(path: Path) -> _Suspects:
         return msgspec.json.decode(path.read_bytes(), type=_Suspects)
     except FileNotFoundError:
         return _Suspects()
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):  # of msgspec, and where a text is not UTF-8
         log.error("%s cannot be read and is replaced by an empty one", path.name)
         return _Suspects()
 

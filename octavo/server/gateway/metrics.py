@@ -15,11 +15,14 @@ def merged(texts: Mapping[str, str]) -> str:
     heads: dict[str, dict[str, str]] = {}  # family → kind of line → line
     samples: dict[str, list[str]] = {}
     for model, text in texts.items():
-        for line in text.splitlines():
+        for line in text.split("\n"):
             if line.removeprefix("# HELP ").removeprefix("# TYPE ").startswith(USAGE):
                 continue
-            if line.startswith("# "):
-                _, kind, family, *_ = line.split(" ", 3)
+            if line.startswith("#"):
+                words = line.split(" ", 3)
+                if len(words) < 4:  # a comment
+                    continue
+                _, kind, family, _ = words
                 heads.setdefault(family, {}).setdefault(kind, line)
                 samples.setdefault(family, [])
             elif (found := _SAMPLE.fullmatch(line)) is not None:

@@ -75,6 +75,8 @@ class StreamRecord:
         tokens: list[list[int] | None] = [[] for _ in range(request.params.n)]
         for deltas in self.lists:
             for delta in deltas:
+                if not 0 <= delta.index < len(tokens):  # the file is damaged
+                    continue
                 so_far = tokens[delta.index]
                 if so_far is not None:
                     so_far += delta.token_ids
@@ -196,7 +198,7 @@ class StreamRecords:
 
 
 def _read(path: Path, file: int) -> StreamRecord | None:
-    """None: the process ended before it had written the request."""
+    """None: the process ended before it had written the request, or the file is damaged."""
     content = bytearray()
     while part := os.pread(file, 2**20, len(content)):
         content += part
@@ -212,7 +214,7 @@ def _read(path: Path, file: int) -> StreamRecord | None:
     try:
         head = msgspec.msgpack.decode(parts[0], type=RecordHead)
         lists = [msgspec.msgpack.decode(each, type=list[TokenDelta]) for each in parts[1:] if each != _ATTEMPT]
-    except (IndexError, msgspec.DecodeError):
+    except (IndexError, ValueError, RecursionError):  # of msgspec, and where a text is not UTF-8
         return None
     record = StreamRecord(path, file, head, lists, at)
     record.num_attempts = next(count for count, each in enumerate(reversed(parts)) if each != _ATTEMPT)

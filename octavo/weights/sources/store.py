@@ -132,7 +132,7 @@ class Store:
         """None: there is no complete model in the folder."""
         try:
             manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError, RecursionError):  # of msgspec, and where a text is not UTF-8
             return None
         names = [file.name for file in manifest.files]
         if not names or any(Path(name).name != name or not (folder / name).is_file() for name in names):
