@@ -1,6 +1,7 @@
 """Adapters over HTTP: a request's model, the list of models, loading and unloading, and who may do so."""
 
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,8 @@ async def test_mistakes_when_loading(server: Server, place: Path, tmp_path: Path
     cut = write_peft(inside / "cut", weights_of(place / "model"))
     weights = cut / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
+    (inside / "pipe").unlink(missing_ok=True)
+    os.mkfifo(inside / "pipe")
     (inside / "link").unlink(missing_ok=True)
     (inside / "link").symlink_to(place / "elsewhere" / "secret")
     cases: list[tuple[dict[str, Any], int, str]] = [
@@ -177,6 +180,9 @@ async def test_mistakes_when_loading(server: Server, place: Path, tmp_path: Path
         ({"lora_name": "x", "lora_path": str(inside) + "-other"}, 403, "--lora-folders"),
         ({"lora_name": "x", "lora_path": str(inside / "a\0b")}, 400, "null character"),
         ({"lora_name": "x", "lora_path": str(inside / "nothing")}, 400, "does not exist"),
+        ({"lora_name": "x", "lora_path": str(inside / ("n" * 300))}, 400, "too long"),
+        ({"lora_name": "x", "lora_path": str(inside) + "/a" * 2_000_000}, 400, "1 to 4096 characters"),
+        ({"lora_name": "x", "lora_path": str(inside / "pipe")}, 400, "neither a folder nor a file"),
         ({"lora_name": "x", "lora_path": str(cut)}, 400, "truncated or corrupt"),
         ({"lora_name": "x", "lora_path": str(wide)}, 400, "trained on another base"),
         ({"lora_name": "tiny", "lora_path": str(inside / "poet")}, 400, "the model itself"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,36 @@ def test_a_truncated_gguf_adapter(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ConfigError, match="is truncated"):
         open_adapter(path)
+
+
+def test_numbers_beyond_floats_are_refused(folder: Path) -> None:
+    for key, value in (
+        ("lora_alpha", 10**400),
+        ("rank_pattern", {"q_proj": 10**400}),
+        ("alpha_pattern", {"q": math.inf}),
+    ):
+        change_config(folder, **{key: value})
+        with pytest.raises(ConfigError, match=key):
+            open_adapter(folder)
+        change_config(folder, lora_alpha=8, rank_pattern=None, alpha_pattern=None)
+
+
+def test_many_names_in_patterns_take_no_time(folder: Path) -> None:
+    """A hundred thousand names for twelve thousand matrices: each is looked up, not compared with all."""
+    change_config(folder, alpha_pattern={f"m{at}": 1 for at in range(60_000)} | {"q_proj": 3})
+    began = time.process_time()
+    tensors = {
+        f"base_model.model.layers.{at}.self_attn.q_proj.lora_{side}.weight": torch.zeros(*shape)
+        for at in range(4000)
+        for side, shape in (("A", (4, 1)), ("B", (1, 4)))
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    file = open_adapter(folder)
+    assert file.pairs["layers.7.self_attn.q_proj"].scale == 3 / 4 and len(file.pairs) == 4000
+    assert time.process_time() - began < 10
+
+
+def test_the_first_name_of_a_pattern_counts(folder: Path) -> None:
+    change_config(folder, alpha_pattern={"self_attn.q_proj": 8, "q_proj": 12, f"^{Q}$": 16, "^v_proj": 20})
+    pairs = open_adapter(folder).pairs
+    assert pairs[Q].scale == 8 / 4 and pairs[Q.replace("q_proj", "v_proj")].scale == 16 / 4

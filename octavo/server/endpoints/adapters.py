@@ -10,7 +10,8 @@ from octavo.messages import LoadAdapter
 from octavo.server.http.sse import owner_of
 from octavo.server.schema.fields import RequestFields, RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape
-from octavo.server.state.pools import FILES
+from octavo.server.state.disconnect import while_connected
+from octavo.server.state.pools import ADAPTERS
 from octavo.server.state.service import Service
 
 LOAD_SECONDS = 120.0  # for the engine to read an adapter
@@ -50,19 +51,20 @@ def router(service: Service) -> APIRouter:
         path = service.adapters.allowed(fields.lora_path)
         service.adapters.check_new(name, replaces)
         try:
-            ref = await FILES.run(lambda: service.adapters.describe(name, path))
+            reading = ADAPTERS.run(lambda: service.adapters.describe(name, path))
+            ref = await while_connected(reading, service.track)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="lora_path") from None
         if refusal := await service.query(LoadAdapter(0, ref), LOAD_SECONDS):
             raise InvalidRequest(refusal, param="lora_path")
-        service.adapters.add(ref, replaces)
+        await ADAPTERS.run(lambda: service.adapters.add(ref, replaces))
         return _answer(f"Success: LoRA adapter '{name}' added successfully.", fields)
 
     @router.post(UNLOAD.path)
     async def unload(request: Request) -> Response:
         _check(service, request)
         fields = await read_fields(request, UNLOAD, service.config)
-        service.adapters.remove(fields.lora_name)
+        await ADAPTERS.run(lambda: service.adapters.remove(fields.lora_name))
         return _answer(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.", fields)
 
     return router

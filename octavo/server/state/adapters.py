@@ -18,6 +18,7 @@ from octavo.messages import AdapterRef
 from octavo.weights.adapters.adapter_file import check_rank, open_adapter, stamp_of
 
 MAX_ADAPTERS = 10_000
+MAX_PATH = 4096  # characters: as long as the system's own limit
 _FILE, _LOCK = "adapters.json", "adapters.lock"
 
 
@@ -87,9 +88,14 @@ class AdapterRegistry:
         folders = self._config.folders
         if not folders:
             raise Forbidden("adapters cannot be loaded while the server runs: start it with --lora-folders", "folder")
+        if not 0 < len(path) <= MAX_PATH:  # before it is followed link by link
+            raise InvalidRequest(f"lora_path must have 1 to {MAX_PATH} characters, got {len(path)}", param="lora_path")
         if "\0" in path:
             raise InvalidRequest("lora_path must not contain a null character", param="lora_path")
-        real = os.path.realpath(path)
+        try:
+            real = os.path.realpath(path)
+        except UnicodeEncodeError:
+            raise InvalidRequest("lora_path has characters that no path can have", param="lora_path") from None
         for folder in folders:
             if os.path.commonpath([os.path.realpath(folder), real]) == os.path.realpath(folder):
                 return real

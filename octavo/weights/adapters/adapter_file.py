@@ -4,6 +4,7 @@ return tensors, not on construction."""
 from __future__ import annotations
 
 import os
+import stat
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,7 @@ class AdapterFile(ABC):
 
     def __init__(self, path: Path, pairs: dict[str, Pair]) -> None:
         self.path, self.pairs = path, pairs
-        if not pairs:
-            raise ConfigError(f"{path} holds no matrices of an adapter: it is empty")
-        if len(pairs) > MAX_PAIRS:
-            raise ConfigError(f"{path} changes {len(pairs)} matrices; at most {MAX_PAIRS} can be changed")
+        check_count(path, len(pairs))
         worst = max(pairs, key=lambda name: pairs[name].rank)
         if pairs[worst].rank > MAX_RANK:
             raise ConfigError(
@@ -69,6 +67,14 @@ class AdapterFile(ABC):
     @abstractmethod
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """A [rank, in] and B [out, rank] of a module, in the stored types. They may be views of the file."""
+
+
+def check_count(path: Path, num_pairs: int) -> None:
+    """Raises ConfigError for an adapter that changes nothing, or too much. Before the pairs are looked at one by one."""
+    if not num_pairs:
+        raise ConfigError(f"{path} holds no matrices of an adapter: it is empty")
+    if num_pairs > MAX_PAIRS:
+        raise ConfigError(f"{path} changes {num_pairs} matrices; at most {MAX_PAIRS} can be changed")
 
 
 def check_rank(file: AdapterFile, max_rank: int) -> None:
@@ -95,6 +101,14 @@ def open_adapter(path: str | os.PathLike[str]) -> AdapterFile:
     from octavo.weights.adapters.peft_folder import PeftAdapter
 
     place = Path(path)
-    if not place.exists():
-        raise ConfigError(f"{place} does not exist: an adapter is a PEFT folder or a GGUF file")
-    return PeftAdapter(place) if place.is_dir() else GGUFAdapter(place)
+    try:
+        mode = place.stat().st_mode
+    except FileNotFoundError:
+        raise ConfigError(f"{place} does not exist: an adapter is a PEFT folder or a GGUF file") from None
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ConfigError(f"cannot read {place}: {error.strerror or error}") from None
+    if stat.S_ISDIR(mode):
+        return PeftAdapter(place)
+    if not stat.S_ISREG(mode):  # to open a pipe would wait for its writer
+        raise ConfigError(f"{place} is neither a folder nor a file: an adapter is a PEFT folder or a GGUF file")
+    return GGUFAdapter(place)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
-from octavo.weights.adapters.adapter_file import AdapterFile, Pair
+from octavo.weights.adapters.adapter_file import AdapterFile, Pair, check_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,7 @@ class GGUFAdapter(AdapterFile):
                 raise ConfigError(f"{path}: {name[:80]!r} is not a matrix of a LoRA adapter of attention or MLP")
             sides.setdefault(found["module"], {})[found["side"]] = name
         self._tensors = sides
+        check_count(path, len(sides))
         super().__init__(path, {module: self._pair(module, float(alpha)) for module in sorted(sides)})
 
     @property

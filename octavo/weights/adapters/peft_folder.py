@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
-from octavo.weights.adapters.adapter_file import AdapterFile, Pair
+from octavo.weights.adapters.adapter_file import AdapterFile, Pair, check_count
 from octavo.weights.formats.safetensors_files import Entry, TensorFile, read_entries
 
 if TYPE_CHECKING:
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
-_MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 2 << 20  # of about 10,000 matrices
+_MAX_PARTS = 32  # of a module's name, between its dots: more than any model's have
+_MAX_NUMBER = 1e30  # of settings
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _PLAIN_NAME = re.compile(r"\^?[\w.\\]+\$?")
@@ -49,7 +52,7 @@ class PeftAdapter(AdapterFile):
         self._open: TensorFile | None = None  # from the first matrix on
         if not self._file.is_file():
             raise ConfigError(_no_weights(path))
-        entries = read_entries(self._file)
+        entries = read_entries(self._file, MAX_HEADER_BYTES)
         self._tensors: dict[str, dict[str, str]] = {}  # module → side → tensor
         for name in entries:
             found = _MATRIX.fullmatch(name)
@@ -60,6 +63,9 @@ class PeftAdapter(AdapterFile):
             if found["side"] in sides:
                 raise ConfigError(f"{self._file} has lora_{found['side']} of {module} twice")
             sides[found["side"]] = name
+        check_count(path, len(self._tensors))
+        self._ranks = _Pattern(config, "rank_pattern", config["r"])
+        self._alphas = _Pattern(config, "alpha_pattern", config["lora_alpha"])
         super().__init__(path, {module: self._pair(module, entries) for module in sorted(self._tensors)})
 
     @property
@@ -87,12 +93,12 @@ class PeftAdapter(AdapterFile):
             raise ConfigError(
                 f"{self._file}: {module} has {rank} rows in lora_A and {up.shape[1]} columns in lora_B: both are its rank"
             )
-        expected = int(_of_pattern(self._config, "rank_pattern", module, self._config["r"]))
+        expected = int(self._ranks.of(module))
         if rank != expected:
             raise ConfigError(
                 f"{self._file}: {module} has rank {rank}, and {CONFIG} says {expected}: they do not belong together"
             )
-        alpha = float(_of_pattern(self._config, "alpha_pattern", module, self._config["lora_alpha"]))
+        alpha = float(self._alphas.of(module))
         scale = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
         return Pair(rank, down.shape[1], up.shape[0], scale)
 
@@ -102,8 +108,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{folder} holds no {CONFIG}: pass a PEFT folder, or a GGUF file")
     try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes: it is not an adapter's configuration")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes: it is not an adapter's configuration")
         config = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
@@ -140,19 +146,31 @@ def _check_config(folder: Path, config: dict[str, Any]) -> None:
                 raise ConfigError(f"{path}: {key} has {_shown(name)}: only names of modules are supported there")
 
 
-def _of_pattern(config: dict[str, Any], key: str, module: str, otherwise: Any) -> Any:
-    """The value of the first name that the module's ends with."""
-    for name, value in (config.get(key) or {}).items():
-        plain = name.replace("\\", "").removesuffix("$")
-        is_whole = plain.startswith("^")
-        plain = plain.removeprefix("^")
-        if module == plain or (not is_whole and module.endswith("." + plain)):
-            return value
-    return otherwise
+class _Pattern:
+    """rank_pattern or alpha_pattern: the value of the first name that a module's ends with. Looked up by the endings of the module's name: a
+    file may have many thousands of both."""
+
+    def __init__(self, config: dict[str, Any], key: str, otherwise: Any) -> None:
+        self._otherwise = otherwise
+        self._whole: dict[str, tuple[int, Any]] = {}  # names that begin with ^ → their place, and the value
+        self._ends: dict[str, tuple[int, Any]] = {}
+        for place, (name, value) in enumerate((config.get(key) or {}).items()):
+            plain = name.replace("\\", "").removesuffix("$")
+            names = self._whole if plain.startswith("^") else self._ends
+            names.setdefault(plain.removeprefix("^"), (place, value))
+
+    def of(self, module: str) -> Any:
+        found = [self._whole[module]] if module in self._whole else []
+        if self._ends:
+            parts = module.split(".")[-_MAX_PARTS:]
+            ends = (".".join(parts[at:]) for at in range(len(parts)))
+            found += [self._ends[end] for end in (*ends, module) if end in self._ends]
+        return min(found, key=lambda one: one[0])[1] if found else self._otherwise
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number within what a float holds: JSON's integers have no end."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
 
 
 def _why_not(name: str) -> str:

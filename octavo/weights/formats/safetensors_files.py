@@ -204,8 +204,17 @@ def _entries(path: Path) -> dict[str, Entry]:
     }
 
 
-def read_entries(path: Path) -> dict[str, Entry]:
-    """The tensors of one file that are stored in types that can be read. Raises ConfigError."""
+def read_entries(path: Path, max_header_bytes: int) -> dict[str, Entry]:
+    """The tensors of one file that are stored in types that can be read. Raises ConfigError, also for a header that is longer."""
+    try:
+        with open(path, "rb") as file:
+            header_len = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    if header_len > max_header_bytes:
+        raise ConfigError(
+            f"{path} has a header of {header_len} bytes, more than {max_header_bytes}: it is corrupt, or no adapter"
+        )
     entries = _entries(path)
     for name, entry in entries.items():
         _require_known(name, entry, _TYPES)
