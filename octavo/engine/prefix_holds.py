@@ -198,6 +198,7 @@ class PrefixHolds(StepObserver):
         if name not in self._pins:
             return PrefixReply(self.pins(wish.owner), error=f"no prefix is pinned under the name {wish.name!r}")
         self._drop(self._pins, name)
+        self._find_next()
         self._forget_file(wish.owner, wish.name)
         return PrefixReply(self.pins(wish.owner))
 
@@ -230,6 +231,7 @@ class PrefixHolds(StepObserver):
                     self._drop(holds, name)
                     if holds is self._pins:
                         self._forget_file(name[0], name[1])
+            self._find_next()
 
     def _hold_session(self, source: GenerateRequest, tokens: list[int], now: float) -> None:
         root = adapter_root(self._cache.root, source.params.prefix_space)
@@ -253,18 +255,27 @@ class PrefixHolds(StepObserver):
         self._change([key for key in keys if key not in known], [key for key in before[::-1] if key not in wanted])
         holds[name] = _Hold(keys, len(keys) * self._cache.page_size, until)
         self._next = min(self._next, until)
-        while self._num_pages > self.max_pages or len(self._sessions) > MAX_SESSIONS:
-            others = [each for each in self._sessions if each != name or holds is self._pins]
-            if not others:
-                break
-            self._drop(self._sessions, min(others, key=lambda each: self._sessions[each].until))
+        if not self._has_too_much:
+            return
+        others = [each for each in self._sessions if each != name or holds is self._pins]
+        for each in sorted(others, key=lambda one: self._sessions[one].until):
+            self._drop(self._sessions, each)
             self.num_dropped += 1
+            if not self._has_too_much:
+                break
+        self._find_next()
+
+    @property
+    def _has_too_much(self) -> bool:
+        return self._num_pages > self.max_pages or len(self._sessions) > MAX_SESSIONS
 
     def _drop(self, holds: dict[Name, _Hold], name: Name) -> None:
+        """End a hold. _find_next() must follow: once, however many end."""
         self._change([], holds.pop(name).keys[::-1])
-        self._next = min(
-            (hold.until for each in (self._sessions, self._pins) for hold in each.values()), default=math.inf
-        )
+
+    def _find_next(self) -> None:
+        holds = (hold.until for each in (self._sessions, self._pins) for hold in each.values())
+        self._next = min(holds, default=math.inf)
 
     def _change(self, held: list[bytes], released: list[bytes]) -> None:
         if not held and not released:

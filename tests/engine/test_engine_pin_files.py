@@ -1,12 +1,13 @@
 """Pins that outlive their engine: held again by the next, computed again one at a time, and left alone where they may be why engines end."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from octavo.cache import KVCache
 from octavo.engine.pin_files import MAX_TRIES, PinFiles, SavedPin
-from octavo.engine.prefix_holds import NO_ORIGIN, PrefixHolds
+from octavo.engine.prefix_holds import MAX_SESSIONS, NO_ORIGIN, PrefixHolds
 from octavo.messages import HoldPrefix, ReleasePrefix
 from octavo.observe.step_observer import Observers
 
@@ -113,3 +114,34 @@ def test_files_are_for_their_owner_alone(tmp_path):
     (file,) = (tmp_path / "pins").iterdir()
     assert (tmp_path / "pins").stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
     assert PinFiles(tmp_path / "pins").load() == [SavedPin(HoldPrefix(0, "a", PROMPT, max_bytes=2**30), float("inf"))]
+
+
+def test_a_damaged_file_is_left_out(tmp_path: Path) -> None:
+    holds = engine(tmp_path)
+    pin(holds, "a")
+    pin(holds, "b")
+    first, _ = sorted(tmp_path.iterdir())
+    content = first.read_bytes()
+    for wrong in (content.replace(b"\xa4name\xa1", b"\xa4name\xa1\xff"), content[:20], b"\x91" * 5000, b""):
+        first.write_bytes(wrong)
+        assert len(names(engine(tmp_path, now=101.0))) == 1
+
+
+def test_many_holds_that_end_at_once_take_no_time() -> None:
+    """As many conversations as there can be: their time is over, or a long one takes their place. Others' tokens wait for it."""
+    now = 100.0
+    holds = PrefixHolds(KVCache(3 * MAX_SESSIONS, 16, root=b"r"), Observers([], lambda: now), 1024, lambda: now)
+    for is_over in (True, False):
+        for number in range(MAX_SESSIONS):
+            holds._put(holds._sessions, (b"", f"{number}", b""), [number.to_bytes(16)], now + 300)
+        began = time.process_time()
+        if is_over:
+            now += 301
+            assert holds.is_due
+            holds.take()
+            assert not holds.is_due and holds.state().num_holds["session"] == 0
+        else:
+            keys = [number.to_bytes(16) for number in range(MAX_SESSIONS, MAX_SESSIONS + holds.max_pages - 100)]
+            holds._put(holds._sessions, (b"", "long", b""), keys, now + 300)
+            assert holds.state().num_holds["session"] == 101
+        assert time.process_time() - began < 0.08
