@@ -64,6 +64,7 @@ async def test_a_long_prediction_is_cut_and_one_that_is_too_long_refused(serve: 
         ({"type": "image", "content": "a"}, "prediction.type"),
         ({"type": "content", "content": [{"type": "text"}]}, "prediction.content"),
         ({"type": "content", "content": 7}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "text", "text": "a"}] * 1025}, "prediction.content"),
     ],
 )
 async def test_what_is_no_prediction_is_refused_by_name(serve: Serve, prediction, param) -> None:
@@ -84,3 +85,10 @@ async def test_a_request_may_go_without(serve: Serve, url: str) -> None:
         error_of(await serve(engine).post(url, json={**what, "use_speculation": "no"}), 400)["param"]
         == "use_speculation"
     )
+
+
+async def test_a_long_list_of_wrong_parts_is_refused_by_its_length(serve: Serve) -> None:
+    """Before its entries are looked at: an error for each would take seconds."""
+    body = {"messages": HI, "prediction": {"type": "content", "content": [["x", 1]] * 20_000}}
+    error = error_of(await serve(ScriptedEngine(drafted, DRAFTS)).post(URL, json=body), 400)
+    assert error["param"] == "prediction.content" and "has 20000 entries; at most 1024" in error["message"]

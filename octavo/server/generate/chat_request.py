@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
-from octavo.errors import ContextTooLong, Field, InvalidRequest
+from octavo.errors import ContextTooLong, Field, InvalidRequest, quote_json
 from octavo.messages.speculation import MAX_PREDICTION
 from octavo.server.generate.chat import (
     Chat,
@@ -24,31 +24,30 @@ from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import Prompt, check_text_len, cut_prompt
 from octavo.server.generate.retention import retention_in
 from octavo.server.schema.fields import GenerationFields, Retention
-from octavo.server.schema.shapes import Messages, ToolChoice, Tools
+from octavo.server.schema.shapes import Messages, Prediction, ToolChoice, Tools
 from octavo.server.state.service import Service
 from octavo.text import Text
 from octavo.text.chat.tools import NO_CALLS, Tool, allowed_tools, parse_tool_choice, parse_tools
 
 PREDICTION = Field("prediction")
+MAX_PREDICTION_PARTS = 1024
 
 
-class PredictionPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class Prediction(BaseModel):
-    """What the answer is expected to be, as OpenAI has it: it is drafted, so that what is right takes less time."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-    type: Literal["content"]
-    content: str | list[PredictionPart]
-
-    def whole(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+def predicted_text(prediction: dict[str, Any]) -> str:
+    """The text of OpenAI's `prediction`: what the answer is expected to be. It is drafted, so that what is right takes less time."""
+    if prediction.get("type") != "content":
+        raise InvalidRequest(PREDICTION / "type" + f" must be 'content', got {quote_json(prediction.get('type'))}")
+    content, where = prediction.get("content"), PREDICTION / "content"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(where + " must be a string or a list of text parts")
+    if len(content) > MAX_PREDICTION_PARTS:
+        raise InvalidRequest(where + f" has {len(content)} entries; at most {MAX_PREDICTION_PARTS} are allowed")
+    for at, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(where / at + ' must be {"type": "text", "text": …}')
+    return "".join(part["text"] for part in content)
 
 
 class ChatFields(GenerationFields):
@@ -66,7 +65,7 @@ class ChatFields(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    prediction: Prediction | None = None
+    prediction: Prediction = None
 
     @property
     def retention(self) -> Retention | None:
@@ -91,9 +90,11 @@ async def parse(service: Service, fields: ChatFields) -> ChatPrompt:
 
 async def _read_prediction(service: Service, fields: ChatFields) -> tuple[int, ...]:
     """Tokens of the prediction, as many as a drafter looks at."""
-    if fields.prediction is None or service.report.speculation is None:
+    if fields.prediction is None:
         return ()
-    predicted = fields.prediction.whole()
+    predicted = predicted_text(fields.prediction)
+    if service.report.speculation is None:
+        return ()
     check_text_len(service, fields.num_bytes, predicted, PREDICTION)
     encode_it = functools.partial(service.text.encode, predicted, False, param="prediction")
     return tuple((await offload_prompt(fields.num_bytes, encode_it))[:MAX_PREDICTION])

@@ -127,6 +127,19 @@ ToolChoice = Annotated[
         )
     ),
 ]
+Prediction = Annotated[
+    dict[str, Any] | None,
+    WithJsonSchema(
+        _any_of(
+            _object(
+                ("type", "content"),
+                type=_one_of("content"),
+                content=_any_of(_TEXT, _list_of(_object(("type", "text"), type=_one_of("text"), text=_TEXT))),
+            ),
+            _NULL,
+        )
+    ),
+]
 ResponseFormat = Annotated[
     dict[str, Any] | None,
     WithJsonSchema(

@@ -22,6 +22,7 @@ from octavo.server.schema.shapes import LlamaBias, LlamaFiles, LlamaPrompts, Mes
 from octavo.server.state.service import Service
 
 MAX_PROMPTS = 1024
+MAX_BIAS_CHARS = 65536  # of all texts in logit_bias
 RANDOM_SEED = -1
 ALL_TOKENS = -1  # of repeat_last_n
 NEVER = -100.0  # logit_bias false
@@ -215,6 +216,9 @@ def _biases(service: Service, given: Any) -> dict[int, float]:
         raise InvalidRequest(where + " must be a list of [token, bias] or an object of token: bias")
     if len(pairs) > MAX_BIASES:
         raise InvalidRequest(where + f" has {len(pairs)} entries; at most {MAX_BIASES} are allowed")
+    texts = [pair[0] for pair in pairs if isinstance(pair[0], str)]
+    if sum(map(len, texts)) > MAX_BIAS_CHARS:
+        raise InvalidRequest(where + f" has texts of more than {MAX_BIAS_CHARS} characters in all")
     found: dict[int, float] = {}
     for at, (token, bias) in enumerate(pairs):
         if isinstance(given, dict) and token.isascii() and token.isdecimal() and len(token) < 19:
@@ -228,6 +232,8 @@ def _biases(service: Service, given: Any) -> dict[int, float]:
         elif isinstance(token, str):
             ids = service.text.encode(token, False, param="logit_bias", max_tokens=MAX_BIASES)
             found |= dict.fromkeys(ids, float(bias))
+            if len(found) > MAX_BIASES:
+                raise InvalidRequest(where + f" has texts of more than {MAX_BIASES} tokens in all")
         else:
             raise InvalidRequest(where / at + f": a token must be an id or a text, got {quote_json(token)}")
     return found
