@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.torture.attacks.adapters import write_adapters
 from benchmarks.torture.attacks.base import MB, Answer, Attack, Door
 from benchmarks.torture.house import House, ServerNotStarted, family, gateway_models
 from benchmarks.torture.strike import Battle
@@ -108,6 +109,10 @@ class AttackCampaign:
         keys = (KEY, OTHER_KEY, ADMIN_KEY) if self._has_key else ("", "", "")
         if self._has_key:
             flags += ["--api-key", f"{KEY},{OTHER_KEY}", "--admin-key", ADMIN_KEY]
+        adapters = Path(folder) / "adapters"
+        adapters.mkdir()
+        write_adapters(adapters)
+        flags += ["--enable-lora", "--lora-folders", str(adapters)]
         if self._has_gateway:
             flags = [*gateway_models(Path(folder)), *flags]
         self.num_starts += 1

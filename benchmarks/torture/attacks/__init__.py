@@ -1,6 +1,17 @@
 """The catalogue of attacks: one list per theme, one entry per attack."""
 
-from benchmarks.torture.attacks import connections, files, gateway, grammars, heads, lists, pairs, prompts, sites
+from benchmarks.torture.attacks import (
+    adapters,
+    connections,
+    files,
+    gateway,
+    grammars,
+    heads,
+    lists,
+    pairs,
+    prompts,
+    sites,
+)
 from benchmarks.torture.attacks.base import Attack
 
 CATALOGUE: list[Attack] = [
@@ -13,4 +24,5 @@ CATALOGUE: list[Attack] = [
     *files.ATTACKS,
     *grammars.ATTACKS,
     *gateway.ATTACKS,
+    *adapters.ATTACKS,
 ]
