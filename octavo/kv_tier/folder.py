@@ -250,7 +250,7 @@ class TierFolder:
             run = self._runs.pop(name, None)
             if run is None:
                 return []
-            gone = [key for key in run.header.keys if self._places.get(key, ("",))[0] == name]
+            gone = [key for key in dict.fromkeys(run.header.keys) if self._places.get(key, ("",))[0] == name]
             for key in gone:
                 del self._places[key]
         return gone

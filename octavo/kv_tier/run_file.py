@@ -86,8 +86,11 @@ def read_header(file: int) -> RunHeader:
         header = _decode(content)
     except (ValueError, RecursionError) as error:  # of msgspec, and where a text is not UTF-8
         raise BadRun(f"its header cannot be read: {error}") from None
-    if not 0 < len(header.keys) <= MAX_PAGES or len(header.sums) != len(header.keys) or header.page_bytes <= 0:
+    num_keys = len(header.keys)
+    if not 0 < num_keys <= MAX_PAGES or len(header.sums) != num_keys or header.page_bytes <= 0:
         raise BadRun("its header contradicts itself")
+    if len(set(header.keys)) != num_keys:
+        raise BadRun("two of its pages have one key")
     if os.fstat(file).st_size != header.num_bytes:
         raise BadRun("it does not have the size that its header says")
     return header

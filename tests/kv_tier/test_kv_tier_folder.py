@@ -191,3 +191,11 @@ def test_the_secret_is_made_once_and_a_torn_one_is_replaced(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--kv-tier"):
         folder_secret(tmp_path / "file")
+
+
+def test_a_run_that_names_a_page_twice_is_bad(tmp_path):
+    """It is none that an engine wrote, and forgetting it would fail."""
+    store(opened(tmp_path / "t"), b"k1", b"k1")
+    later = opened(tmp_path / "t")
+    assert later.num_bad == 1 and not later.has(b"k1") and run_files(tmp_path / "t") == []
+    assert later.look() == ([], [])
