@@ -150,7 +150,7 @@ def decode(text: str) -> dict[str, KeySettings]:
             return ConfigError(f"--key-settings, key {number}: {why}")
 
         words = [
-            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+            f"{name}={int(value)}" if isinstance(value, float) and value.is_integer() else f"{name}={value}"
             for name, value in settings.items()
             if value not in (None, 0, "")
         ]

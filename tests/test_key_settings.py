@@ -81,3 +81,9 @@ def test_any_file_is_read_or_refused(text: str) -> None:
 def test_settings_as_json_are_checked_as_well(text: str) -> None:
     with pytest.raises(ConfigError, match="--key-settings"):
         decode(text)
+
+
+def test_weights_reach_other_processes_as_they_are() -> None:
+    """What a file of keys says is passed on as --key-settings."""
+    found = read_key_file("sk-1 a 2.592233720368547\nsk-2 b 0.001\nsk-3 c 3 60\n", "keys").settings
+    assert decode(encode(found)) == found

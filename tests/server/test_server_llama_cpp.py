@@ -210,6 +210,7 @@ async def test_fields_are_refused_or_named_back(serve: Serve) -> None:
         ({"logit_bias": [[97, "x"]]}, "logit_bias[0]"),
         ({"logit_bias": [[1.5, 1]]}, "logit_bias[0]"),
         ({"logit_bias": [[97, 1]] * 1025}, "logit_bias"),
+        ({"logit_bias": [["a" * 1000, 1]] * 66}, "logit_bias"),
         ({"stop": "x"}, "stop"),
         ({"model": "other"}, "model"),
         ({"grammar": "root ::= ("}, "grammar"),
