@@ -3,6 +3,7 @@ commands add a few of their own (cli/main.py). limits.py resolves most `auto`s t
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -183,8 +184,8 @@ class CacheConfig:
         "",
         "where prefixes outlive the KV store; two tiers are given by two flags. ram:8GiB keeps KV pages that a GPU needs for others in pinned "
         "memory of the host. disk:50GiB:/path keeps KV pages in a folder of this user alone, within so many bytes, and they outlive the "
-        "server. Pages of a prompt that was computed before come from there if that is faster than computing them. Needs one rank and a "
-        "model without sliding windows",
+        "server. Pages of a prompt that was computed before come from there if that is faster than computing them. On a Ray cluster every "
+        "node has its own folder of this path. Needs one rank and a model without sliding windows",
         kind="list",
     )
     prefix_eviction: str = knob(
@@ -891,10 +892,11 @@ class Config:
             )
         if fleet.ray_address and not self.parallel.uses_ray:
             raise ConfigError("--ray-address needs --distributed-executor-backend ray: give both, or neither")
-        has_disk = read_tiers(self.cache.kv_tier).disk is not None
-        if self.parallel.uses_ray and has_disk:
+        disk = read_tiers(self.cache.kv_tier).disk
+        if self.parallel.uses_ray and disk is not None and not os.path.isabs(disk.folder):
             raise ConfigError(
-                "--kv-tier disk keeps pages on this machine's disk and cannot be used by replicas that Ray places: leave it out"
+                f"--kv-tier disk: {disk.folder!r} must be an absolute path with --distributed-executor-backend ray: every node "
+                "keeps a folder of its own there"
             )
 
     def _check_access(self) -> None:

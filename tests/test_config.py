@@ -129,8 +129,10 @@ def test_tiers_are_read_one_by_one_and_together():
     )
 
 
-def test_replicas_of_one_machine_share_a_folder_and_those_of_a_cluster_do_not():
-    tier = CacheConfig(kv_tier="disk:1GiB:/tmp/pages")
-    Config(cache=tier, fleet=FleetConfig(data_parallel_size=2))
-    with pytest.raises(ConfigError, match="--kv-tier disk keeps pages on this machine"):
-        Config(cache=tier, parallel=ParallelConfig(distributed_executor_backend="ray"))
+def test_a_folder_on_every_node_of_a_cluster_has_an_absolute_path():
+    ray = ParallelConfig(distributed_executor_backend="ray")
+    here, anywhere = CacheConfig(kv_tier="disk:1GiB:pages"), CacheConfig(kv_tier="disk:1GiB:/tmp/pages")
+    Config(cache=here, fleet=FleetConfig(data_parallel_size=2))
+    Config(cache=anywhere, parallel=ray)
+    with pytest.raises(ConfigError, match="--kv-tier disk: 'pages' must be an absolute path"):
+        Config(cache=here, parallel=ray)

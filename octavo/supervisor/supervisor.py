@@ -327,6 +327,10 @@ class _Supervisor:
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
         if self._launcher.is_remote:
             self._say("recorder: on the nodes of the replicas")
+            if (disk := read_tiers(self._config.cache.kv_tier).disk) is not None:
+                self._say(
+                    f"every node keeps its own prefixes in {disk.folder}: a replica that starts on another node finds those of that node"
+                )
         else:
             self._say(replica.crash_files.status_line)
         if note := access_note(self._config.server):
@@ -642,7 +646,8 @@ class _Supervisor:
 
 
 def _fleet_secret(config: Config) -> bytes:
-    """What a fleet's page keys are made from: with a disk tier its folder's secret, so that a later server finds the same pages."""
+    """What a fleet's page keys are made from: with a disk tier the secret in this machine's folder, so that a later server finds the same pages.
+    Nodes of a cluster have their pages in folders of their own."""
     disk = read_tiers(config.cache.kv_tier).disk
     return os.urandom(32) if disk is None else folder_secret(Path(disk.folder))
 

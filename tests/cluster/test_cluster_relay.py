@@ -182,3 +182,30 @@ def test_a_replica_over_several_nodes_gives_the_same_bytes_and_survives_a_rank(
         assert asyncio.run(stories(server, fault, NUM_STREAMS, is_early=True, **options)) == expected
         assert any("rank" in line and "killed by signal 9" in line for line in server.lines), server.lines
         assert server.terminate() == 0, server.lines
+
+
+def test_a_node_keeps_prefixes_on_its_own_disk(tmp_path: Path) -> None:
+    """An engine that starts again on the node finds what the one before it computed."""
+    tier, prompt = (
+        tmp_path / "tier",
+        "The rules of this house are few, and everybody learns them on the first day. " * 12,
+    )
+    arguments = (*ARGUMENTS, *RAY, "--api-processes", "1", "--kv-tier", f"disk:256MiB:{tier}")
+
+    def ask() -> tuple[str, int]:
+        status, text = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0})
+        assert status == 200, text
+        answer = json.loads(text)
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with Server(*arguments, module="tests.cluster.local_placer") as server:
+        assert any(f"every node keeps its own prefixes in {tier}" in line for line in server.lines), server.lines
+        expected, _ = ask()
+        eventually(server, lambda: server.metric("octavo:kv_tier_tokens_total", "stored") >= 160)
+        (agent,) = agents(server)
+        for pid in (agent, *tree(agent)):
+            os.kill(pid, signal.SIGKILL)
+        again, num_cached = ask()
+        assert again == expected and num_cached >= 160
+        assert server.metric("octavo:kv_tier_loads_total") == 1
+        assert server.terminate() == 0, server.lines

@@ -15,11 +15,6 @@ def test_an_address_needs_the_backend() -> None:
         replace(Config(), ray_address="host:6379")
 
 
-def test_a_tier_on_this_machines_disk_is_not_for_nodes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--kv-tier disk keeps pages on this machine's disk"):
-        replace(Config(), distributed_executor_backend="ray", kv_tier=f"disk:1GiB:{tmp_path}")
-
-
 def test_only_a_server_places_replicas(tmp_path: Path) -> None:
     config = replace(Config(), distributed_executor_backend="ray")
     with pytest.raises(ConfigError, match="ray is for octavo serve"):

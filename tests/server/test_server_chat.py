@@ -184,3 +184,35 @@ async def test_a_model_of_several_names(serve: Serve) -> None:
         ]
     engine.close()
     app.state.service.compiler.close()
+
+
+async def test_the_line_that_claude_code_changes_is_left_out_behind_a_proxy_too(serve: Serve) -> None:
+    nonce, name = (
+        "x-anthropic-billing-header: cc_version=2.1.37; cch=%05x;",
+        "messages[0].content.x-anthropic-billing-header",
+    )
+    engine = ScriptedEngine(says("hello"))
+    client = serve(engine)
+    expected = [TURN, *b"system: be kind\n", TURN, *b"user: hi\n", TURN, *b"assistant: "]
+    for content in (
+        nonce % 1 + "\nbe kind",
+        [{"type": "text", "text": nonce % 2}, {"type": "text", "text": "be kind"}],
+    ):
+        body = (await client.post(URL, json={"messages": [{"role": "system", "content": content}, *HI]})).json()
+        assert engine.requests[-1].prompt_ids == expected and body["ignored_fields"] == [name]
+    body = (await client.post(URL, json={"messages": [{"role": "system", "content": nonce % 3}, *HI]})).json()
+    assert engine.requests[-1].prompt_ids == expected[len([TURN, *b"system: be kind\n"]) :] and body[
+        "ignored_fields"
+    ] == [name]
+    for messages in ([{"role": "user", "content": nonce % 4}], [*HI, {"role": "system", "content": nonce % 5}]):
+        body = (await client.post(URL, json={"messages": messages})).json()
+        assert "ignored_fields" not in body and b"billing" in bytes(
+            i for i in engine.requests[-1].prompt_ids if i < 256
+        )
+    strict = ScriptedEngine(says("hello"))
+    body = (
+        await serve(strict, strict_fields=True).post(
+            URL, json={"messages": [{"role": "system", "content": nonce % 6}, *HI]}
+        )
+    ).json()
+    assert "ignored_fields" not in body and len(strict.requests[0].prompt_ids) > len(expected)

@@ -1,12 +1,9 @@
 """Anthropic's conversation (system, messages of content blocks, tools) → the messages and tools of a chat request."""
 
 import json
-import re
 from typing import Any
 
 from octavo.errors import InvalidRequest, Unsupported
-
-_NONCE = re.compile(r"\A(x-anthropic-billing-header:[^\n]*(\n+|\Z))+")
 
 
 def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -26,21 +23,6 @@ def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[dict[s
             param="messages",
         )
     return converted
-
-
-def without_nonce(system: object) -> tuple[object, bool]:
-    """The system prompt without the line that a client changes in every request, and whether it had one. Claude Code puts
-    `x-anthropic-billing-header: …; cch=…;` before its system prompt: with it no two requests would share a prefix. Only whole lines
-    at the very beginning are taken."""
-    if isinstance(system, str):
-        rest = _NONCE.sub("", system, count=1)
-        return rest, rest != system
-    if isinstance(system, list) and system and isinstance(system[0], dict) and isinstance(system[0].get("text"), str):
-        first: dict[str, Any] = system[0]
-        rest = _NONCE.sub("", first["text"], count=1)
-        if rest != first["text"]:
-            return ([{**first, "text": rest}] if rest.strip() else []) + system[1:], True
-    return system, False
 
 
 def _message(message: dict[str, Any], where: str, names: dict[str, str]) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from octavo.errors import Field, InvalidRequest, quote
-from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools, without_nonce
+from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.generate import chat_request
+from octavo.server.generate.client_nonces import NONCE, are_dropped, without_nonce
 from octavo.server.generate.field_names import FieldNames
 from octavo.server.generate.messages import MESSAGES
 from octavo.server.generate.offload import offload_prompt
@@ -98,11 +99,10 @@ def _chat_fields(service: Service, fields: CountRequest) -> chat_request.ChatFie
     check_text_len(service, fields.num_bytes, (fields.system, fields.messages, fields.tools), MESSAGES)
     choice, is_parallel = chat_tool_choice(fields.tool_choice)
     system: object = fields.system
-    # Strict mode honours or refuses: there the line stays.
-    if service.config.server.drop_client_nonces and not service.config.server.strict_fields:
+    if are_dropped(service.config.server):
         system, had_nonce = without_nonce(system)
         if had_nonce:
-            fields.pass_over(Field("system", "x-anthropic-billing-header"), service.config)
+            fields.pass_over(Field("system", NONCE), service.config)
     values: dict[str, Any] = {"messages": chat_messages(system, fields.messages)}
     whole = {"cache_control": fields.cache_control}
     values["prompt_cache_retention"] = retention_in(whole, fields.system, fields.messages, fields.tools)
