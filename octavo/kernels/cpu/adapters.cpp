@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
+
 #include "ahead.h"
 #include "elementwise.h"
 
@@ -64,6 +66,11 @@ struct NormedRows {
     return numbers;
   }
 };
+
+NormedRows& normed_rows() {
+  static thread_local NormedRows rows;
+  return rows;
+}
 
 // The sums of two or four quarters of one part, for all of its rows: [rows, width], halves after each other.
 void shrink_task(const AdaptedProduct& product, const ShrinkTask& task, const float* x) {
@@ -169,7 +176,28 @@ bool AdaptedStep::plan(const OctavoAdapter* adapters, int64_t num_adapters, cons
          plan_rows(samples, adapters, num_adapters, num_samples, [&](int64_t row) { return of_tokens[sample_at[row]]; });
 }
 
+void add_to_row(const OctavoAdapter& adapter, int64_t site, int64_t first, int64_t count, const float* x, int64_t depth, float* y) {
+  if (site >= adapter.num_sites) return;
+  const OctavoAdapterSite& of = adapter.sites[site];
+  const OctavoAdapterPart *part = of.parts, *end = of.parts + of.num_parts;
+  part = std::lower_bound(part, end, first, [](const OctavoAdapterPart& one, int64_t column) { return one.first_column < column; });
+  static thread_local Room inner;
+  const AdaptedRows row = {0, 1, &adapter};
+  AdaptedProduct product = {};
+  product.x = x;
+  product.depth = depth;
+  product.y = y - first;
+  NormedRows& numbers = normed_rows();
+  numbers.rows = nullptr;
+  for (; part < end && part->first_column < first + count; ++part) {
+    const AdaptedPart one = {&row, part, reinterpret_cast<float*>(inner.of(8 * width_of(*part)))};
+    shrink_task(product, {&one, 0, kQuarters}, numbers.of(product, &row));
+    expand_part(product, one, 0, part->num_columns);
+  }
+}
+
 bool is_adapted(const std::vector<AdaptedRows>& rows, int64_t site) {
+  if (site < 0) return false;
   for (const AdaptedRows& some : rows)
     if (site < some.adapter->num_sites && some.adapter->sites[site].num_parts) return true;
   return false;
@@ -193,7 +221,7 @@ void AdaptedStep::plan_work(Work& work, const std::vector<AdaptedRows>& rows, in
 
 // The tasks of this range that no other thread has begun.
 void AdaptedStep::shrink(const AdaptedProduct& product, Share tasks) {
-  static thread_local NormedRows x;
+  NormedRows& x = normed_rows();
   x.rows = nullptr;
   for (int64_t t = tasks.begin; t < tasks.end; ++t) {
     if (__atomic_exchange_n(&claimed_[static_cast<size_t>(t)], 1, __ATOMIC_RELAXED)) continue;

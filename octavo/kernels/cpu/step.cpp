@@ -126,7 +126,7 @@ void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const Oc
     octavo_rms_norm_prepare(threads, kind, op.x, op.x_stride, op.norm.weight, op.norm.epsilon, num_rows, op.depth,
                             octavo_tile_rows(kind), op.prepared);
   }
-  const bool changes = op.site >= 0 && !rows.empty() && is_adapted(rows, op.site);
+  const bool changes = is_adapted(rows, op.site);
   for (int64_t i = 0; i < op.num_products; ++i) {
     OctavoProduct product = op.products[i];
     product.num_rows = num_rows;
@@ -199,7 +199,7 @@ AdaptedNext next_adapted(const OctavoOp* op, const OctavoOp* end, const AdaptedS
   for (++op; op < end; ++op) {
     if (op->code != OCTAVO_LINEAR) continue;
     const auto& rows = op->count == OCTAVO_PER_TOKEN ? adapted.tokens : adapted.samples;
-    if (op->linear.site < 0 || !is_adapted(rows, op->linear.site)) return {};
+    if (!is_adapted(rows, op->linear.site)) return {};
     return {op->linear.site, op->linear.depth, &rows};
   }
   return {};
@@ -229,7 +229,9 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_CAP:
       octavo_cap(threads, op->cap.x, op->cap.x_stride, count, op->cap.size, op->cap.limit);
       return 0;
-    case OCTAVO_EXPERTS: octavo_experts(threads, &op->experts, count); return 0;
+    case OCTAVO_EXPERTS:
+      run_experts(threads, op->experts, count, op->count == OCTAVO_PER_TOKEN ? adapted.tokens : adapted.samples);
+      return 0;
     default: return -1;
   }
 }
