@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_RANK = 256
-MAX_PAIRS = 20_000  # of an adapter: more than any model has matrices
+MAX_PAIRS = 65_536  # of an adapter: 61 layers of 256 experts with three matrices each have 46,848
 
 
 def padded_rank(rank: int) -> int:
@@ -44,6 +44,8 @@ class AdapterFile(ABC):
 
     def __init__(self, path: Path, pairs: dict[str, Pair]) -> None:
         self.path, self.pairs = path, pairs
+        # Where one tensor has all experts: the name of the one after the last → how many.
+        self.num_experts: dict[str, int] = {}
         check_count(path, len(pairs))
         worst = max(pairs, key=lambda name: pairs[name].rank)
         if pairs[worst].rank > MAX_RANK:
