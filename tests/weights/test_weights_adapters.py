@@ -271,3 +271,13 @@ def test_the_first_name_of_a_pattern_counts(folder: Path) -> None:
     change_config(folder, alpha_pattern={"self_attn.q_proj": 8, "q_proj": 12, f"^{Q}$": 16, "^v_proj": 20})
     pairs = open_adapter(folder).pairs
     assert pairs[Q].scale == 8 / 4 and pairs[Q.replace("q_proj", "v_proj")].scale == 16 / 4
+
+
+def test_matrices_of_fused_experts_are_counted_before_they_are_listed(folder: Path) -> None:
+    """A tensor of a million rows would be a million experts of rank 1."""
+    change_config(folder, r=1, target_parameters=["mlp.experts.down_proj"])
+    name = "base_model.model.model.layers.0.mlp.experts"
+    tensors = {f"{name}.lora_A.weight": torch.zeros(1_000_000, 1), f"{name}.lora_B.weight": torch.zeros(1, 1_000_000)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="changes 1000000 matrices; at most"):
+        open_adapter(folder)
