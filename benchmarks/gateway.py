@@ -2,6 +2,7 @@
 
     python -m benchmarks.gateway cost       # the same model with and without the gateway, in turn: milliseconds and CPU time
     python -m benchmarks.gateway memory     # PSS of idle processes: one model alone, and one, two and three behind a gateway
+    python -m benchmarks.gateway sleep      # memory and wake-up time of both levels of sleep; answers are the same
     python -m benchmarks.gateway swap       # two models that take turns, with clients for both: nothing is cut, answers are the same
 
 MODEL is a small one, unless --model names another: its steps hide little of the rest. CPU seconds are counted for each process, so a busy
@@ -209,10 +210,59 @@ def swap(arguments: argparse.Namespace) -> None:
     print(f"wake-up of model a from level {arguments.level}: median {statistics.median(wakes):.2f} s of {len(wakes)}")
 
 
+# ── sleep ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _fill(server: Server) -> list[str]:
+    """Answers of 16 clients, whose prompts fill some of the KV pages."""
+
+    async def send(number: int) -> str:
+        client = Client(Target.parse(server.base), "")
+        prompt = f"{number} " + "one two three four " * 100
+        text = (await _events(client, body(32, "a", prompt)))[1]
+        await client.close()
+        return text
+
+    return await asyncio.gather(*(send(number) for number in range(16)))
+
+
+def sleep(arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = f"a={arguments.model or _small(Path(folder))}"
+        with Server(model, "--api-processes", "1", "--record-bytes", "0", *arguments.flags) as server:
+            want = asyncio.run(_fill(server))
+            for level in (1, 2):
+                sizes: dict[str, list[float]] = {"awake, after requests": [], "asleep": [], "awake again": []}
+                falls, wakes, firsts = [], [], []
+                for _ in range(arguments.wakes):
+                    assert asyncio.run(_fill(server)) == want, "an answer has changed"
+                    time.sleep(arguments.settle)
+                    sizes["awake, after requests"].append(held(family(server.process.pid)).proportional)
+                    started = time.monotonic()
+                    assert server.post(f"/sleep?model=a&level={level}", {})[0] == 200
+                    falls.append(time.monotonic() - started)
+                    time.sleep(arguments.settle)
+                    sizes["asleep"].append(held(family(server.process.pid)).proportional)
+                    started = time.monotonic()
+                    assert server.post("/wake_up?model=a", {})[0] == 200
+                    wakes.append(time.monotonic() - started)
+                    assert server.post("/v1/completions", json.loads(body(1, "a", stream=False)))[0] == 200
+                    firsts.append(time.monotonic() - started)
+                    sizes["awake again"].append(held(family(server.process.pid)).proportional)
+                assert asyncio.run(_fill(server)) == want, "an answer has changed"
+                memory = ", ".join(f"{name} {statistics.median(each) / MB:.0f} MB" for name, each in sizes.items())
+                print(f"level {level}: PSS of all processes {memory}")
+                for what, times in (("sleep", falls), ("wake_up", wakes), ("wake_up and a first token", firsts)):
+                    print(
+                        f"  {what}: median {statistics.median(times) * 1e3:.0f} ms, longest {max(times) * 1e3:.0f} ms"
+                    )
+        print("all answers as before")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for function in (cost, memory, swap):
+    for function in (cost, memory, sleep, swap):
         command = commands.add_parser(function.__name__)
         command.set_defaults(run=function)
         command.add_argument("--model", default="", help="the model (default: a small one with random weights)")
@@ -220,6 +270,9 @@ def main() -> int:
         if function is cost:
             command.add_argument("--requests", type=int, default=400, help="of one token; others have fewer")
             command.add_argument("--rounds", type=int, default=5)
+        elif function is sleep:
+            command.add_argument("--wakes", type=int, default=5)
+            command.add_argument("--settle", type=float, default=2.0, help="seconds before memory is read")
         elif function is memory:
             command.add_argument(
                 "--settle", type=float, default=5.0, help="seconds without a request before memory is read"

@@ -805,6 +805,13 @@ class ModelsConfig:
     )
     load_on_demand: bool = knob(False, "load each model when a request asks for it, none at the start")
     model_idle_seconds: float = seconds(0.0, "without a request after which a model is unloaded; 0: never")
+    model_sleep_level: int = knob(
+        2,
+        "what a model that leaves for another one, or is idle, gives back: 2 everything; 1 all but the weights, which stay in host memory, so that "
+        "it is back sooner. Its processes stay, too",
+        least=1,
+        most=2,
+    )
     model_min_seconds: float = seconds(
         10.0, "for which a model stays loaded at least, so that models do not take turns all the time"
     )
@@ -851,6 +858,7 @@ class Config:
             ("--model-settings", models.model_settings),
             ("--max-loaded-models", models.max_loaded_models),
             ("--model-idle-seconds", models.model_idle_seconds),
+            ("--model-sleep-level", models.model_sleep_level != 2),
             ("--keep-loaded", models.keep_loaded),
         )
         for flag, value in given:

@@ -33,12 +33,15 @@ from octavo.messages import (
     ReadPlace,
     ReadPrefixes,
     ReadProgress,
+    ReadSleep,
     ReleasePrefix,
     Reply,
     ResetPrefixCache,
+    SleepEngine,
     StepDeltas,
     ToEngine,
     TokenDelta,
+    WakeEngine,
 )
 from octavo.observe.live_state import LiveLook, LiveState, LiveTotals
 from octavo.text import Text, load_text
@@ -216,6 +219,9 @@ class ScriptedEngine(EngineClient):
                 | HoldPrefix()
                 | ReleasePrefix()
                 | ReadPrefixes()
+                | SleepEngine()
+                | WakeEngine()
+                | ReadSleep()
             ):
                 self.num_pings += isinstance(message, Ping)
                 if self.answers_control:

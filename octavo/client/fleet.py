@@ -33,6 +33,8 @@ from octavo.errors import EngineDead, EngineError, EngineUnavailable, InvalidReq
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.ipc.launch import ReplicaAddress
 from octavo.messages import (
+    ASLEEP,
+    AWAKE,
     Abort,
     Control,
     Dying,
@@ -61,6 +63,7 @@ from octavo.messages import (
     ReadPlace,
     ReadPrefixes,
     ReadProgress,
+    ReadSleep,
     ReleasePrefix,
     ReplicaDrains,
     ReplicaIdle,
@@ -68,10 +71,12 @@ from octavo.messages import (
     ResetPrefixCache,
     Responded,
     ScaleFleet,
+    SleepEngine,
     StepDeltas,
     ToEngine,
     ToSupervisor,
     Travelled,
+    WakeEngine,
     WantSnapshot,
 )
 from octavo.observe.metrics.fleet_metrics import fleet_metrics
@@ -566,6 +571,9 @@ class FleetClient(EngineClient):
                 return next((answer.body for answer in answers if answer.body), "")
             case HoldPrefix() | ReleasePrefix() | ReadPrefixes():
                 return merged_prefixes(await self._ask_all(members, control))
+            case SleepEngine() | WakeEngine() | ReadSleep():
+                answers = await self._ask_all(members, control, LOAD_SECONDS)
+                return ASLEEP if all(answer.body == ASLEEP for answer in answers) else AWAKE
             case ResetPrefixCache():
                 return str(sum(int(answer.body) for answer in await self._ask_all(members, control)))
 

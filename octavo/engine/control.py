@@ -15,6 +15,8 @@ from octavo.errors import Overloaded
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.ipc.memory_trim import trim_heap
 from octavo.messages import (
+    ASLEEP,
+    AWAKE,
     Control,
     GenerateRequest,
     HoldPrefix,
@@ -29,9 +31,12 @@ from octavo.messages import (
     ReadPlace,
     ReadPrefixes,
     ReadProgress,
+    ReadSleep,
     ReleasePrefix,
     ResetPrefixCache,
     Responded,
+    SleepEngine,
+    WakeEngine,
 )
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.journey import JourneyRing, journeys_json
@@ -108,6 +113,13 @@ class EngineControl:
                 return str(self._loop.reset_prefixes())
             case HoldPrefix() | ReleasePrefix() | ReadPrefixes():
                 return msgspec.json.encode(self._prefixes(control)).decode()
+            case WakeEngine():
+                self._loop.wake_up()
+                return AWAKE
+            case ReadSleep():
+                return ASLEEP if self._loop.is_asleep else AWAKE
+            case SleepEngine():
+                raise AssertionError("the driver replies when it sleeps")
             case LoadAdapter():
                 raise AssertionError("the driver replies when it is loaded")
 
@@ -155,6 +167,13 @@ class EngineControl:
         if not self._loop.has_work and self._num_trimmed != self._scheduler.num_steps:
             self._num_trimmed = self._scheduler.num_steps
             trim_heap()
+
+    def sleep(self) -> None:
+        """Give memory back until the next request. None may be open."""
+        self._audit()
+        self._loop.sleep()
+        self._num_trimmed = self._scheduler.num_steps
+        trim_heap()
 
     def state(self) -> EngineState:
         scheduler, pool = self._scheduler, self._scheduler.cache.pool

@@ -13,6 +13,8 @@ from octavo.engine.build import Engine
 from octavo.engine.recovery import Recovery
 from octavo.errors import EngineUnavailable, Overloaded
 from octavo.messages import (
+    ASLEEP,
+    AWAKE,
     Abort,
     Dying,
     Finish,
@@ -31,15 +33,18 @@ from octavo.messages import (
     ReadPlace,
     ReadPrefixes,
     ReadProgress,
+    ReadSleep,
     ReleasePrefix,
     Reply,
     ResetPrefixCache,
     Responded,
     ServerGone,
+    SleepEngine,
     StepDeltas,
     ToEngine,
     TokenDelta,
     Travelled,
+    WakeEngine,
     WantSnapshot,
 )
 from octavo.observe.journeys.stages import EngineJourney
@@ -80,6 +85,7 @@ class Driver:
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
         self._listening: dict[int, str] = {}  # API process → where it listens
+        self._sleepers: list[SleepEngine] = []  # who waits for the engine to sleep
         self._warming = ""  # the request that computes a pinned prefix again
         self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
@@ -114,6 +120,15 @@ class Driver:
     def _take_in(self) -> bool:
         """Handle all messages there are; wait for one if there is nothing else to do. False: stop."""
         is_idle = not self._loop.has_work
+        if (
+            self._sleepers
+            and self._recovery is None
+            and not self._warming
+            and self._loop.may_sleep
+            and self._inbox.empty()
+        ):
+            self._control.sleep()
+            self._answer_sleepers(ASLEEP)
         if is_idle:
             self._control.heartbeat.rest()
             if self._has_news and self._feed is not None:
@@ -166,6 +181,11 @@ class Driver:
                 self._control.responded(message)
             case LoadAdapter():
                 self._load_adapter(message)
+            case SleepEngine():
+                self._sleepers.append(message)
+            case WakeEngine():
+                self._outbox.send(message.origin, Reply(message.call, self._control.reply(message)))
+                self._answer_sleepers(AWAKE)
             case (
                 ReadMetrics()
                 | ReadProgress()
@@ -179,8 +199,14 @@ class Driver:
                 | HoldPrefix()
                 | ReleasePrefix()
                 | ReadPrefixes()
+                | ReadSleep()
             ):
                 self._outbox.send(message.origin, Reply(message.call, self._control.reply(message)))
+
+    def _answer_sleepers(self, state: str) -> None:
+        sleepers, self._sleepers = self._sleepers, []
+        for sleeper in sleepers:
+            self._outbox.send(sleeper.origin, Reply(sleeper.call, state))
 
     def _load_adapter(self, message: LoadAdapter) -> None:
         """Replies when it is in memory, or cannot be."""

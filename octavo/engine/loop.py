@@ -13,7 +13,7 @@ from octavo.engine.cost_meter import CostMeter
 from octavo.engine.idle_memory import IdleMemory
 from octavo.engine.prefix_holds import PrefixHolds
 from octavo.engine.tier_traffic import Released, TierTraffic
-from octavo.executor.base import Executor
+from octavo.executor.base import Executor, Sleeper
 from octavo.messages import Abort, Finish, GenerateRequest, StepPlan, TokenDelta
 from octavo.observe.step_observer import Observers
 from octavo.recording.recorder import Recorder
@@ -45,6 +45,7 @@ class EngineLoop:
         self._in_flight: deque[StepPlan] = deque()
         self.tier: TierTraffic | None = None  # None: prefixes live in the KV store alone
         self.adapters: AdapterTraffic | None = None  # None: no request has one (--enable-lora)
+        self._warm_awake: int | None = None  # pages that may keep memory when it is awake again; None: it is
 
     @property
     def has_work(self) -> bool:
@@ -114,6 +115,7 @@ class EngineLoop:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue the request; or hold it, while its adapter is loaded, or its prefix from a tier."""
+        self.wake_up()
         if self.adapters is None:
             self._add_with_prefix(request)
         else:
@@ -210,9 +212,41 @@ class EngineLoop:
         self._add_all(tier.take(_TIER_WAIT_SECONDS if is_idle and tier.num_held else 0.0))
         return bool(not is_idle or self.scheduler.has_work or self.scheduler.rows.awaiting_grammar or not tier.num_held)
 
+    def sleep(self) -> None:
+        """Give back the memory of all pages but pinned ones, with the prefix cache, and on a GPU that of the weights. Nothing may be open.
+        The next request wakes the loop. Pages are limited by an input that is recorded, as idle ones are."""
+        assert self.may_sleep, "requests are open"
+        if self.is_asleep:
+            return
+        pool = self.scheduler.cache.pool
+        self._warm_awake = pool.num_warm
+        pages = pool.limit_touched(0)
+        self.observers.idle_limited(0)
+        if isinstance(self.executor, Sleeper):
+            # A tier's mover may still copy pages.
+            self.executor.sleep(pages, keeps_pages=pool.num_used > 0 or self.tier is not None)
+
+    def wake_up(self) -> None:
+        if self._warm_awake is None:
+            return
+        if isinstance(self.executor, Sleeper):
+            self.executor.wake_up()
+        num_warm, self._warm_awake = self._warm_awake, None
+        self.scheduler.cache.pool.limit_touched(num_warm)
+        self.observers.idle_limited(num_warm)
+
+    @property
+    def may_sleep(self) -> bool:
+        """No request is open, not even one that waits for its grammar."""
+        return not self.has_work and self.scheduler.is_idle
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._warm_awake is not None
+
     def limit_idle(self) -> None:
         """Give memory of idle prefixes back where it is scarce. Called between two steps, and now and then while nothing runs."""
-        if self._idle_memory is None or (num_warm := self._idle_memory.take()) is None:
+        if self.is_asleep or self._idle_memory is None or (num_warm := self._idle_memory.take()) is None:
             return
         pages = self.scheduler.cache.pool.limit_touched(num_warm)
         self.observers.idle_limited(num_warm)

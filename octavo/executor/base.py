@@ -58,6 +58,18 @@ class AdapterLoader(Protocol):
         """Free adapters, once for each time that they were loaded. No request that is in a plan has one of them."""
 
 
+@runtime_checkable
+class Sleeper(Protocol):
+    """An executor that can give memory back while nothing is computed, and keeps the weights."""
+
+    def sleep(self, pages: list[int], keeps_pages: bool) -> None:
+        """Give back the memory of these blank pages, and on a GPU that of the weights, which go to pinned memory, and of all pages unless
+        `keeps_pages`: some hold what is needed. No step is in flight, and none comes before wake_up()."""
+
+    def wake_up(self) -> None:
+        """Be ready for steps. Pages that were given back are zero."""
+
+
 class Executor(Protocol):
     overlap: bool
     """Whether the last submitted step runs in the background, so that the next one can be planned meanwhile."""

@@ -86,6 +86,15 @@ class LocalExecutor:
             draft.pages.give_back(pages)
             draft.filled.forget(pages)
 
+    def sleep(self, pages: list[int], keeps_pages: bool) -> None:
+        self.give_back(pages)
+        assert self._runner is not None, "closed"
+        self._runner.sleep(keeps_pages)
+
+    def wake_up(self) -> None:
+        assert self._runner is not None, "closed"
+        self._runner.wake_up()
+
     def open_tier(self, tiers: KVTiers, layout: str) -> PageMover:
         assert self._runner is not None, "closed"
         mover = open_mover(self._runner.pages, self._runner.device, tiers, layout)

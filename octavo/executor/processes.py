@@ -35,7 +35,16 @@ from octavo.messages import (
     StepPlan,
     StepResult,
 )
-from octavo.messages.side import CheckAdapter, ForgetAdapters, PrepareGrammar, ReadAdapter, SideReply
+from octavo.messages.side import (
+    CheckAdapter,
+    ForgetAdapters,
+    PrepareGrammar,
+    ReadAdapter,
+    SideMessage,
+    SideReply,
+    SleepRank,
+    WakeRank,
+)
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.main import FAILED
 from octavo.worker.memory.page_count import settle
@@ -91,11 +100,7 @@ class ProcessExecutor:
         return self._adapter_itemsize
 
     def check_adapter(self, ref: AdapterRef) -> int:
-        box: SimpleQueue[list[SideReply] | None] = SimpleQueue()
-        self._asking().ask(range(len(self._ranks)), lambda number: CheckAdapter(number, ref), box.put)
-        replies = box.get()
-        if replies is None:
-            raise EngineDead(self._describe_end(self._ranks[0]))
+        replies = self._ask_all(lambda number: CheckAdapter(number, ref))
         for reply in replies:
             if reply.error:
                 raise ConfigError(reply.error)
@@ -133,6 +138,20 @@ class ProcessExecutor:
 
     def give_back(self, pages: list[int]) -> None:
         """Ranks keep the memory of their pages: idle prefixes stop growing, and that is all."""
+
+    def sleep(self, pages: list[int], keeps_pages: bool) -> None:
+        self._ask_all(lambda number: SleepRank(number, pages, keeps_pages))
+
+    def wake_up(self) -> None:
+        self._ask_all(WakeRank)
+
+    def _ask_all(self, message: Callable[[int], SideMessage]) -> list[SideReply]:
+        """Have every rank do something beside its steps, and wait until all have. Raises EngineDead."""
+        box: SimpleQueue[list[SideReply] | None] = SimpleQueue()
+        self._asking().ask(range(len(self._ranks)), message, box.put)
+        if (replies := box.get()) is None:
+            raise EngineDead(self._describe_end(self._ranks[0]))
+        return replies
 
     def open_tier(self, tiers: KVTiers, layout: str) -> TierMover:
         raise ConfigError("--kv-tier needs one rank (--tensor-parallel-size 1): pages of several ranks are not stored")

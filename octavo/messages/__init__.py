@@ -43,6 +43,8 @@ from octavo.messages.plans import (
 )
 from octavo.messages.prefixes import HoldPrefix, PinnedPrefix, PrefixReply, ReadPrefixes, ReleasePrefix
 from octavo.messages.requests import (
+    ASLEEP,
+    AWAKE,
     Abort,
     AdapterLoaded,
     AdapterRef,
@@ -70,6 +72,7 @@ from octavo.messages.requests import (
     ReadPage,
     ReadPlace,
     ReadProgress,
+    ReadSleep,
     ReplicaDrains,
     ReplicaIdle,
     Reply,
@@ -78,16 +81,20 @@ from octavo.messages.requests import (
     ScaleFleet,
     ServerGone,
     ServerReady,
+    SleepEngine,
     StepDeltas,
     ToEngine,
     TokenDelta,
     ToSupervisor,
     Travelled,
+    WakeEngine,
     WantSnapshot,
     numbers_of,
 )
 
 __all__ = [
+    "ASLEEP",
+    "AWAKE",
     "FROM_MODEL",
     "MAX_LOGPROBS",
     "NO_INPUT",
@@ -143,6 +150,7 @@ __all__ = [
     "ReadPlace",
     "ReadPrefixes",
     "ReadProgress",
+    "ReadSleep",
     "ReleasePrefix",
     "RepetitionDetectionParams",
     "ReplicaDrains",
@@ -158,6 +166,7 @@ __all__ = [
     "ScaleFleet",
     "ServerGone",
     "ServerReady",
+    "SleepEngine",
     "StepDeltas",
     "StepPlan",
     "StepResult",
@@ -166,6 +175,7 @@ __all__ = [
     "ToSupervisor",
     "TokenDelta",
     "Travelled",
+    "WakeEngine",
     "WantSnapshot",
     "most_samples",
     "numbers_of",

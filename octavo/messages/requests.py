@@ -147,6 +147,31 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, gc=False):
     origin: int = 0
 
 
+class SleepEngine(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Give back the memory of KV pages, and a GPU's memory of the weights, as soon as no request is open. The reply comes then. The next
+    request wakes the engine."""
+
+    call: int
+    origin: int = 0
+
+
+class WakeEngine(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Be ready for requests again. Whoever waits for the engine to sleep is told that it is awake."""
+
+    call: int
+    origin: int = 0
+
+
+class ReadSleep(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Ask whether the engine sleeps. The reply to this, and to the two above: ASLEEP or AWAKE."""
+
+    call: int
+    origin: int = 0
+
+
+ASLEEP, AWAKE = "asleep", "awake"
+
+
 class ReadJourneys(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Ask for journeys as JSON (observe/journeys/journey.py), of one request or of all in a state, latest first."""
 
@@ -228,6 +253,9 @@ Control = (
     | HoldPrefix
     | ReleasePrefix
     | ReadPrefixes
+    | SleepEngine
+    | WakeEngine
+    | ReadSleep
 )
 ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | WantSnapshot | ServerGone | Responded | Control
 

@@ -34,7 +34,21 @@ class ForgetAdapters(msgspec.Struct, frozen=True, tag=True, gc=False):
     ids: list[str]
 
 
-SideMessage = PrepareGrammar | CheckAdapter | ReadAdapter | ForgetAdapters
+class SleepRank(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Give memory back until WakeRank: that of these blank pages, and on a GPU that of the weights, and of all pages unless some are kept."""
+
+    number: int
+    pages: list[int]
+    keeps_pages: bool
+
+
+class WakeRank(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Be ready for steps again."""
+
+    number: int
+
+
+SideMessage = PrepareGrammar | CheckAdapter | ReadAdapter | ForgetAdapters | SleepRank | WakeRank
 
 
 class SideReply(msgspec.Struct, frozen=True, gc=False):

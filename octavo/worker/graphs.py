@@ -84,6 +84,10 @@ class Graphs:
             self._order_slots = device.pinned((graph_inputs.NUM_SLOTS, *self._order.shape), torch.int32)
             self._block_slots = device.pinned((graph_inputs.NUM_SLOTS, *self._blocks.shape), torch.int64)
 
+    def forget(self) -> None:
+        """Drop all graphs: what they read will have other addresses. Each is captured again when it is first needed."""
+        self._captured.clear()
+
     def can_run(self, num_rows: int, changes: PageChanges) -> bool:
         return num_rows <= self._slot_layout.max_rows and len(changes.cells) <= self._slot_layout.max_changes
 

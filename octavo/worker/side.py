@@ -12,7 +12,16 @@ import msgspec
 from octavo.errors import ConfigError
 from octavo.ipc.secure_channel import SecureConnection
 from octavo.messages import AdapterRef
-from octavo.messages.side import CheckAdapter, ForgetAdapters, PrepareGrammar, ReadAdapter, SideMessage, SideReply
+from octavo.messages.side import (
+    CheckAdapter,
+    ForgetAdapters,
+    PrepareGrammar,
+    ReadAdapter,
+    SideMessage,
+    SideReply,
+    SleepRank,
+    WakeRank,
+)
 from octavo.worker.adapters import RankAdapters
 from octavo.worker.runner import Runner
 
@@ -44,6 +53,15 @@ class SideWork:
                 self._reading.submit(self._read, number, adapter)
             case ForgetAdapters(number, ids):
                 self._adapters.forget(ids)
+                self._reply(SideReply(number))
+            case SleepRank(number, pages, keeps_pages):
+                self._runner.device.use()
+                self._runner.pages.give_back(pages)
+                self._runner.sleep(keeps_pages)
+                self._reply(SideReply(number))
+            case WakeRank(number):
+                self._runner.device.use()
+                self._runner.wake_up()
                 self._reply(SideReply(number))
 
     @property

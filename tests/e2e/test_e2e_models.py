@@ -186,10 +186,14 @@ def test_models_take_turns_without_cutting_a_stream(models: tuple[str, str]) -> 
         assert text_of(again) == text_of(first.decode() + rest), "a model answers after a turn as before it"
 
         boss = {"Authorization": "Bearer boss"}
-        assert server.post("/sleep?model=chat", {}, **boss)[0] == 200
-        assert json.loads(server.get("/is_sleeping?model=chat", **keys)[1]) == {"is_sleeping": True}
-        assert server.post("/wake_up?model=chat", {}, **boss)[0] == 200
-        assert state(server, "chat") == "ok"
+        for level, asleep in ((1, "asleep"), (2, "unloaded")):
+            assert server.post(f"/sleep?model=chat&level={level}", {}, **boss)[0] == 200
+            assert json.loads(server.get("/is_sleeping?model=chat", **keys)[1]) == {"is_sleeping": True}
+            assert state(server, "chat") == asleep
+            assert server.post("/wake_up?model=chat", {}, **boss)[0] == 200
+            assert state(server, "chat") == "ok"
+            with urllib.request.urlopen(request, timeout=LIMIT_S) as stream:
+                assert text_of(stream.read().decode()) == text_of(again), "and after a sleep"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(LIMIT_S) == 0
 

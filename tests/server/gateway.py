@@ -114,7 +114,7 @@ async def gateway(
 
         pool = Pool(
             served, wishes.max_loaded_models, wishes.model_idle_seconds, wishes.model_min_seconds, wishes.load_on_demand,
-            find_batches, lambda model: LocalServer(model, seconds, gate), split_list(wishes.keep_loaded),
+            find_batches, lambda model: LocalServer(model, seconds, gate), split_list(wishes.keep_loaded), wishes.model_sleep_level,
         )  # fmt: skip
         await pool.begin()
         watching = [asyncio.create_task(work()) for work in (pool.watch, pool.watch_batches)]

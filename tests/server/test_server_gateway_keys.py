@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.messages import ASLEEP, ReadSleep
 from octavo.server.gateway import app as app_module
 from octavo.server.gateway import pool as pool_module
 from octavo.server.http import body as body_module
@@ -122,17 +123,21 @@ class TestFilesAndBatches:
             assert done["status"] == "completed" and house.pool.servers["two"].num_loads == 1
             assert not house.pool.servers["one"].num_loads
 
+    @pytest.mark.parametrize(("level", "asleep"), [(1, "asleep"), (2, "unloaded")])
     async def test_a_model_that_was_put_to_sleep_is_not_woken_by_batches(
-        self, tmp_path: Path, monkeypatch: Any
+        self, tmp_path: Path, monkeypatch: Any, level: int, asleep: str
     ) -> None:
         monkeypatch.setattr(pool_module, "BATCH_SECONDS", 0.01)
         async with gateway(tmp_path) as house:
-            assert (await house.http.post("/sleep?model=two", json={})).json() == {"one": "ready", "two": "unloaded"}
+            slept = await house.http.post(f"/sleep?model=two&level={level}", json={})
+            assert slept.json() == {"one": "ready", "two": asleep}
             batch = await create(house.http, await upload(house.http, line("a", max_tokens=2, model="two")))
             await eventually(lambda: house.server("two").has_batches)
             looks = house.num_looks
             await eventually(lambda: house.num_looks > looks + 1)
-            assert house.server("two").state == "unloaded"
+            assert house.server("two").state == asleep
+            if level == 1:  # its server runs, and looks for batches
+                assert await house.server("two").client.control(ReadSleep(call=0)) == ASLEEP
             assert (await house.http.post("/wake_up?model=two", json={})).status_code == 200
             await until(house.http, batch["id"], "completed")
 

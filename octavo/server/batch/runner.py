@@ -75,14 +75,15 @@ class BatchRunner:
         is_crowded: Callable[[], bool],
         memory: CrashMemory,
         num_slots: int,
+        sleeps: Callable[[], Awaitable[bool]],
     ) -> None:
         """`rules.urls`: all routes that batches may use; each batch names one. `is_crowded`: whether requests wait for the
         engine. `num_slots`: lines of all batches together that are in flight at once; `memory` has room for these and one more of
-        each active batch."""
+        each active batch. `sleeps`: whether the engine was put to sleep: batches do not wake it."""
         self._files, self._batches = files, batches
         self._ask, self._rules, self._model_name = ask, rules, model_name
         self._lock, self._is_crowded = lock, is_crowded
-        self._memory = memory
+        self._memory, self._sleeps = memory, sleeps
         self._slots, self._num_slots, self._trial = asyncio.Semaphore(num_slots), num_slots, asyncio.Lock()
         self._news = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -122,7 +123,8 @@ class BatchRunner:
                             await BATCHES.run(self._memory.open)  # last: what it has read it counts once
                             is_tidy = True
                         if is_mine:
-                            self._look(await BATCHES.run(self._batches.unfinished))
+                            unfinished = await BATCHES.run(self._batches.unfinished)
+                            self._look(await self._without_new(unfinished))
                         problem = ""
                     except OSError as error:  # too many open files, for example: batches wait for the next check
                         if str(error) != problem:  # log the same problem once
@@ -137,6 +139,11 @@ class BatchRunner:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 self._memory.close()
+
+    async def _without_new(self, unfinished: list[Unfinished]) -> list[Unfinished]:
+        """Without those that have not begun, while the engine sleeps."""
+        old = [each for each in unfinished if each.is_cancelled or each.id in self._running]
+        return old if len(old) < len(unfinished) and await self._sleeps() else unfinished
 
     def _look(self, unfinished: list[Unfinished]) -> None:
         """Start unfinished batches and pass cancellations on. A batch may have ended since it was listed: `_Run` handles that."""

@@ -12,7 +12,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
-from octavo.errors import InvalidRequest, NotFound
+from octavo.errors import InvalidRequest, NotFound, OctavoError
+from octavo.messages import ASLEEP, ReadSleep
 from octavo.server.batch.batches import BATCH_ID, Batch, BatchStore, OutputExpiry
 from octavo.server.batch.crash_memory import CrashMemory
 from octavo.server.batch.lines import Rules
@@ -193,8 +194,16 @@ def _runner(service: Service, stores: Stores) -> BatchRunner:
     num_slots = _num_slots(service)
     memory = CrashMemory(stores.root, num_slots + MAX_ACTIVE, lambda: service.engine.report is None, num_seated)
     return BatchRunner(
-        stores.files, stores.batches, service.ask, rules, service.model_name, lock, is_crowded, memory, num_slots
-    )
+        stores.files, stores.batches, service.ask, rules, service.model_name, lock, is_crowded, memory, num_slots,
+        functools.partial(_sleeps, service),
+    )  # fmt: skip
+
+
+async def _sleeps(service: Service) -> bool:
+    try:
+        return await service.engine.control(ReadSleep(call=0)) == ASLEEP
+    except OctavoError:  # it is being restarted, and then it is awake
+        return False
 
 
 def _num_slots(service: Service) -> int:

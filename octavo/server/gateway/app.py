@@ -206,7 +206,7 @@ class Gateway:
         servers = [*self._pool.servers.values()] if asked is None else [asked]
         states = dict(zip((s.name for s in servers), await asyncio.gather(*map(self._state, servers)), strict=True))
         if asked is None:
-            fine = ("ok",) if self._pool.is_kept else ("ok", "unloaded", "loading", "unloading")
+            fine = ("ok",) if self._pool.is_kept else ("ok", "unloaded", "loading", "unloading", "asleep")
             is_well = all(state["status"] in fine for state in states.values())
         else:
             is_well = states[asked.name]["status"] == "ok"
@@ -265,13 +265,16 @@ class Gateway:
     async def _sleep_or_wake(self, passage: Passage) -> None:
         await passage.read()
         asked = self._asked(passage)
-        if passage.route == "/sleep" and (level := passage.query.get("level", "2")) != "2":
+        level = passage.query.get("level", "1")
+        if passage.route == "/sleep" and level not in ("1", "2"):
             raise Unsupported(
-                f"level must be 2, got {level[:20]!r}: a model that sleeps drops its weights, and reads them from the page cache again",
+                f"level must be 1 or 2, got {level[:20]!r}: a model that sleeps keeps its weights in host memory with 1, and drops them with 2",
                 param="level",
             )
+        if passage.route == "/wake_up" and "tags" in passage.query:
+            raise Unsupported("tags: weights and KV pages wake up together; leave it out", param="tags")
         for server in self._pool.servers.values() if asked is None else [asked]:
-            work = self._pool.sleep(server) if passage.route == "/sleep" else self._pool.wake(server)
+            work = self._pool.sleep(server, int(level)) if passage.route == "/sleep" else self._pool.wake(server)
             await passage.unless_left(work)
         await passage.json({name: each.state for name, each in self._pool.servers.items()})
 

@@ -13,7 +13,7 @@ _NAMED = re.compile(r"(?P<name>[\w.:/@-]{1,200})=(?P<model>.+)", re.ASCII)
 # What the one address has, or what belongs to the gateway: not for one model's server.
 _SHARED = frozenset(
     {"host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "models", "max_loaded_models", "load_on_demand",
-     "model_idle_seconds", "model_min_seconds", "model_settings", "keep_loaded", "api_key", "api_key_file", "key_settings", "admin_key",
+     "model_idle_seconds", "model_sleep_level", "model_min_seconds", "model_settings", "keep_loaded", "api_key", "api_key_file", "key_settings", "admin_key",
      "metrics_key", "metrics_open", "served_model_name", "files_folder", "files_part", "root_path", "allowed_hosts", "allowed_origins"}
 )  # fmt: skip
 
@@ -96,6 +96,7 @@ def _own_config(config: Config, name: str, model: str, socket: Path, share: floa
         "max_loaded_models": 0,
         "load_on_demand": False,
         "model_idle_seconds": 0.0,
+        "model_sleep_level": 2,
         "model_settings": "",
         "keep_loaded": "",
     }

@@ -15,14 +15,15 @@ from octavo.config import KEY_VARIABLES
 from octavo.errors import EngineUnavailable
 from octavo.ipc.subprocesses import describe_exit
 from octavo.server.gateway.catalog import ServedModel
-from octavo.server.gateway.upstream import Upstream
+from octavo.server.gateway.upstream import Upstream, UpstreamGone
 
 log = logging.getLogger("octavo.gateway")
 
-State = Literal["unloaded", "loading", "ready", "unloading", "failed"]
+State = Literal["unloaded", "loading", "ready", "unloading", "asleep", "failed"]
 
 LOOK_SECONDS = 0.1  # between two questions whether a server is ready
 KILL_SECONDS = 10.0  # beyond --shutdown-timeout, after which a server that does not end is killed
+SLEEP_SECONDS = 60.0  # that an engine without requests may take to give memory back, or to wake up
 MAX_LINE = 4096  # bytes of a line of a log
 
 
@@ -38,6 +39,7 @@ class ModelServer:
         self.last_used = self.ready_at = self.started = time.monotonic()
         self.num_loads = 0
         self.has_batches = False  # that have not ended
+        self.keeps_weights = False  # it sleeps at level 1: its processes run
         self.is_put_to_sleep = False  # by an administrator: batches do not wake it
         self.why = ""  # the last load failed, or the server ended
         self.load_seconds = 0.0  # of the last load
@@ -47,12 +49,12 @@ class ModelServer:
 
     @property
     def is_occupying(self) -> bool:
-        """Whether it takes memory."""
+        """Whether it takes memory for KV pages. One that is asleep takes that of its weights, or none."""
         return self.state in ("loading", "ready", "unloading")
 
     @property
     def is_asleep(self) -> bool:
-        return self.state == "unloaded"
+        return self.state in ("unloaded", "asleep")
 
     async def start(self) -> None:
         """Start the server and wait until it takes requests. Raises EngineUnavailable."""
@@ -80,6 +82,38 @@ class ModelServer:
             await asyncio.sleep(LOOK_SECONDS)
         self.note_ready()
 
+    async def sleep(self) -> bool:
+        """Have the engine give its memory back, but for the weights. False: it does not."""
+        self.keeps_weights = await self._ask_engine(b"/sleep?level=1", b'{"is_sleeping":true}')
+        self.upstream.close()
+        return self.keeps_weights
+
+    async def wake_up(self) -> bool:
+        """Go on after sleep(). False: the server has to be started anew."""
+        self.started, self.keeps_weights = time.monotonic(), False
+        if not await self._ask_engine(b"/wake_up", b'{"is_sleeping":false}'):
+            return False
+        self.note_ready()
+        return True
+
+    async def _ask_engine(self, target: bytes, expected: bytes) -> bool:
+        server, headers = self.config.server, [(b"host", b"localhost")]
+        if server.admin_keys:
+            headers.append((b"authorization", b"Bearer " + server.admin_keys[0].encode()))
+        elif server.api_keys:
+            log.warning(
+                "model %s cannot keep its weights while it sleeps: keys are used, and none is an --admin-key", self.name
+            )
+            return False
+        try:
+            status, body = await self.upstream.ask(target, headers, SLEEP_SECONDS, "POST")
+        except UpstreamGone as error:
+            log.warning("model %s: its server does not answer: %s", self.name, error)
+            return False
+        if (status, body) != (200, expected):
+            log.warning("model %s: its server answered with %d to %s", self.name, status, target.decode())
+        return (status, body) == (200, expected)
+
     def note_ready(self) -> None:
         """Count a load that has ended."""
         self.ready_at = self.last_used = time.monotonic()
@@ -88,6 +122,7 @@ class ModelServer:
 
     async def stop(self) -> None:
         """Stop the server in order, and wait for its end. Its requests get --shutdown-timeout."""
+        self.keeps_weights = False
         self.upstream.close()
         process = self.process
         if process is None:

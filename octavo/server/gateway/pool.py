@@ -23,6 +23,7 @@ FIRST_DELAY, MAX_DELAY = 1.0, 30.0  # seconds before a server that has ended is 
 
 class Pool:
     """`max_loaded`: models in memory at once; 0: all. `idle_seconds`: without a request after which a model is unloaded; 0: never.
+    `sleep_level`: 1: a model that leaves keeps its weights in host memory; 2: it ends.
     `min_seconds`: that a model stays once it is loaded. `find_batches`: names of models that have batches to run; called in a thread.
     `keep`: names of models that stay loaded."""
 
@@ -36,6 +37,7 @@ class Pool:
         find_batches: Callable[[], set[str]] = set,
         make: Callable[[ServedModel], ModelServer] = ModelServer,
         keep: Collection[str] = (),
+        sleep_level: int = 2,
     ) -> None:
         self.servers = {model.name: make(model) for model in models}
         self._keep = keep
@@ -43,6 +45,7 @@ class Pool:
         self._max_loaded, self._idle_seconds, self._min_seconds = max_loaded or len(models), idle_seconds, min_seconds
         self.is_kept = not on_demand and not idle_seconds and not max_loaded  # all models are to be there all the time
         self._on_demand = on_demand
+        self._sleep_level = sleep_level
         self._find_batches = find_batches
         self._changed = asyncio.Condition()
         self._loads: dict[str, asyncio.Task[None]] = {}
@@ -87,11 +90,11 @@ class Pool:
         if server.state != "ready":
             await self._load(server)
 
-    async def sleep(self, server: ModelServer) -> None:
-        """Unload a model when its responses have ended."""
-        if server.state == "ready":
+    async def sleep(self, server: ModelServer, level: int) -> None:
+        """Have a model leave when its responses have ended: it keeps its weights in host memory (level 1) or not (2)."""
+        if server.state == "ready" or (server.state == "asleep" and level == 2):
             server.is_put_to_sleep = True
-            await asyncio.shield(self._begin_leaving(server))  # it goes on if the one that asked for it leaves
+            await asyncio.shield(self._begin_leaving(server, level))  # it goes on if the one that asked for it leaves
 
     async def watch(self) -> None:
         """Run until cancelled: unload idle models, and start servers again that have ended."""
@@ -101,8 +104,14 @@ class Pool:
                 if server.state == "ready" and server.has_ended():
                     await self._ended(server, now)
                 elif server.state == "ready" and self._is_idle(server, now):
-                    log.info("model %s was idle for %g s and is unloaded", server.name, self._idle_seconds)
-                    self._begin_leaving(server)
+                    log.info("model %s was idle for %g s and leaves", server.name, self._idle_seconds)
+                    self._begin_leaving(server, self._sleep_level)
+                elif server.state == "asleep" and server.has_ended():
+                    log.error(
+                        "the server of model %s has ended while it was asleep: %s", server.name, server.describe_end()
+                    )
+                    await server.stop()
+                    server.state = "unloaded"
                 elif self._is_due(server):
                     self._begin_load(server)
             await asyncio.sleep(LOOK_SECONDS)
@@ -121,7 +130,7 @@ class Pool:
                     break  # the next one when this one is there
 
     def _may_load_for_batches(self, server: ModelServer) -> bool:
-        is_wanted = server.has_batches and server.state == "unloaded" and not server.is_put_to_sleep
+        is_wanted = server.has_batches and server.is_asleep and not server.is_put_to_sleep
         if not is_wanted or self._loads or self._leaving:
             return False
         now, occupying = time.monotonic(), [each for each in self.servers.values() if each.is_occupying]
@@ -190,7 +199,11 @@ class Pool:
     async def _load_now(self, server: ModelServer) -> None:
         await self._make_room(server)
         try:
-            await server.start()
+            if not server.keeps_weights:
+                await server.start()
+            elif not await server.wake_up():
+                await server.stop()
+                await server.start()
         except BaseException as error:
             await server.stop()
             if isinstance(error, EngineUnavailable):
@@ -222,7 +235,7 @@ class Pool:
                             server.name,
                             leaver.open,
                         )
-                        self._begin_leaving(leaver)
+                        self._begin_leaving(leaver, self._sleep_level)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
 
@@ -235,20 +248,25 @@ class Pool:
             return None
         return first
 
-    def _begin_leaving(self, server: ModelServer) -> "asyncio.Task[None]":
-        """Take no more requests for a model, and unload it when its responses have ended."""
+    def _begin_leaving(self, server: ModelServer, level: int) -> "asyncio.Task[None]":
+        """Take no more requests for a model, and unload it when its responses have ended, but for its weights with level 1."""
         server.state = "unloading"
-        task = asyncio.create_task(self._leave(server))
+        task = asyncio.create_task(self._leave(server, level))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
         return task
 
-    async def _leave(self, server: ModelServer) -> None:
+    async def _leave(self, server: ModelServer, level: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: not server.open)
-        await server.stop()
-        server.state = "unloaded"
-        log.info("model %s is unloaded", server.name)
+        # A server with batches ends: they go on when it is loaded again, and would keep its engine busy until then.
+        if level == 1 and not server.has_batches and await server.sleep():
+            server.state = "asleep"
+            log.info("model %s is asleep and keeps its weights", server.name)
+        else:
+            await server.stop()
+            server.state = "unloaded"
+            log.info("model %s is unloaded", server.name)
         await self._notify()
 
     async def _notify(self) -> None:

@@ -100,6 +100,7 @@ async def _run(config: Config, models: list[ServedModel], listener: socket.socke
         wishes.load_on_demand,
         shared.models_with_batches,
         keep=split_list(wishes.keep_loaded),
+        sleep_level=wishes.model_sleep_level,
     )
     hurry = asyncio.Event()
 

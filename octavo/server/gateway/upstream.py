@@ -192,13 +192,17 @@ class Upstream:
             raise UpstreamGone(str(error)) from None
         return exchange
 
-    async def ask(self, target: bytes, headers: Headers, seconds: float = 10.0) -> tuple[int, bytes]:
-        """GET a whole answer. Raises UpstreamGone."""
+    async def ask(
+        self, target: bytes, headers: Headers, seconds: float = 10.0, method: str = "GET"
+    ) -> tuple[int, bytes]:
+        """GET a whole answer, or POST without a body. Raises UpstreamGone."""
         try:
             async with asyncio.timeout(seconds):
                 exchange = await self.open()
                 try:
-                    await exchange.send("GET", target, headers, b"")
+                    if method != "GET":
+                        headers = [*headers, (b"content-length", b"0")]
+                    await exchange.send(method, target, headers, b"")
                     return exchange.status, b"".join([part async for part in exchange.body()])
                 finally:
                     exchange.close()
