@@ -36,12 +36,14 @@ class StepModel(msgspec.Struct, frozen=True):
     row: float  # seconds more for each row
     context: float  # for each position that a row with one token looks back at
     pair: float  # for each pair of a token and a position at or before it, in rows with several tokens
-    # Steps with prompts take so many times as long as this says, one as often as another; 1 on average. Empty: no step differs. Those without
-    # prompts are many, and their differences cancel out.
+    # Steps with prompts take so many times as long as this says, one as often as another; 1 on average. Empty: no step differs.
     noise: list[float] = []
+    # The same of steps without prompts. They are many, and their differences cancel out over a request; of the times between tokens they decide
+    # the longest, so only those are spread by it.
+    steady_noise: list[float] = []
 
     def __post_init__(self) -> None:
-        numbers = [*self.seconds, self.row, self.context, self.pair, *self.noise]
+        numbers = [*self.seconds, self.row, self.context, self.pair, *self.noise, *self.steady_noise]
         is_ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not is_ascending or self.tokens[0] < 1:
             raise ValueError("tokens must be at least two ascending numbers, with as many seconds")
@@ -63,8 +65,13 @@ class StepModel(msgspec.Struct, frozen=True):
 
     def scaled(self, factor: float) -> "StepModel":
         """Every step takes `factor` times as long."""
-        seconds = [each * factor for each in self.seconds]
-        return StepModel(self.tokens, seconds, self.row * factor, self.context * factor, self.pair * factor, self.noise)
+        return msgspec.structs.replace(
+            self,
+            seconds=[each * factor for each in self.seconds],
+            row=self.row * factor,
+            context=self.context * factor,
+            pair=self.pair * factor,
+        )
 
     def costs(self, max_rows: int, max_tokens: int) -> StepCosts:
         """What an engine on this machine learns of its steps: the sum that fits steps up to these sizes best."""
@@ -111,6 +118,41 @@ class StepClock:
 # ── fitting ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+_STRETCH_SECONDS = 2.0
+_SLOW = 1.4  # a stretch in which steps took so many times as long as alike ones at another time
+
+
+def without_slow_stretches(timed: Sequence[tuple[float, Sample]]) -> tuple[list[Sample], float]:
+    """Leave out the stretches of time in which all steps took much longer than alike ones did at another time: on a shared machine others computed
+    then, and a plan is for a machine of one's own. Returns the others, and the share of the steps' time that was left out. `timed`: with when each
+    ended."""
+    by_stretch: dict[int, list[Sample]] = {}
+    for ended, sample in timed:
+        by_stretch.setdefault(int(ended / _STRETCH_SECONDS), []).append(sample)
+    shortest: dict[tuple[int, ...], float] = {}
+    for samples in by_stretch.values():
+        cells: dict[tuple[int, ...], list[float]] = {}
+        for sample in samples:
+            cells.setdefault(_cell(sample), []).append(sample.seconds)
+        for cell, seconds in cells.items():
+            shortest[cell] = min(shortest.get(cell, math.inf), float(np.median(seconds)))
+    kept: list[Sample] = []
+    left_out = whole = 0.0
+    for samples in by_stretch.values():
+        spent = sum(sample.seconds for sample in samples)
+        whole += spent
+        if float(np.median([sample.seconds / shortest[_cell(sample)] for sample in samples])) > _SLOW:
+            left_out += spent
+        else:
+            kept += samples
+    return kept, left_out / whole if whole else 0.0
+
+
+def _cell(sample: Sample) -> tuple[int, ...]:
+    """Steps of about one size: each number has as many bits."""
+    return tuple(number.bit_length() for number in sample.shape)
+
+
 class Fit(msgspec.Struct, frozen=True):
     model: StepModel
     num_samples: int
@@ -150,7 +192,8 @@ def fit_model(samples: Sequence[Sample]) -> Fit:
     predicted = matrix @ found
     has_prompt = np.array([sample.shape.more_tokens > 0 for sample in samples])
     row, context, pair = (float(each) for each in found[-3:])
-    model = StepModel(knots, values, row, context, pair, _noise(seconds[has_prompt], predicted[has_prompt]))
+    noise_of = [_noise(seconds[which], predicted[which]) for which in (has_prompt, ~has_prompt)]
+    model = StepModel(knots, values, row, context, pair, *noise_of)
     errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
     noise = float(np.median(np.abs(predicted / seconds - 1)))
     return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
@@ -169,7 +212,7 @@ def _cell_errors(samples: Sequence[Sample], predicted: Numbers, seconds: Numbers
     """By how much the model is off for steps of about one size, on average."""
     cells: dict[tuple[int, ...], list[int]] = {}
     for at, sample in enumerate(samples):
-        cells.setdefault(tuple(number.bit_length() for number in sample.shape), []).append(at)
+        cells.setdefault(_cell(sample), []).append(at)
     large = [members for members in cells.values() if len(members) >= _CELL] or [list(range(len(samples)))]
     return [abs(float(predicted[members].sum() / seconds[members].sum()) - 1) for members in large]
 

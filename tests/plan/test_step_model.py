@@ -10,7 +10,7 @@ from octavo.plan.chips import CHIPS, chip_of, estimate
 from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.settings import Front
-from octavo.plan.step_model import StepClock, StepModel, fit_model
+from octavo.plan.step_model import StepClock, StepModel, fit_model, without_slow_stretches
 from octavo.schedule.step_costs import Sample, StepShape
 
 TRUE = StepModel([1, 8, 32, 512], [0.006, 0.008, 0.02, 0.2], 3e-4, 3e-7, 2e-7)
@@ -33,6 +33,19 @@ def test_a_fit_finds_the_curve_that_was_measured(noise):
     for sample in samples_of(TRUE, 0.0, seed=1):
         assert abs(found.model.step_seconds(sample.shape) / sample.seconds - 1) < 0.02 + noise / 2
     assert found.median_error < 0.001 + noise and found.num_samples == 600
+
+
+def test_stretches_in_which_others_used_the_machine_are_left_out():
+    quiet = samples_of(TRUE, 0.05)
+    timed = [(at / 30, sample) for at, sample in enumerate(quiet)]  # 20 s
+    kept, share = without_slow_stretches(timed)
+    assert share == 0 and len(kept) == len(quiet)
+    slow = [(ended, Sample(each.shape, each.seconds * (2 if 4 <= ended < 10 else 1))) for ended, each in timed]
+    kept, share = without_slow_stretches(slow)
+    assert 0.3 < share < 0.6 and len(kept) == 420
+    model = fit_model(kept).model
+    off = [abs(model.step_seconds(sample.shape) / sample.seconds - 1) for sample in samples_of(TRUE, 0.0, seed=1)]
+    assert max(off) < 0.06
 
 
 def test_a_flat_beginning_is_kept():
