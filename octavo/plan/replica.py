@@ -282,8 +282,9 @@ class SimulatedReplica:
         # As many steps as are sure to find their pages.
         most_pages = pool.num_free // len(running)
         num_steps = min(num_steps, most_pages * self.cache.page_size)
-        base = self._clock.base(len(running)) + self._clock.context * sum([request.computed for request in running])
-        more = self._clock.context * len(running)
+        context = self._clock.context(len(running))
+        base = self._clock.base(len(running)) + context * sum([request.computed for request in running])
+        more = context * len(running)
         if self._has_news:  # the step that reports is no part of a stretch
             due = self._reported + EVENT_PICOSECONDS
             num_steps = min(num_steps, self._num_before(base, more, due) - 1)

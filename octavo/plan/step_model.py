@@ -41,12 +41,18 @@ class StepModel(msgspec.Struct, frozen=True):
     # The same of steps without prompts. They are many, and their differences cancel out over a request; of the times between tokens they decide
     # the longest, so only those are spread by it.
     steady_noise: list[float] = []
+    # Speculative decoding: so many tokens are drafted for each row, and each is accepted with this probability if those before it were. Without a
+    # prompt in a step, and only where a token then takes less time: a scheduler drafts no more than pays.
+    draft_tokens: int = 0
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = [*self.seconds, self.row, self.context, self.pair, *self.noise, *self.steady_noise]
         is_ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not is_ascending or self.tokens[0] < 1:
             raise ValueError("tokens must be at least two ascending numbers, with as many seconds")
+        if not 0 <= self.draft_tokens <= 64 or not 0 <= self.acceptance <= 1:
+            raise ValueError("draft_tokens must be from 0 to 64, and acceptance from 0 to 1")
         if not all(math.isfinite(number) and 0 <= number < 1e6 for number in numbers) or not self.seconds[0]:
             raise ValueError("seconds must be positive and finite")
 
@@ -62,6 +68,11 @@ class StepModel(msgspec.Struct, frozen=True):
         return (
             self.products(num_tokens) + self.row * shape.rows + self.context * shape.context + self.pair * shape.pairs
         )
+
+    @property
+    def tokens_per_step(self) -> float:
+        """That a row with drafts gets from one step, on average: 1 + a + a² + …"""
+        return float(sum(self.acceptance**power for power in range(self.draft_tokens + 1)))
 
     def scaled(self, factor: float) -> "StepModel":
         """Every step takes `factor` times as long."""
@@ -93,22 +104,44 @@ class StepClock:
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
-        self.context = round(model.context * PICOSECONDS)
         self._pair, self._noise = round(model.pair * PICOSECONDS), model.noise
         self._bases: dict[tuple[int, int], int] = {}
+        self._contexts: dict[int, int] = {}
 
     def base(self, rows: int, more_tokens: int = 0) -> int:
         """A step without contexts and pairs."""
         base = self._bases.get((rows, more_tokens))
         if base is None:
-            seconds = self._model.products(rows + more_tokens) + self._model.row * rows
+            seconds = self._plain(rows, more_tokens)
+            if not more_tokens and self._drafts(rows):
+                model = self._model
+                seconds = self._plain(rows * (1 + model.draft_tokens), 0) / model.tokens_per_step
             base = self._bases[rows, more_tokens] = max(1, round(seconds * PICOSECONDS))
         return base
+
+    def context(self, rows: int) -> int:
+        """For each position that a row looks back at, in a step of so many rows without prompts."""
+        context = self._contexts.get(rows)
+        if context is None:
+            model = self._model
+            factor = (1 + model.draft_tokens) / model.tokens_per_step if self._drafts(rows) else 1.0
+            context = self._contexts[rows] = round(model.context * factor * PICOSECONDS)
+        return context
+
+    def _plain(self, rows: int, more_tokens: int) -> float:
+        return self._model.products(rows + more_tokens) + self._model.row * rows
+
+    def _drafts(self, rows: int) -> bool:
+        model = self._model
+        if not model.draft_tokens or not rows:
+            return False
+        return self._plain(rows * (1 + model.draft_tokens), 0) / model.tokens_per_step < self._plain(rows, 0)
 
     def step(self, shape: StepShape, number: int = 0) -> int:
         """`number`: of the step; the same one takes the same time."""
         rows, more_tokens, context, pairs = shape
-        steady = self.base(rows, more_tokens) + self.context * context + self._pair * pairs
+        each = self.context(0 if more_tokens else rows)
+        steady = self.base(rows, more_tokens) + each * context + self._pair * pairs
         if not more_tokens or not self._noise:
             return steady
         at = (number * 0x9E3779B1 & 0xFFFFFFFF) * len(self._noise) >> 32

@@ -66,6 +66,18 @@ def test_the_clock_is_the_model_in_integers():
         assert abs(clock.step(sample.shape) / 1e12 - sample.seconds) < 1e-9
 
 
+def test_drafts_shorten_a_token_where_they_pay():
+    """Reading weights is most of a step of one row, so five tokens take little more than one; a full batch gains nothing."""
+    flat = StepModel([1, 64, 512], [0.01, 0.012, 0.1], 0.0, 1e-7, 0.0, draft_tokens=4, acceptance=0.5)
+    assert flat.tokens_per_step == 1.9375
+    plain, drafting = StepClock(msgspec.structs.replace(flat, draft_tokens=0)), StepClock(flat)
+    assert abs(drafting.base(1) * 1.9375 / (flat.products(5) * 1e12) - 1) < 1e-9
+    assert drafting.base(1) < 0.6 * plain.base(1) and drafting.context(1) == round(plain.context(1) * 5 / 1.9375)
+    assert drafting.base(128) == plain.base(128) and drafting.context(128) == plain.context(128)
+    with_prompt = StepShape(4, 60, 100, 2000)
+    assert drafting.step(with_prompt) == plain.step(with_prompt)
+
+
 def test_beyond_the_last_point_the_slope_goes_on():
     assert abs(TRUE.products(992) - 0.38) < 1e-9 and TRUE.products(1) == 0.006
 
@@ -84,6 +96,8 @@ def test_costs_for_the_scheduler_are_near():
         {"seconds": [0.0, 1.0, 2.0, 3.0]},
         {"row": float("nan")},
         {"pair": -1.0},
+        {"acceptance": 1.5},
+        {"draft_tokens": -1},
     ],
 )
 def test_a_model_without_sense_is_refused(change):

@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.cli.flags import config_from
 from octavo.cli.planning.flags import read_levels
-from octavo.cli.planning.page import page
+from octavo.cli.planning.page import drafts_in_words, page
 from octavo.cli.planning.traces import anonymous_names, load_trace, recorded_trace
 from octavo.config import AUTO, Config, or_else
 from octavo.errors import ConfigError
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not trace.requests:
         raise ConfigError(f"--sample {arguments.sample:g}: no request is left; take a larger share")
     shape = read_shape(config.model.model)
-    machine = _machine(arguments, config, shape)
+    machine = _with_drafts(_machine(arguments, config, shape), arguments)
     if arguments.check:
         from octavo.cli.planning.check import check
 
@@ -107,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
                 machine.weights_bytes,
                 machine.kv_bytes,
                 machine.name,
+                drafts_in_words(machine.settings.model),
             )
         )
     return 0 if found.keeps_levels else EXIT_MISSED
@@ -124,6 +125,7 @@ def _as_json(found: Answer, machine: Machine, trace: Trace, levels: Levels, shap
         "machine": machine.name,
         "step_times": "estimated" if machine.is_estimate else "measured",
         "step_times_from": machine.source,
+        "drafts": drafts_in_words(machine.settings.model),
         "levels_seconds": levels.limits,
         "trace": {"name": trace.name, "requests": len(trace.requests), "seconds": trace.seconds, "rate": trace.rate},
         "flags": found.flags,
@@ -295,6 +297,18 @@ def _other_ranks(arguments: argparse.Namespace, config: Config, shape: ModelShap
             with contextlib.suppress(ConfigError):
                 found[ranks] = _estimated(arguments, dataclasses.replace(config, parallel=parallel), shape).settings
     return found
+
+
+def _with_drafts(machine: Machine, arguments: argparse.Namespace) -> Machine:
+    drafted, acceptance = arguments.draft_tokens, arguments.acceptance
+    if not 0 <= drafted <= 64:
+        raise ConfigError(f"--draft-tokens must be from 0 to 64, got {drafted}")
+    if not 0 <= acceptance <= 1:
+        raise ConfigError(f"--acceptance must be from 0 to 1, got {acceptance:g}")
+    if not drafted:
+        return machine
+    model = msgspec.structs.replace(machine.settings.model, draft_tokens=drafted, acceptance=acceptance)
+    return machine._replace(settings=msgspec.structs.replace(machine.settings, model=model))
 
 
 def _replica(

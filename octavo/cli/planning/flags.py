@@ -133,6 +133,20 @@ def add_plan(commands: Any) -> None:
         metavar="X",
         help="until a new replica takes requests (default: measured, or 60)",
     )
+    machine.add_argument(
+        "--draft-tokens",
+        type=integer,
+        default=0,
+        metavar="N",
+        help="speculative decoding: tokens drafted for each row, where that pays (default: 0, none)",
+    )
+    machine.add_argument(
+        "--acceptance",
+        type=number,
+        default=0.6,
+        metavar="X",
+        help="with --draft-tokens: the probability that a drafted token is accepted if those before it were (default: 0.6)",
+    )
     other = parser.add_argument_group("other")
     other.add_argument(
         "--measure", metavar="FILE", help="measure MODEL on this machine in a minute or two, and write FILE"

@@ -3,6 +3,7 @@
 from octavo.plan.answer import MOST_LOAD, Answer, Change, Load, knee_of
 from octavo.plan.figures import Figures, Levels, Spread
 from octavo.plan.model_shape import ModelShape, in_gigabytes
+from octavo.plan.step_model import StepModel
 from octavo.plan.trace import Trace
 
 
@@ -15,6 +16,7 @@ def page(
     weights_bytes: int,
     kv_bytes: int,
     machine: str,
+    drafts: str,
 ) -> str:
     figures = found.figures
     wanted = ", ".join(f"{name} {time(limit)}" for name, limit in levels.limits.items())
@@ -27,6 +29,7 @@ def page(
             f"{len(trace.requests):,} requests of {trace.name}, {figures.rate:.3g} a second; prompts of {trace.prompt_tokens / len(trace.requests):,.0f} tokens, outputs of {trace.output_tokens / len(trace.requests):,.0f}, on average",
         ),
         _line("step times", source),
+        _line("drafts", drafts),
         "",
         _line(
             "throughput",
@@ -61,6 +64,15 @@ def page(
     lines += [_line("" if at else "more load", _more(load)) for at, load in enumerate(_chosen(found.loads))]
     lines += _questions(found)
     return "\n".join(lines)
+
+
+def drafts_in_words(model: StepModel) -> str:
+    if not model.draft_tokens:
+        return "none assumed (--draft-tokens); a server on a CPU drafts by default, and may be faster with few rows"
+    return (
+        f"{model.draft_tokens} tokens for each row where that pays, each accepted with {model.acceptance:.0%} if those before it were (assumed): "
+        f"{model.tokens_per_step:.2f} tokens a step"
+    )
 
 
 def _chosen(loads: list[Load]) -> list[Load]:
