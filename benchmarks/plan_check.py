@@ -9,7 +9,7 @@ model is fitted to (octavo plan --measure) are of other requests.
     python -m benchmarks.plan_check speed
     python -m benchmarks.plan_check fleet --replicas 1000 --seconds 600
 
-Every run takes about five minutes, on an otherwise idle machine: it measures steps for half a minute, then sends each load three times. speed: simulated requests a second on one core, with eight replicas."""
+Every run takes about five minutes, on an otherwise idle machine: three times it measures steps, and sends each load. speed: simulated requests a second on one core, with eight replicas."""
 
 import argparse
 import asyncio
@@ -19,6 +19,7 @@ import itertools
 import math
 import resource
 import shutil
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -114,12 +115,12 @@ class Seen(msgspec.Struct, frozen=True):
     model: str
     setting: str
     seconds: float
-    measuring: Measuring
+    measuring: list[Measuring]  # before each round of the loads
     sent: list[Sent]
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Costs are measured on the same server just before the loads: a shared machine is not the same an hour later."""
+    """Costs are measured on the same server just before each round of the loads: a shared machine is not the same some minutes later."""
     flags, _ = SETTINGS[arguments.setting]
     traces = loads(arguments.seconds)
     folder = Path(arguments.output) / arguments.setting
@@ -128,12 +129,12 @@ def run(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="octavo-plan-check-") as recordings:
         server = StartedServer(arguments.model, [*RECORDED, recordings, *NO_DRAFTS, *flags, *arguments.flag])
         try:
-            measuring = calibrate(server, Path(recordings), arguments.measure_seconds)
             options = bench_options(server)
             with asyncio.Runner() as runner:
                 model = runner.run(warm_up(options))
-            sent = []
+            sent, measuring = [], []
             for number in range(arguments.rounds):
+                measuring.append(calibrate(server, Path(recordings), arguments.measure_seconds))
                 for at, (name, trace) in enumerate(traces.items()):
                     load = trace_workload(trace, options.vocab_size, seed=100 * (number + 1) + at)
                     since = time.time()
@@ -158,16 +159,27 @@ def predict(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, trace in loads(seen.seconds).items():
         rounds = [each for each in seen.sent if each.load == name]
-        rows = [compare(trace, settings_of(costs, changes), each.results) for each in rounds]
+        factors = [speed_at(costs, measured, each.since, seen.measuring) for each in rounds]
+        near = [msgspec.structs.replace(costs, step=costs.step.scaled(factor)) for factor in factors]
+        rows = [compare(trace, settings_of(own, changes), each.results) for own, each in zip(near, rounds, strict=True)]
         own = own_costs(costs, measured, [(each.since, each.until) for each in rounds])
         driven = [drive(trace, settings_of(own, changes), measured, each) for each in rounds]
         found[name] = {
             "disturbed": costs.disturbed,
             "failed": sum(bool(result.error) for each in rounds for result in each.results),
             # The model's time of the steps that were really planned, as a share of the time that they took.
-            "steps": [_of_real_plans(costs, measured.samples(each.since, each.until)) for each in rounds],
+            "steps": [
+                _of_real_plans(own, measured.samples(each.since, each.until))
+                for own, each in zip(near, rounds, strict=True)
+            ],
+            "factors": factors,
             "rows": [
-                [row.name, row.predicted, [each[at].seen for each in rows], [each[at].predicted for each in driven]]
+                [
+                    row.name,
+                    [each[at].predicted for each in rows],
+                    [each[at].seen for each in rows],
+                    [each[at].predicted for each in driven],
+                ]
                 for at, row in enumerate(rows[0])
             ],
         }
@@ -186,14 +198,26 @@ def calibrate(server: StartedServer, folder: Path, seconds: float) -> Measuring:
     return Measuring(since, time.time(), alone)
 
 
-def costs_of(recording: Recording, measured: Measured, measuring: Measuring, shape: ModelShape) -> MachineCosts:
-    samples, disturbed = without_slow_stretches(measured.timed(measuring.since, measuring.until))
+def speed_at(costs: MachineCosts, measured: Measured, now: float, measuring: list[Measuring]) -> float:
+    """How many times as long as by these costs the steps of the last measuring before took: the machine changes within minutes."""
+    last = max((each for each in measuring if each.until <= now), key=lambda each: each.until)
+    fitted, _ = without_slow_stretches([each for one in measuring for each in measured.timed(one.since, one.until)])
+
+    def middle(samples: list[Sample]) -> float:
+        return statistics.median(sample.seconds / costs.step.step_seconds(sample.shape) for sample in samples)
+
+    return middle(measured.samples(last.since, last.until)) / middle(fitted)
+
+
+def costs_of(recording: Recording, measured: Measured, measuring: list[Measuring], shape: ModelShape) -> MachineCosts:
+    timed = [each for one in measuring for each in measured.timed(one.since, one.until)]
+    samples, disturbed = without_slow_stretches(timed)
     fit = fit_model(samples)
     report = recording.header.report
     return MachineCosts(
         FORMAT, time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), __version__, report.device, True, shape, report.weights_bytes,
         report.page_bytes, report.page_size, report.num_pages, report.max_model_len, report.max_num_seqs, report.max_num_batched_tokens,
-        measured.learned.depth, fit.model, front_of(measuring.alone, measured), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
+        measured.learned.depth, fit.model, front_of([asked for one in measuring for asked in one.alone], measured), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
     )  # fmt: skip
 
 
@@ -242,21 +266,22 @@ def table(arguments: argparse.Namespace) -> None:
                 goal = next((limit for word, limit in GOALS.items() if name.endswith((word, f"{word}, s"))), None)
                 if goal is None or name.startswith(("end", "inter-token, mean")):
                     continue
-                mean = sum(seen) / len(seen)
-                off = predicted / mean - 1
-                is_met = abs(off) <= goal or min(seen) <= predicted <= max(seen)
+                mean, planned = sum(seen) / len(seen), sum(predicted) / len(predicted)
+                off = planned / mean - 1
+                is_met = abs(off) <= goal or min(seen) <= planned <= max(seen)
                 num_met, num_goals = num_met + is_met, num_goals + 1
                 num_driven += abs(sum(driven) / sum(seen) - 1) <= goal
                 unit, scale = ("", 1.0) if "tokens/s" in name else (" ms", 1e3)
                 span = f"{min(seen) * scale:.1f} … {max(seen) * scale:.1f}{unit}"
                 print(
-                    f"| {setting} | {load} | {name.removesuffix(', s')} | {predicted * scale:.1f}{unit} | {mean * scale:.1f}{unit} | {span} | "
+                    f"| {setting} | {load} | {name.removesuffix(', s')} | {planned * scale:.1f}{unit} | {mean * scale:.1f}{unit} | {span} | "
                     f"{off:+.1%} | {'met' if is_met else f'missed ({goal:.0%})'} | {sum(driven) / sum(seen) - 1:+.1%} |"
                 )
     print(f"\n{num_met} of {num_goals} goals are met; with the seen speed {num_driven}.\n")
     for setting, by_load in found.items():
         for load, result in by_load.items():
             shares = ", ".join(f"{share:.3f}" for share in result["steps"])
+            shares += " (scaled by " + ", ".join(f"{factor:.2f}" for factor in result["factors"]) + ")"
             print(
                 f"{setting}, {load}: steps by the model / seen, same plans: {shares}; failed: {result['failed']}; left out of the measuring: {result['disturbed']:.0%}"
             )
@@ -325,7 +350,7 @@ def limit(arguments: argparse.Namespace) -> None:
             recording = recording_of(Path(recordings))
         finally:
             server.stop()
-    costs = costs_of(recording, Measured(recording), measuring, read_shape(""))
+    costs = costs_of(recording, Measured(recording), [measuring], read_shape(""))
     settings = msgspec.structs.replace(settings_of(costs, {}), num_replicas=arguments.servers)
 
     def planned(rate: float) -> bool:
@@ -377,7 +402,7 @@ def main() -> None:
         "--flag", action="append", default=[], help="a further flag of the server, as --flag=--cpu-threads=1"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measure-seconds", type=float, default=30.0)
+    parser.add_argument("--measure-seconds", type=float, default=15.0)
     parser.add_argument("--setting", choices=SETTINGS, default="default")
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--output", default="plan-check")
