@@ -283,6 +283,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "GET /v1/requests/{request_id}": "the journey of one request, by its `x-request-id` or its answer's id",
         "GET /v1/live": "rows, queue and pages as a feed of events",
         "GET /v1/live/history": "what the server did in the last `seconds`, up to a day, also over restarts of the engine",
+        "GET /v1/live/hint": "what other limits on rows and steps would have done for the last two minutes' requests, simulated at low priority",
         "GET /v1/live/pages/{page}": "which requests hold one KV page",
         "POST /v1/load_lora_adapter": "load an adapter (`lora_name`, `lora_path`) from a folder of `--lora-folders`",
         "POST /v1/unload_lora_adapter": "unload an adapter (`lora_name`); open streams go on",

@@ -200,15 +200,18 @@ class KVCache:
         if not self.prefix_caching:
             return
         done, key = self._published[sequence]
-        tables = self.tables[sequence]
-        for i in range(done, computed // self.page_size):
-            key = self._key(key, tokens, i)
-            if self._is_single_group:
-                self.pool.publish(tables[0].pages[i], key)
-            else:
+        end = computed // self.page_size
+        if end <= done:
+            return
+        tables, keys = self.tables[sequence], self._new_keys(key, tokens, done, end)
+        if self._is_single_group:
+            pages, publish = tables[0].pages, self.pool.publish
+            for i, key in enumerate(keys, done):
+                publish(pages[i], key)
+        else:
+            for i, key in enumerate(keys, done):
                 self._publish(tables, i, key)
-            done = i + 1
-        self._published[sequence] = (done, key)
+        self._published[sequence] = (end, keys[-1])
 
     def swap_out(self, sequence: int, num_tokens: int) -> Transfer | None:
         """Assign host pages to what is still needed of the first `num_tokens`, and free the sequence's device pages. None: too
@@ -461,14 +464,18 @@ class KVCache:
     def _keys(self, sequence: int, tokens: list[int], root: bytes) -> list[bytes]:
         """Keys of the pages that may be shared. Cached for one sequence: the head of the queue asks again at every step."""
         if self._head[:2] != (sequence, len(tokens)):
-            keys: list[bytes] = []
-            key = root
             # −1: the last token is always computed, to sample after it.
-            for i in range((len(tokens) - 1) // self.page_size):
-                key = self._key(key, tokens, i)
-                keys.append(key)
+            keys = self._new_keys(root, tokens, 0, (len(tokens) - 1) // self.page_size)
             self._head = (sequence, len(tokens), keys)
         return self._head[2]
+
+    def _new_keys(self, parent: bytes, tokens: list[int], first: int, end: int) -> list[bytes]:
+        """Keys of the pages from `first` to before `end`. `parent`: the key of the page before them."""
+        keys, key = [], parent
+        for i in range(first, end):
+            key = self._key(key, tokens, i)
+            keys.append(key)
+        return keys
 
     def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
         """Key of page i (page_keys.py)."""

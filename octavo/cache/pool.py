@@ -38,6 +38,16 @@ class ChangeLog:
         else:
             self._evicted[key] = None
 
+    def add(self, changes: PageChanges) -> None:
+        """What another log has taken."""
+        for key in changes.evicted:
+            self.evict(key)
+        if not self._evicted:
+            self._stored.update(dict.fromkeys(changes.stored))
+            return
+        for key in changes.stored:
+            self.store(key)
+
     def take(self) -> PageChanges:
         if not self._stored and not self._evicted:
             return NO_CHANGES

@@ -89,6 +89,7 @@ class ApiLaunch(msgspec.Struct, frozen=True):
     num_servers: int = 1  # API processes of this server, including this one
     replicas: list[ReplicaAddress] = []  # of a fleet
     fleet_secret: bytes = b""  # as in FleetMember; empty: there is one engine, and no router
+    recording: str = ""  # folder that the engine records to; empty: nothing is recorded, or there are several engines
 
 
 def tell_supervisor(message: ToSupervisor) -> None:

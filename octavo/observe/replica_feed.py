@@ -4,7 +4,7 @@ It is added to a replica's observers when a router listens; without one the cach
 
 from collections.abc import Iterable, Sequence
 
-from octavo.cache.pool import ChangeLog, PageChanges
+from octavo.cache.pool import ChangeLog
 from octavo.messages import PAGE_ID_BYTES, Abort, GenerateRequest, PageEvents, PageSnapshot, ReplicaLoad
 from octavo.observe.step_observer import StepObserver, StepTimes
 from octavo.schedule import Scheduler
@@ -31,6 +31,18 @@ class StepPace:
         self._y = self._y * DECAY + seconds
         self._xx = self._xx * DECAY + num_tokens * num_tokens
         self._xy = self._xy * DECAY + num_tokens * seconds
+
+    def note_all(self, num_tokens: int, seconds: Iterable[float]) -> None:
+        """The same as note() for each, to the last bit: a simulation with jumps must route as one without."""
+        weight, x, y, xx, xy = self._weight, self._x, self._y, self._xx, self._xy
+        square = num_tokens * num_tokens
+        for each in seconds:
+            weight = weight * DECAY + 1.0
+            x = x * DECAY + num_tokens
+            y = y * DECAY + each
+            xx = xx * DECAY + square
+            xy = xy * DECAY + num_tokens * each
+        self._weight, self._x, self._y, self._xx, self._xy = weight, x, y, xx, xy
 
     def seconds_per_token(self, step_tokens: int) -> float:
         """In a step of `step_tokens`. 0: nothing was measured."""
@@ -92,7 +104,7 @@ class ReplicaFeed(StepObserver):
         self._returned(removed.returned)
 
     def prefixes_reset(self, now: float) -> None:
-        self._note(self._scheduler.cache.take_changes())
+        self._changes.add(self._scheduler.cache.take_changes())
 
     def rows_changed(self, planned: Planned, now: float) -> None:
         for request in planned.admitted:
@@ -100,18 +112,17 @@ class ReplicaFeed(StepObserver):
         self._returned(planned.returned)
 
     def planned(self, planned: Planned, now: float) -> None:
-        self._note(planned.pages)
+        self._changes.add(planned.pages)
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
-        self._note(committed.pages)
+        self._changes.add(committed.pages)
         self._pace.note(committed.num_tokens, times.compute_seconds)
         self._ended(committed.ended)
 
     def jumped(self, num_tokens: int, seconds: Sequence[float]) -> None:
         """A simulation took steps of `num_tokens` each at once (schedule/steady.py): these took so long."""
-        self._note(self._scheduler.cache.take_changes())
-        for each in seconds:
-            self._pace.note(num_tokens, each)
+        self._changes.add(self._scheduler.cache.take_changes())
+        self._pace.note_all(num_tokens, seconds)
 
     def closed(self) -> None:
         self._scheduler.cache.ignore_pages()
@@ -153,12 +164,6 @@ class ReplicaFeed(StepObserver):
         )
 
     # ── helpers ──
-
-    def _note(self, changes: PageChanges) -> None:
-        for key in changes.evicted:
-            self._changes.evict(key)
-        for key in changes.stored:
-            self._changes.store(key)
 
     def _queue(self, request_id: str, index: int, num_tokens: int) -> None:
         name = (request_id, index)

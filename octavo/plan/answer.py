@@ -1,7 +1,7 @@
 """answer(): how many replicas keep the service levels, what they cost, how much room is left, and what breaks first."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from octavo.plan.settings import Failure, FleetSettings
 from octavo.plan.trace import Trace
 
 MAX_REPLICAS = 4096
+MOST_LOAD = 8.0  # times the load: beyond it, headroom is not looked for
 CHART_LOADS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.2, 1.5, 2.0)
 _ALONE = 200  # requests of a trace that are tried alone
 
@@ -35,6 +36,9 @@ class Change(msgspec.Struct, frozen=True):
     itl_p99: float
     output_rate: float
     note: str
+    replicas: int = 0
+    is_taken: bool = False
+    is_same: bool = False  # no figure of the run changes
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -65,8 +69,8 @@ class Answer(msgspec.Struct, frozen=True):
     scale_up_seconds: float | None = None
 
 
-def cause_of(figures: Figures) -> str:
-    """Why a fleet is at its limit, in words."""
+def cause_of(figures: Figures, missed: Sequence[str] = ()) -> str:
+    """Why a fleet is at its limit, in words. `missed`: levels, the worst first."""
     refused = {name: count for name, count in figures.num_refused.items() if count}
     if refused:
         worst = max(refused, key=lambda name: refused[name])
@@ -85,6 +89,8 @@ def cause_of(figures: Figures) -> str:
                 "budget": "steps are full (--max-num-batched-tokens)",
                 "streams": "prompts wait beside running streams (--max-inter-token-ms)",
             }[reason]
+    if missed and missed[0].startswith("itl"):
+        return "steps with prompts hold up the streams beside them (--max-num-batched-tokens, --max-inter-token-ms)"
     return (
         f"steps take longer: {figures.mean_rows:.0f} rows on average"
         if figures.busy_share > 0.9
@@ -97,7 +103,7 @@ def load_of(factor: float, figures: Figures, levels: Levels) -> Load:
     missed.sort(key=lambda name: -figures.level(name) / levels.limits[name])
     if figures.refused_share > 0:
         missed.append("refused")
-    return Load(factor, figures, missed, cause_of(figures))
+    return Load(factor, figures, missed, cause_of(figures, missed))
 
 
 def is_kept(figures: Figures, levels: Levels) -> bool:
@@ -128,7 +134,7 @@ def check_possible(trace: Trace, settings: FleetSettings, levels: Levels) -> Non
         bound = "computing the prompts" if name.startswith(("ttft", "e2e")) else "reading the weights for each token"
         raise ConfigError(
             f"--slo {name}={_time(limit)}: no number of replicas keeps it. A request alone on one has {_time(value)}, bounded by {bound}; "
-            f"ask for {name}={_time(value * 1.2)} or more, or take a faster chip"
+            f"ask for {name}={_time(value * 1.2)} or more, or take a faster chip, --tensor-parallel-size or --quantization"
         )
 
 
@@ -166,10 +172,12 @@ def fewest_replicas(trace: Trace, settings: FleetSettings, levels: Levels) -> tu
 
 
 def headroom(trace: Trace, settings: FleetSettings, levels: Levels, rounds: int = 5) -> float | None:
-    """How many times the load the fleet takes before it misses a level. Up to 8."""
+    """How many times the load the fleet takes before it misses a level. Up to MOST_LOAD."""
     low, high = 0.0, 1.0
-    while high < 8 and is_kept(simulate(trace.scaled(high), settings, levels=levels), levels):
-        low, high = high, high * 1.5
+    while is_kept(simulate(trace.scaled(high), settings, levels=levels), levels):
+        if high == MOST_LOAD:
+            return high
+        low, high = high, min(2 * high, MOST_LOAD)
     for _ in range(rounds):
         middle = (low + high) / 2
         if is_kept(simulate(trace.scaled(middle), settings, levels=levels), levels):
@@ -198,15 +206,42 @@ def changes_of(
     changes: list[Change] = []
     for flag, values in _candidates(settings).items():
         for value in values:
-            changed = _changed(best, flag, value)
+            changed = changed_by(best, flag, value)
             if changed is None or changed == best:
                 continue
             note(f"{flag} {value}")
             figures = simulate(trace, changed, levels=levels)
-            changes.append(_change(flag, value, figures, best_figures, levels))
-            if _rank(figures, levels) > _rank(best_figures, levels):
+            is_better = _rank(figures, levels) > _rank(best_figures, levels)
+            changes.append(_change(flag, value, figures, best_figures, levels, is_better))
+            if is_better:
                 best, best_figures = changed, figures
     return changes, best
+
+
+def ranks_changes(
+    trace: Trace,
+    settings: FleetSettings,
+    levels: Levels,
+    ranks: int,
+    others: Mapping[int, FleetSettings],
+    note: Callable[[str], None],
+) -> list[Change]:
+    """What replicas of other numbers of chips come to. `ranks`: chips of a replica now. `others`: settings by number."""
+    changes = []
+    now = simulate(trace, settings, levels=levels)
+    for count, changed in others.items():
+        note(f"--tensor-parallel-size {count}")
+        try:
+            replicas, figures = fewest_replicas(trace, changed, levels)
+        except ConfigError:
+            continue
+        change = _change("--tensor-parallel-size", count, figures, now, levels, False)
+        chips, before = replicas * count, settings.num_replicas * ranks
+        said = f"{chips} chips instead of {before}" if chips != before else f"{chips} chips, as now"
+        if chips < before:
+            said += ": ask again with this flag"
+        changes.append(msgspec.structs.replace(change, note=said, is_same=False))
+    return changes
 
 
 def _rank(figures: Figures, levels: Levels) -> tuple[float, float]:
@@ -215,7 +250,7 @@ def _rank(figures: Figures, levels: Levels) -> tuple[float, float]:
     return (round(figures.good_share, 3), round(room, 2))
 
 
-def _change(flag: str, value: object, figures: Figures, before: Figures, levels: Levels) -> Change:
+def _change(flag: str, value: object, figures: Figures, before: Figures, levels: Levels, is_better: bool) -> Change:
     good = figures.good_share - before.good_share
     note = (
         f"{good:+.1%} of the requests within the levels"
@@ -224,6 +259,8 @@ def _change(flag: str, value: object, figures: Figures, before: Figures, levels:
     )
     if missed := levels.missed(figures):
         note += f"; misses {', '.join(missed)}"
+    if is_better:
+        note += f"; without it: {cause_of(before, levels.missed(before))}"
     ttft, itl = figures.ttft, figures.itl
     return Change(
         flag,
@@ -233,6 +270,10 @@ def _change(flag: str, value: object, figures: Figures, before: Figures, levels:
         itl.p99 if itl else math.nan,
         figures.output_rate,
         note,
+        figures.num_replicas,
+        is_better,
+        (figures.ttft, figures.itl, figures.e2e, figures.num_refused)
+        == (before.ttft, before.itl, before.e2e, before.num_refused),
     )
 
 
@@ -250,7 +291,8 @@ def _candidates(settings: FleetSettings) -> dict[str, list[int | float | str]]:
     return found
 
 
-def _changed(settings: FleetSettings, flag: str, value: int | float | str) -> FleetSettings | None:
+def changed_by(settings: FleetSettings, flag: str, value: int | float | str) -> FleetSettings | None:
+    """With another value of a flag. None: it has no room for the longest request."""
     replica = settings.replica
     match flag:
         case "--max-num-seqs":
@@ -326,11 +368,14 @@ def answer(
     price: float | None = None,
     searches: bool = False,
     fails_at: float | None = None,
+    ranks: int = 1,
+    other_ranks: Mapping[int, FleetSettings] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """`replicas`: so many; 0: the fewest that keep the levels. `error`: of step times, as a share. `price`: of a replica for an hour.
-    `searches`: also try other flags. `fails_at`: when a replica ends; −1: at the peak; None: none does."""
+    `searches`: also try other flags; `ranks`, `other_ranks`: chips of a replica, and settings with other numbers of them. `fails_at`: when a replica ends; −1: at the peak; None: none does."""
     note("finding the number of replicas")
+    is_fixed = bool(replicas)
     if replicas:
         settings = msgspec.structs.replace(settings, num_replicas=replicas)
         figures = simulate(trace, settings, levels=levels)
@@ -342,6 +387,11 @@ def answer(
         changes, better = changes_of(trace, settings, levels, note)
         if better != settings:
             settings, figures = better, simulate(trace, better, levels=levels)
+            if not is_fixed and replicas > 1 and is_kept(figures, levels):
+                note("finding the number of replicas again")
+                replicas, figures = fewest_replicas(trace, settings, levels)
+                settings = msgspec.structs.replace(settings, num_replicas=replicas)
+        changes += ranks_changes(trace, settings, levels, ranks, other_ranks or {}, note)
     note("finding the headroom")
     room = headroom(trace, settings, levels)
     loads = []

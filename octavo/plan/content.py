@@ -56,5 +56,6 @@ def keys_of(root: bytes, tokens: list[int], page_size: int) -> list[bytes]:
 class SimulatedCache(KVCache):
     """A KVCache whose page keys are read from the tokens."""
 
-    def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
-        return tokens[(i + 1) * self.page_size - 1].to_bytes(KEY_BYTES, "little")
+    def _new_keys(self, parent: bytes, tokens: list[int], first: int, end: int) -> list[bytes]:
+        size = self.page_size
+        return [token.to_bytes(KEY_BYTES, "little") for token in tokens[(first + 1) * size - 1 : end * size : size]]

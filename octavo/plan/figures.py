@@ -65,6 +65,22 @@ class Histogram:
         self.total += other.total
         self._sum += other._sum
 
+    def spread_by(self, noise: Sequence[float]) -> "Histogram":
+        """The same times, each as often as another so many times as long. The mean stays."""
+        if not noise:
+            return self
+        found = Histogram()
+        shifts = Counter(round(_PER_DECADE * math.log10(max(each, 1e-3))) for each in noise)
+        for bucket, weight in self._weights.items():
+            for shift, count in shifts.items():
+                found._weights[bucket + shift] += weight * count
+        found.total, found._sum = self.total * len(noise), self._sum * len(noise)
+        return found
+
+    def times(self, count: int) -> "Histogram":
+        """Every time so often."""
+        return self.spread_by([1.0] * count)
+
     def spread(self) -> "Spread | None":
         if not self.total:
             return None

@@ -50,10 +50,11 @@ class Simulation:
         with_jumps: bool = True,
         moments_every: float = 0.0,
         on_plan: Callable[[int, Planned], None] | None = None,
+        pace: Callable[[int], float] | None = None,
     ) -> None:
-        """`moments_every`: seconds between two moments; 0: none. `on_plan`: hears of the plans that are made one by one, by replica."""
+        """`pace`: of SimulatedReplica. `moments_every`: seconds between two moments; 0: none. `on_plan`: hears of the plans that are made one by one, by replica."""
         self._trace, self._settings, self._levels = trace, settings, levels
-        self._with_jumps, self._on_plan = with_jumps, on_plan
+        self._with_jumps, self._on_plan, self._pace = with_jumps, on_plan, pace
         self._contents = Contents(trace, settings.replica.page_size)
         self._costs = settings.model.costs(settings.replica.max_num_seqs, settings.replica.max_num_batched_tokens)
         self._router: Router | None = None
@@ -220,7 +221,7 @@ class Simulation:
         report: Callable[[PageEvents], object] | None = None if router is None else router.take_events
         replica = SimulatedReplica(
             number, self._settings.replica, self._settings.model, self._costs, self._first, self._ended, now=now, report=report,
-            with_jumps=self._with_jumps,
+            with_jumps=self._with_jumps, pace=self._pace,
         )  # fmt: skip
         if (on_plan := self._on_plan) is not None:
             replica.on_plan = lambda planned: on_plan(number, planned)
@@ -289,9 +290,13 @@ class Simulation:
         replicas = [*self._replicas.values(), *self._gone]
         end = max((journey.ended for journey in done), default=0)
         seconds = end / PICOSECONDS
-        gaps = Histogram()
+        gaps, steady_gaps = Histogram(), Histogram()
         for replica in replicas:
             gaps.merge(replica.gaps)
+            steady_gaps.merge(replica.steady_gaps)
+        if noise := self._settings.model.steady_noise:
+            gaps, steady_gaps = gaps.times(len(noise)), steady_gaps.spread_by(noise)
+        gaps.merge(steady_gaps)
         limits = [*self._levels.limits.items()]
         num_good = sum(is_good(journey, limits) for journey in done)
         output = sum(journey.output_len for journey in done)

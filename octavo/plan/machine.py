@@ -37,6 +37,7 @@ class MachineCosts(msgspec.Struct, frozen=True):
     p90_error: float
     noise: float = 0.0  # median share by which single steps are off
     flags: list[str] = []  # that the server was started with
+    disturbed: float = 0.0  # share of the measured time that was left out, because others used the machine
 
     def step_of(self, shape: ModelShape, weights_bytes: int, kv_ratio: float) -> StepModel:
         """Steps of another model on this machine: each part in proportion to what it reads or computes. `kv_ratio`: bytes of a token's keys
@@ -54,7 +55,7 @@ class MachineCosts(msgspec.Struct, frozen=True):
             seconds.append(floor)
         row = step.row * shape.vocab_size * shape.hidden_size / (own.vocab_size * own.hidden_size)
         pair = step.pair * shape.pair_flops / own.pair_flops
-        return StepModel(step.tokens, seconds, row, step.context * kv_ratio, pair, step.noise)
+        return StepModel(step.tokens, seconds, row, step.context * kv_ratio, pair, step.noise, step.steady_noise)
 
 
 def read_costs(path: Path) -> MachineCosts:

@@ -42,6 +42,22 @@ class ModelShape(msgspec.Struct, frozen=True):
         return weights_bytes * (1 - share + share * reached)
 
     @property
+    def num_kv_heads(self) -> int:
+        """As far as its KV numbers tell: 0 for a latent cache, which every rank holds."""
+        heads, rest = divmod(self.kv_numbers, 2 * self.num_layers * self.head_size)
+        return 0 if rest else heads
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError where the heads cannot be divided among so many ranks, as `octavo serve` would."""
+        heads = {"attention heads": self.num_heads, "KV heads": self.num_kv_heads}
+        bad = [f"{count} {name}" for name, count in heads.items() if count % ranks]
+        if bad:
+            good = [n for n in range(1, self.num_heads + 1) if not any(count % n for count in heads.values())]
+            raise ConfigError(
+                f"--tensor-parallel-size {ranks} does not divide this model's {' and '.join(bad)}; sizes that work: {', '.join(map(str, good))}"
+            )
+
+    @property
     def token_flops(self) -> float:
         """Of the products of one token."""
         return 2.0 * self.active_parameters

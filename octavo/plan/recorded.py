@@ -1,5 +1,6 @@
 """What a recording says: measured steps, for a StepModel; and its requests as a trace without text."""
 
+import math
 from collections.abc import Callable
 from itertools import takewhile
 from statistics import median
@@ -17,14 +18,16 @@ class Measured:
     planning, sending and other processes took, too."""
 
     def __init__(self, recording: Recording) -> None:
-        self._steps: list[tuple[Sample, float | None]] = []  # (by its computing alone, seconds since the one before)
+        # (when it ended, its computing alone, seconds since the one before)
+        self._steps: list[tuple[int, Sample, float | None]] = []
         self._before = 0
         self._arrived: dict[str, int] = {}
         self._open: set[str] = set()
         self._was_busy = False  # after the last step, some request was open
         self.first_seconds: dict[str, float] = {}  # by request: from its arrival in the engine to its first token
         self.learned: Learned = learn(recording, self._hear)
-        hosts = [between - sample.seconds for sample, between in self._steps if between is not None]
+        self._wall = recording.header.wall - recording.header.clock
+        hosts = [between - sample.seconds for _, sample, between in self._steps if between is not None]
         self.host_seconds = max(0.0, median(hosts)) if hosts else 0.0
 
     def _hear(self, happening: object) -> None:
@@ -48,20 +51,30 @@ class Measured:
         is_next, self._was_busy, self._before = self._was_busy, bool(self._open), happening.micros
         if seconds and not happening.plan.moves:
             sample = Sample(shape_of(happening.plan, happening.outcome.num_tokens), seconds)
-            self._steps.append((sample, between if is_next and between >= seconds else None))
+            self._steps.append((happening.micros, sample, between if is_next and between >= seconds else None))
 
-    @property
-    def samples(self) -> list[Sample]:
+    def timed(self, since: float = -math.inf, until: float = math.inf) -> list[tuple[float, Sample]]:
+        """Steps that ended between these times, with the times at which they did: seconds since 1970."""
         return [
-            Sample(sample.shape, sample.seconds + self.host_seconds if between is None else between)
-            for sample, between in self._steps
+            (ended, Sample(sample.shape, sample.seconds + self.host_seconds if between is None else between))
+            for micros, sample, between in self._steps
+            if since <= (ended := micros / 1e6 + self._wall) <= until
         ]
 
+    def samples(self, since: float = -math.inf, until: float = math.inf) -> list[Sample]:
+        return [sample for _, sample in self.timed(since, until)]
 
-def trace_of(recording: Recording, rename: Callable[[bytes], int]) -> Trace:
+    def arrivals(self, since: float, until: float) -> list[float]:
+        """When requests came between these times."""
+        times = (request.seconds + self._wall for request in self.learned.requests)
+        return [each for each in times if since <= each <= until]
+
+
+def trace_of(recording: Recording, rename: Callable[[bytes], int], learned: Learned | None = None) -> Trace:
     """Times, lengths and shared pages of the recorded requests. Of contents, only which pages are equal is left: `rename` numbers
-    their keys. Requests without an end are as long as they had become; such as ask for vectors are left out."""
-    learned, header = learn(recording), recording.header
+    their keys. Requests without an end are as long as they had become; such as ask for vectors are left out. `learned`: of this recording, where
+    it is known already."""
+    learned, header = learn(recording) if learned is None else learned, recording.header
     page_size = header.report.page_size
     requests = []
     for each in learned.requests:

@@ -74,8 +74,12 @@ class SimulatedReplica:
         now: int = 0,
         report: Callable[[PageEvents], object] | None = None,
         with_jumps: bool = True,
+        pace: Callable[[int], float] | None = None,
     ) -> None:
-        """`report`: hears what a router hears; None: there is no router. `with_jumps` False: every plan is made one by one."""
+        """`report`: hears what a router hears; None: there is no router. `with_jumps` False: every plan is made one by one. `pace`: how many
+        times as long a step takes that begins at this time, without jumps."""
+        assert pace is None or not with_jumps
+        self._pace = pace
         self.number, self.epoch, self.settings = number, epoch, settings
         self.cache = SimulatedCache(
             settings.num_pages, settings.page_size, settings.num_host_pages, settings.enable_prefix_caching, None,
@@ -95,7 +99,8 @@ class SimulatedReplica:
         self.started = now
         self.journeys: dict[str, Journey] = {}
         self.waits: Counter[str] = Counter()  # picoseconds
-        self.gaps = Histogram()
+        self.gaps = Histogram()  # between tokens, of steps with prompts
+        self.steady_gaps = Histogram()  # … of the others
         self.queue_times: list[float] = []
         self.busy = 0
         self.num_steps = self.num_plans = self.num_rows = 0
@@ -191,6 +196,8 @@ class SimulatedReplica:
             shape = shape_of(planned.plan, planned.num_tokens)
             duration = self._clock.step(shape, self.num_steps + self.number)
             begins = max(self.now, flight[-1][2]) if flight else self.now
+            if self._pace is not None:
+                duration = round(duration * self._pace(begins))
             flight.append((planned, duration, begins + duration))
             self.num_steps += 1
             self.num_rows += len(planned.requests)
@@ -225,7 +232,7 @@ class SimulatedReplica:
             if samples
         ]
         committed = self.scheduler.commit(plan, StepResult(plan.step, tokens))
-        gaps = self.gaps
+        gaps = self.steady_gaps if planned.num_tokens == len(planned.requests) else self.gaps
         gap, count = -1, 0
         for delta in committed.deltas:
             if not delta.token_ids:
@@ -275,8 +282,9 @@ class SimulatedReplica:
         # As many steps as are sure to find their pages.
         most_pages = pool.num_free // len(running)
         num_steps = min(num_steps, most_pages * self.cache.page_size)
-        base = self._clock.base(len(running)) + self._clock.context * sum([request.computed for request in running])
-        more = self._clock.context * len(running)
+        context = self._clock.context(len(running))
+        base = self._clock.base(len(running)) + context * sum([request.computed for request in running])
+        more = context * len(running)
         if self._has_news:  # the step that reports is no part of a stretch
             due = self._reported + EVENT_PICOSECONDS
             num_steps = min(num_steps, self._num_before(base, more, due) - 1)
@@ -316,7 +324,7 @@ class SimulatedReplica:
         self.num_steps += num_done
         self.num_rows += num_done * rows
         self.busy += _sum(base, more, num_done)
-        self.gaps.add((now - before) // num_done, num_done * rows)
+        self.steady_gaps.add((now - before) // num_done, num_done * rows)
         gap = base + more * (num_done - 1)
         for request in running:
             journey = journeys[request.id]

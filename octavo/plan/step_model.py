@@ -36,15 +36,23 @@ class StepModel(msgspec.Struct, frozen=True):
     row: float  # seconds more for each row
     context: float  # for each position that a row with one token looks back at
     pair: float  # for each pair of a token and a position at or before it, in rows with several tokens
-    # Steps with prompts take so many times as long as this says, one as often as another; 1 on average. Empty: no step differs. Those without
-    # prompts are many, and their differences cancel out.
+    # Steps with prompts take so many times as long as this says, one as often as another; 1 on average. Empty: no step differs.
     noise: list[float] = []
+    # The same of steps without prompts. They are many, and their differences cancel out over a request; of the times between tokens they decide
+    # the longest, so only those are spread by it.
+    steady_noise: list[float] = []
+    # Speculative decoding: so many tokens are drafted for each row, and each is accepted with this probability if those before it were. Without a
+    # prompt in a step, and only where a token then takes less time: a scheduler drafts no more than pays.
+    draft_tokens: int = 0
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = [*self.seconds, self.row, self.context, self.pair, *self.noise]
+        numbers = [*self.seconds, self.row, self.context, self.pair, *self.noise, *self.steady_noise]
         is_ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not is_ascending or self.tokens[0] < 1:
             raise ValueError("tokens must be at least two ascending numbers, with as many seconds")
+        if not 0 <= self.draft_tokens <= 64 or not 0 <= self.acceptance <= 1:
+            raise ValueError("draft_tokens must be from 0 to 64, and acceptance from 0 to 1")
         if not all(math.isfinite(number) and 0 <= number < 1e6 for number in numbers) or not self.seconds[0]:
             raise ValueError("seconds must be positive and finite")
 
@@ -61,10 +69,20 @@ class StepModel(msgspec.Struct, frozen=True):
             self.products(num_tokens) + self.row * shape.rows + self.context * shape.context + self.pair * shape.pairs
         )
 
+    @property
+    def tokens_per_step(self) -> float:
+        """That a row with drafts gets from one step, on average: 1 + a + a² + …"""
+        return float(sum(self.acceptance**power for power in range(self.draft_tokens + 1)))
+
     def scaled(self, factor: float) -> "StepModel":
         """Every step takes `factor` times as long."""
-        seconds = [each * factor for each in self.seconds]
-        return StepModel(self.tokens, seconds, self.row * factor, self.context * factor, self.pair * factor, self.noise)
+        return msgspec.structs.replace(
+            self,
+            seconds=[each * factor for each in self.seconds],
+            row=self.row * factor,
+            context=self.context * factor,
+            pair=self.pair * factor,
+        )
 
     def costs(self, max_rows: int, max_tokens: int) -> StepCosts:
         """What an engine on this machine learns of its steps: the sum that fits steps up to these sizes best."""
@@ -86,22 +104,44 @@ class StepClock:
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
-        self.context = round(model.context * PICOSECONDS)
         self._pair, self._noise = round(model.pair * PICOSECONDS), model.noise
         self._bases: dict[tuple[int, int], int] = {}
+        self._contexts: dict[int, int] = {}
 
     def base(self, rows: int, more_tokens: int = 0) -> int:
         """A step without contexts and pairs."""
         base = self._bases.get((rows, more_tokens))
         if base is None:
-            seconds = self._model.products(rows + more_tokens) + self._model.row * rows
+            seconds = self._plain(rows, more_tokens)
+            if not more_tokens and self._drafts(rows):
+                model = self._model
+                seconds = self._plain(rows * (1 + model.draft_tokens), 0) / model.tokens_per_step
             base = self._bases[rows, more_tokens] = max(1, round(seconds * PICOSECONDS))
         return base
+
+    def context(self, rows: int) -> int:
+        """For each position that a row looks back at, in a step of so many rows without prompts."""
+        context = self._contexts.get(rows)
+        if context is None:
+            model = self._model
+            factor = (1 + model.draft_tokens) / model.tokens_per_step if self._drafts(rows) else 1.0
+            context = self._contexts[rows] = round(model.context * factor * PICOSECONDS)
+        return context
+
+    def _plain(self, rows: int, more_tokens: int) -> float:
+        return self._model.products(rows + more_tokens) + self._model.row * rows
+
+    def _drafts(self, rows: int) -> bool:
+        model = self._model
+        if not model.draft_tokens or not rows:
+            return False
+        return self._plain(rows * (1 + model.draft_tokens), 0) / model.tokens_per_step < self._plain(rows, 0)
 
     def step(self, shape: StepShape, number: int = 0) -> int:
         """`number`: of the step; the same one takes the same time."""
         rows, more_tokens, context, pairs = shape
-        steady = self.base(rows, more_tokens) + self.context * context + self._pair * pairs
+        each = self.context(0 if more_tokens else rows)
+        steady = self.base(rows, more_tokens) + each * context + self._pair * pairs
         if not more_tokens or not self._noise:
             return steady
         at = (number * 0x9E3779B1 & 0xFFFFFFFF) * len(self._noise) >> 32
@@ -109,6 +149,41 @@ class StepClock:
 
 
 # ── fitting ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+_STRETCH_SECONDS = 2.0
+_SLOW = 1.4  # a stretch in which steps took so many times as long as alike ones at another time
+
+
+def without_slow_stretches(timed: Sequence[tuple[float, Sample]]) -> tuple[list[Sample], float]:
+    """Leave out the stretches of time in which all steps took much longer than alike ones did at another time: on a shared machine others computed
+    then, and a plan is for a machine of one's own. Returns the others, and the share of the steps' time that was left out. `timed`: with when each
+    ended."""
+    by_stretch: dict[int, list[Sample]] = {}
+    for ended, sample in timed:
+        by_stretch.setdefault(int(ended / _STRETCH_SECONDS), []).append(sample)
+    shortest: dict[tuple[int, ...], float] = {}
+    for samples in by_stretch.values():
+        cells: dict[tuple[int, ...], list[float]] = {}
+        for sample in samples:
+            cells.setdefault(_cell(sample), []).append(sample.seconds)
+        for cell, seconds in cells.items():
+            shortest[cell] = min(shortest.get(cell, math.inf), float(np.median(seconds)))
+    kept: list[Sample] = []
+    left_out = whole = 0.0
+    for samples in by_stretch.values():
+        spent = sum(sample.seconds for sample in samples)
+        whole += spent
+        if float(np.median([sample.seconds / shortest[_cell(sample)] for sample in samples])) > _SLOW:
+            left_out += spent
+        else:
+            kept += samples
+    return kept, left_out / whole if whole else 0.0
+
+
+def _cell(sample: Sample) -> tuple[int, ...]:
+    """Steps of about one size: each number has as many bits."""
+    return tuple(number.bit_length() for number in sample.shape)
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -150,7 +225,8 @@ def fit_model(samples: Sequence[Sample]) -> Fit:
     predicted = matrix @ found
     has_prompt = np.array([sample.shape.more_tokens > 0 for sample in samples])
     row, context, pair = (float(each) for each in found[-3:])
-    model = StepModel(knots, values, row, context, pair, _noise(seconds[has_prompt], predicted[has_prompt]))
+    noise_of = [_noise(seconds[which], predicted[which]) for which in (has_prompt, ~has_prompt)]
+    model = StepModel(knots, values, row, context, pair, *noise_of)
     errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
     noise = float(np.median(np.abs(predicted / seconds - 1)))
     return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
@@ -169,7 +245,7 @@ def _cell_errors(samples: Sequence[Sample], predicted: Numbers, seconds: Numbers
     """By how much the model is off for steps of about one size, on average."""
     cells: dict[tuple[int, ...], list[int]] = {}
     for at, sample in enumerate(samples):
-        cells.setdefault(tuple(number.bit_length() for number in sample.shape), []).append(at)
+        cells.setdefault(_cell(sample), []).append(at)
     large = [members for members in cells.values() if len(members) >= _CELL] or [list(range(len(samples)))]
     return [abs(float(predicted[members].sum() / seconds[members].sum()) - 1) for members in large]
 

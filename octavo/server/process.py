@@ -105,6 +105,7 @@ async def _run(launch: ApiLaunch) -> int:
             return 0
         service: Service = app.state.service
         service.patience = launch.patience
+        service.hints.recording = launch.recording
         await service.peers.open(folder, launch.origin)
         service.adapters.open(folder)
         service.records.open(folder)

@@ -194,6 +194,7 @@ class _Supervisor:
             heartbeat_fd=self._heartbeat_fd,
             num_servers=self._num_servers,
             fleet_secret=self._secret if self._is_fleet else b"",
+            recording="" if self._is_fleet else str(self._replicas[0].crash_files.live_folder or ""),
         )
         self._api_processes = ApiProcesses(
             self._num_servers, template, acceptor, folder, self._context, self._heartbeat

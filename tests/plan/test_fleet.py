@@ -18,6 +18,7 @@ from octavo.plan.trace import Trace, TraceRequest
 
 MODEL = StepModel([1, 8, 64], [0.005, 0.006, 0.03], 1e-4, 3e-7, 2e-7)
 
+DRAFTING = msgspec.structs.replace(MODEL, draft_tokens=3, acceptance=0.7)
 NOISY = msgspec.structs.replace(MODEL, noise=[0.7, 0.9, 1.0, 1.4])
 
 
@@ -66,7 +67,7 @@ def test_a_fleet_with_jumps_makes_the_same_plans_at_the_same_times(seed):
     r = random.Random(seed)
     trace = random_trace(r, r.randrange(1, 25))
     fleet = fleet_of(r.choice([1, 2, 3]), r.choice([0, 1]), r.choice([70, 150, 400]))
-    fleet = msgspec.structs.replace(fleet, model=r.choice([MODEL, NOISY]))
+    fleet = msgspec.structs.replace(fleet, model=r.choice([MODEL, NOISY, DRAFTING]))
     failures = [Failure(r.random() * 2, 1, r.random() < 0.7)] if r.random() < 0.3 and fleet.num_replicas > 1 else []
     without, plans = run(trace, fleet, False, failures)
     with_jumps, fewer = run(trace, fleet, True, failures)

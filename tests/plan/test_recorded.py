@@ -80,7 +80,7 @@ def test_steps_of_a_recording_have_their_times(tmp_path):
         folder = tmp_path / str(seed)
         folder.mkdir()
         recorded(folder, seed, False, has_limit=True)
-        samples += Measured(read(folder)).samples
+        samples += Measured(read(folder)).samples()
     assert len(samples) > 200
     found = fit_model(samples)
     assert found.median_error < 0.05

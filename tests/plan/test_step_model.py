@@ -10,7 +10,7 @@ from octavo.plan.chips import CHIPS, chip_of, estimate
 from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.settings import Front
-from octavo.plan.step_model import StepClock, StepModel, fit_model
+from octavo.plan.step_model import StepClock, StepModel, fit_model, without_slow_stretches
 from octavo.schedule.step_costs import Sample, StepShape
 
 TRUE = StepModel([1, 8, 32, 512], [0.006, 0.008, 0.02, 0.2], 3e-4, 3e-7, 2e-7)
@@ -35,6 +35,19 @@ def test_a_fit_finds_the_curve_that_was_measured(noise):
     assert found.median_error < 0.001 + noise and found.num_samples == 600
 
 
+def test_stretches_in_which_others_used_the_machine_are_left_out():
+    quiet = samples_of(TRUE, 0.05)
+    timed = [(at / 30, sample) for at, sample in enumerate(quiet)]  # 20 s
+    kept, share = without_slow_stretches(timed)
+    assert share == 0 and len(kept) == len(quiet)
+    slow = [(ended, Sample(each.shape, each.seconds * (2 if 4 <= ended < 10 else 1))) for ended, each in timed]
+    kept, share = without_slow_stretches(slow)
+    assert 0.3 < share < 0.6 and len(kept) == 420
+    model = fit_model(kept).model
+    off = [abs(model.step_seconds(sample.shape) / sample.seconds - 1) for sample in samples_of(TRUE, 0.0, seed=1)]
+    assert max(off) < 0.06
+
+
 def test_a_flat_beginning_is_kept():
     """On a GPU a few more tokens cost nothing, as long as weights are read."""
     flat = StepModel([1, 256, 4096], [0.004, 0.0041, 0.1], 0.0, 3e-8, 1e-9)
@@ -51,6 +64,18 @@ def test_the_clock_is_the_model_in_integers():
     clock = StepClock(TRUE)
     for sample in samples_of(TRUE, 0.0):
         assert abs(clock.step(sample.shape) / 1e12 - sample.seconds) < 1e-9
+
+
+def test_drafts_shorten_a_token_where_they_pay():
+    """Reading weights is most of a step of one row, so five tokens take little more than one; a full batch gains nothing."""
+    flat = StepModel([1, 64, 512], [0.01, 0.012, 0.1], 0.0, 1e-7, 0.0, draft_tokens=4, acceptance=0.5)
+    assert flat.tokens_per_step == 1.9375
+    plain, drafting = StepClock(msgspec.structs.replace(flat, draft_tokens=0)), StepClock(flat)
+    assert abs(drafting.base(1) * 1.9375 / (flat.products(5) * 1e12) - 1) < 1e-9
+    assert drafting.base(1) < 0.6 * plain.base(1) and drafting.context(1) == round(plain.context(1) * 5 / 1.9375)
+    assert drafting.base(128) == plain.base(128) and drafting.context(128) == plain.context(128)
+    with_prompt = StepShape(4, 60, 100, 2000)
+    assert drafting.step(with_prompt) == plain.step(with_prompt)
 
 
 def test_beyond_the_last_point_the_slope_goes_on():
@@ -71,6 +96,8 @@ def test_costs_for_the_scheduler_are_near():
         {"seconds": [0.0, 1.0, 2.0, 3.0]},
         {"row": float("nan")},
         {"pair": -1.0},
+        {"acceptance": 1.5},
+        {"draft_tokens": -1},
     ],
 )
 def test_a_model_without_sense_is_refused(change):

@@ -11,7 +11,7 @@ from octavo.cli.bench import clients, report
 from octavo.cli.bench.sending import RequestResult
 from octavo.cli.bench.serve import warm_up
 from octavo.cli.bench.workload import trace_workload
-from octavo.plan.figures import Spread
+from octavo.plan.figures import Figures, Spread
 from octavo.plan.fleet import simulate
 from octavo.plan.settings import FleetSettings
 from octavo.plan.trace import Trace
@@ -30,8 +30,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def compare(trace: Trace, settings: FleetSettings, results: list[RequestResult]) -> list[Row]:
+    return rows_of(simulate(trace, settings), results)
+
+
+def rows_of(figures: Figures, results: list[RequestResult]) -> list[Row]:
     """Times in seconds."""
-    figures = simulate(trace, settings)
     good = [result for result in results if not result.error]
     seconds = max(result.ended for result in results) - min(result.started for result in results)
     seen = {

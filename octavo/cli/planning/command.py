@@ -1,6 +1,8 @@
 """`octavo plan`: reads the flags, runs the simulation, and prints one page or JSON."""
 
 import argparse
+import contextlib
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -10,11 +12,12 @@ import msgspec
 
 from octavo.cli.flags import config_from
 from octavo.cli.planning.flags import read_levels
-from octavo.cli.planning.page import page
-from octavo.cli.planning.traces import load_trace, recorded_trace
+from octavo.cli.planning.page import drafts_in_words, page
+from octavo.cli.planning.traces import anonymous_names, load_trace, recorded_trace
 from octavo.config import AUTO, Config, or_else
 from octavo.errors import ConfigError
 from octavo.ipc.stderr import say
+from octavo.plan.advise import advise
 from octavo.plan.answer import Answer, answer
 from octavo.plan.arrivals import Lengths, Shape, trace_of
 from octavo.plan.chart import chart
@@ -25,9 +28,11 @@ from octavo.plan.model_shape import ModelShape, longest_of, read_shape
 from octavo.plan.settings import FleetSettings, Front, ReplicaSettings
 from octavo.plan.trace import Trace
 from octavo.plan.trace_files import write_trace
+from octavo.recording.format import read
 
-RECORD = "record"
+RECORD, ADVISE = "record", "advise"
 EXIT_MISSED = 1
+_MUCH = 0.05  # of the measured time
 _ESTIMATE_ERROR = 0.25  # of step times that were not measured
 _LEAST_ERROR = 0.03
 _KV_BYTES = {"fp8": 1.0, "int8": 1.06, "float16": 2.0, "float32": 4.0}
@@ -50,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, {})
     if config.model.model == RECORD:
         return _record(arguments)
+    if config.model.model == ADVISE:
+        return _advise(arguments)
     if arguments.recording:
         raise ConfigError(f"unexpected argument {arguments.recording!r}: octavo plan takes one MODEL")
     if arguments.measure:
@@ -59,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not trace.requests:
         raise ConfigError(f"--sample {arguments.sample:g}: no request is left; take a larger share")
     shape = read_shape(config.model.model)
-    machine = _machine(arguments, config, shape)
+    machine = _with_drafts(_machine(arguments, config, shape), arguments)
     if arguments.check:
         from octavo.cli.planning.check import check
 
@@ -75,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         price=arguments.price,
         searches=arguments.search,
         fails_at=arguments.fail_at,
+        ranks=machine.chips,
+        other_ranks=_other_ranks(arguments, config, shape) if arguments.search else None,
         note=_progress,
     )
     _progress("")
@@ -98,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
                 machine.weights_bytes,
                 machine.kv_bytes,
                 machine.name,
+                drafts_in_words(machine.settings.model),
             )
         )
     return 0 if found.keeps_levels else EXIT_MISSED
@@ -115,6 +125,7 @@ def _as_json(found: Answer, machine: Machine, trace: Trace, levels: Levels, shap
         "machine": machine.name,
         "step_times": "estimated" if machine.is_estimate else "measured",
         "step_times_from": machine.source,
+        "drafts": drafts_in_words(machine.settings.model),
         "levels_seconds": levels.limits,
         "trace": {"name": trace.name, "requests": len(trace.requests), "seconds": trace.seconds, "rate": trace.rate},
         "flags": found.flags,
@@ -167,6 +178,17 @@ def _record(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _advise(arguments: argparse.Namespace) -> int:
+    if not arguments.recording:
+        raise ConfigError("give the recording: octavo plan advise RECORDING")
+    hint = advise(read(Path(arguments.recording)), anonymous_names())
+    if arguments.json:
+        print(msgspec.json.encode(hint).decode())
+    else:
+        print(hint.text or "the recording has too few requests, or steps of one size: nothing can be said")
+    return 0
+
+
 # ── the machine ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -182,6 +204,11 @@ def _measure(arguments: argparse.Namespace, config: Config) -> int:
     print(
         f"{costs.num_steps} steps measured, each off by {costs.noise:.1%} (median); means of alike ones by {costs.median_error:.1%}, one in ten by {costs.p90_error:.1%} or more"
     )
+    if costs.disturbed >= _MUCH:
+        print(
+            f"others used the machine: steps took much longer than alike ones for {costs.disturbed:.0%} of the time, which is left out; measure again "
+            "when it is idle"
+        )
     for tokens, seconds in zip(step.tokens, step.seconds, strict=True):
         print(f"{tokens:>8} tokens in a step {seconds * 1e3:>10.2f} ms")
     print(
@@ -238,6 +265,7 @@ def _measured(arguments: argparse.Namespace, config: Config, shape: ModelShape, 
 def _estimated(arguments: argparse.Namespace, config: Config, shape: ModelShape) -> Machine:
     chip = chip_of(arguments.chip)
     ranks = config.parallel.num_ranks
+    shape.check_ranks(config.parallel.tensor_parallel_size)
     weights = shape.held_bytes(config.model.quantization, config.model.dtype, chip.is_cpu)
     kind = config.cache.kv_cache_dtype
     kv_bytes = _KV_BYTES.get(kind, 2.0)
@@ -256,6 +284,31 @@ def _estimated(arguments: argparse.Namespace, config: Config, shape: ModelShape)
     return Machine(
         settings, _ESTIMATE_ERROR, found.note, True, found.weights_bytes, num_pages * found.page_bytes, ranks, name
     )
+
+
+def _other_ranks(arguments: argparse.Namespace, config: Config, shape: ModelShape) -> dict[int, FleetSettings]:
+    """Replicas of other numbers of chips, as far as the model can be divided and fits. Empty for a measured machine: one number was measured."""
+    found: dict[int, FleetSettings] = {}
+    if arguments.chip is None or chip_of(arguments.chip).is_cpu or config.parallel.pipeline_parallel_size > 1:
+        return found
+    for ranks in (1, 2, 4, 8):
+        if ranks != config.parallel.num_ranks:
+            parallel = dataclasses.replace(config.parallel, tensor_parallel_size=ranks)
+            with contextlib.suppress(ConfigError):
+                found[ranks] = _estimated(arguments, dataclasses.replace(config, parallel=parallel), shape).settings
+    return found
+
+
+def _with_drafts(machine: Machine, arguments: argparse.Namespace) -> Machine:
+    drafted, acceptance = arguments.draft_tokens, arguments.acceptance
+    if not 0 <= drafted <= 64:
+        raise ConfigError(f"--draft-tokens must be from 0 to 64, got {drafted}")
+    if not 0 <= acceptance <= 1:
+        raise ConfigError(f"--acceptance must be from 0 to 1, got {acceptance:g}")
+    if not drafted:
+        return machine
+    model = msgspec.structs.replace(machine.settings.model, draft_tokens=drafted, acceptance=acceptance)
+    return machine._replace(settings=msgspec.structs.replace(machine.settings, model=model))
 
 
 def _replica(

@@ -1,15 +1,17 @@
 """The flags of `octavo plan`."""
 
 import argparse
-import math
+import re
 from typing import Any
 
 from octavo.cli.flags import add_config_flags, count, integer, number, one_of
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, quote
 
 MEASURES = ("ttft", "itl", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 DEFAULT_SLO = "ttft_p99=2s,itl_p99=200ms"
+_TIME = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*(s|ms|us|µs|min|)")
+_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
 _ARRIVALS = ("poisson", "bursty", "diurnal", "constant")  # plan/arrivals.py
 
 
@@ -19,7 +21,8 @@ def add_plan(commands: Any) -> None:
         help="how many replicas a load needs, which flags, what it costs, and what breaks first",
         description="Simulate the scheduler, the page cache, the router and the queue limit on a virtual clock, and say how many replicas "
         "of MODEL keep the service levels. Step times come from a measured machine (--costs) or are estimated for a --chip. "
-        "octavo plan --measure FILE measures this machine. octavo plan record RECORDING --output FILE makes a trace of a recording.",
+        "octavo plan --measure FILE measures this machine. octavo plan record RECORDING --output FILE makes a trace of a recording. "
+        "octavo plan advise RECORDING says what other limits would have done for a server's last minutes.",
     )
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -130,6 +133,20 @@ def add_plan(commands: Any) -> None:
         metavar="X",
         help="until a new replica takes requests (default: measured, or 60)",
     )
+    machine.add_argument(
+        "--draft-tokens",
+        type=integer,
+        default=0,
+        metavar="N",
+        help="speculative decoding: tokens drafted for each row, where that pays (default: 0, none)",
+    )
+    machine.add_argument(
+        "--acceptance",
+        type=number,
+        default=0.6,
+        metavar="X",
+        help="with --draft-tokens: the probability that a drafted token is accepted if those before it were (default: 0.6)",
+    )
     other = parser.add_argument_group("other")
     other.add_argument(
         "--measure", metavar="FILE", help="measure MODEL on this machine in a minute or two, and write FILE"
@@ -145,7 +162,7 @@ def add_plan(commands: Any) -> None:
     other.add_argument("--json", action="store_true", help="print the answer as JSON")
     add_config_flags(parser, ("model", "cache", "scheduler", "parallel", "fleet"))
     parser.add_argument(
-        "recording", nargs="?", metavar="RECORDING", help="with record in the place of MODEL: the recording"
+        "recording", nargs="?", metavar="RECORDING", help="with record or advise in the place of MODEL: the recording"
     )
     parser.set_defaults(run=_run)
 
@@ -186,15 +203,12 @@ def read_levels(text: str) -> dict[str, float]:
 
 
 def _seconds(text: str, part: str) -> float:
-    unit, plain = 1.0, text
-    if text.endswith("ms"):
-        unit, plain = 1e-3, text[:-2]
-    elif text.endswith("s"):
-        plain = text[:-1]
-    try:
-        seconds = float(plain) * unit
-    except ValueError:
-        seconds = math.nan
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"--slo {part}: {quote(text)} is not a time; give seconds or milliseconds, such as 1s or 50ms"
+        )
+    seconds = float(found[1]) * _UNITS[found[2]]
     if not 0 < seconds < 1e9:
         raise ConfigError(f"--slo {part}: the time must be above 0, such as 1s or 50ms")
     return seconds

@@ -22,7 +22,7 @@ from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import read_shape
 from octavo.plan.recorded import Measured
 from octavo.plan.settings import Front
-from octavo.plan.step_model import fit_model
+from octavo.plan.step_model import fit_model, without_slow_stretches
 from octavo.recording.format import Recording, read
 from octavo.recording.recorder import FLUSH_SECONDS
 
@@ -32,12 +32,12 @@ _TIMEOUT = 300.0
 _TOKENS = 24  # of a row in the ladder of rows
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     prompt_len: int
     result: RequestResult
 
 
-class _Load:
+class Load:
     """Sends prompts of random token ids to the server."""
 
     def __init__(self, url: str, model: str, vocab_size: int, key: str) -> None:
@@ -49,25 +49,25 @@ class _Load:
         lowest = min(1000, self._vocab_size // 2)
         return [self._dice.randrange(lowest, self._vocab_size) for _ in range(length)]
 
-    async def ask(self, prompt: list[int], max_tokens: int) -> _Asked:
+    async def ask(self, prompt: list[int], max_tokens: int) -> Asked:
         options = argparse.Namespace(
             endpoint="completions", timeout=_TIMEOUT, output_len=max_tokens, temperature=0.0, ignore_eos=True
         )
         result = await Sender(self._client, options, self._model).send(prompt)
         if result.error:
             raise RequestFailed(f"a request of the measurement failed: {result.error}")
-        return _Asked(len(prompt), result)
+        return Asked(len(prompt), result)
 
-    async def ask_all(self, prompts: Sequence[list[int]], max_tokens: int) -> list[_Asked]:
+    async def ask_all(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Asked]:
         return list(await asyncio.gather(*(self.ask(prompt, max_tokens) for prompt in prompts)))
 
     async def close(self) -> None:
         await self._client.close()
 
 
-async def _exercise(load: _Load, max_rows: int, max_len: int, seconds: float) -> list[_Asked]:
+async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> list[Asked]:
     """Steps of every size that the limit of time allows. Returns requests that were alone, for what they take outside the engine."""
-    alone: list[_Asked] = []
+    alone: list[Asked] = []
     ends = time.monotonic() + seconds
     rounds = 0
     while time.monotonic() < ends or not rounds:
@@ -94,7 +94,7 @@ async def _exercise(load: _Load, max_rows: int, max_len: int, seconds: float) ->
     return alone
 
 
-async def _one_by_one(load: _Load, lengths: Sequence[int]) -> None:
+async def _one_by_one(load: Load, lengths: Sequence[int]) -> None:
     for length in lengths:
         await load.ask(load.prompt(length), 2)
 
@@ -110,22 +110,23 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float) -> Mac
         try:
             start_seconds = time.monotonic() - started
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                load = _Load(
+                load = Load(
                     server.record.url,
                     server.record.model,
                     shape.vocab_size,
                     os.environ.get("OCTAVO_API_KEY", "").split(",")[0],
                 )
                 runner.run(load.ask(load.prompt(16), 4))
-                limits = _recording(Path(folder)).header.report
-                alone = runner.run(_exercise(load, limits.max_num_seqs, limits.max_model_len, seconds))
+                limits = recording_of(Path(folder)).header.report
+                alone = runner.run(exercise(load, limits.max_num_seqs, limits.max_model_len, seconds))
                 runner.run(load.close())
-            recording = _recording(Path(folder))
+            recording = recording_of(Path(folder))
         finally:
             server.stop()
     measured = Measured(recording)
     try:
-        found = fit_model(measured.samples)
+        samples, disturbed = without_slow_stretches(measured.timed())
+        found = fit_model(samples)
     except ValueError as error:
         raise ConfigError(f"too few steps were measured: {error}") from None
     report = recording.header.report
@@ -145,13 +146,14 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float) -> Mac
         max_num_batched_tokens=report.max_num_batched_tokens,
         depth=measured.learned.depth,
         step=found.model,
-        front=_front(alone, measured),
+        front=front_of(alone, measured),
         start_seconds=start_seconds,
         num_steps=found.num_samples,
         median_error=found.median_error,
         p90_error=found.p90_error,
         noise=found.noise,
         flags=list(flags),
+        disturbed=disturbed,
     )
     write_costs(path, costs)
     return costs
@@ -161,7 +163,7 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _recording(folder: Path) -> Recording:
+def recording_of(folder: Path) -> Recording:
     """What the server has recorded so far."""
     time.sleep(3 * FLUSH_SECONDS)
     found = sorted(folder.glob("live-*"))
@@ -170,7 +172,7 @@ def _recording(folder: Path) -> Recording:
     return read(found[-1])
 
 
-def _front(alone: Sequence[_Asked], measured: Measured) -> Front:
+def front_of(alone: Sequence[Asked], measured: Measured) -> Front:
     """What requests took besides their steps: a constant, and so much for each prompt token. Of requests of equal length, the middle one."""
     engine: dict[int, list[float]] = {}
     for each in measured.learned.requests:

@@ -1,8 +1,9 @@
 """The page that `octavo plan` prints."""
 
-from octavo.plan.answer import Answer, Load, knee_of
+from octavo.plan.answer import MOST_LOAD, Answer, Change, Load, knee_of
 from octavo.plan.figures import Figures, Levels, Spread
 from octavo.plan.model_shape import ModelShape, in_gigabytes
+from octavo.plan.step_model import StepModel
 from octavo.plan.trace import Trace
 
 
@@ -15,6 +16,7 @@ def page(
     weights_bytes: int,
     kv_bytes: int,
     machine: str,
+    drafts: str,
 ) -> str:
     figures = found.figures
     wanted = ", ".join(f"{name} {time(limit)}" for name, limit in levels.limits.items())
@@ -27,6 +29,7 @@ def page(
             f"{len(trace.requests):,} requests of {trace.name}, {figures.rate:.3g} a second; prompts of {trace.prompt_tokens / len(trace.requests):,.0f} tokens, outputs of {trace.output_tokens / len(trace.requests):,.0f}, on average",
         ),
         _line("step times", source),
+        _line("drafts", drafts),
         "",
         _line(
             "throughput",
@@ -53,13 +56,23 @@ def page(
     room = (
         "none: the levels are missed at any load"
         if found.headroom is None
-        else f"keeps the levels up to {found.headroom:.2f} times this load"
+        else f"keeps the levels {'at' if found.headroom == MOST_LOAD else 'up to'} {found.headroom:.2f} times this load"
+        + (", and more was not tried" if found.headroom == MOST_LOAD else "")
     )
     knee = knee_of(found.loads)
     lines += ["", _line("headroom", room + (f"; the knee is at {knee:g} times" if knee is not None else ""))]
     lines += [_line("" if at else "more load", _more(load)) for at, load in enumerate(_chosen(found.loads))]
     lines += _questions(found)
     return "\n".join(lines)
+
+
+def drafts_in_words(model: StepModel) -> str:
+    if not model.draft_tokens:
+        return "none assumed (--draft-tokens); a server on a CPU drafts by default, and may be faster with few rows"
+    return (
+        f"{model.draft_tokens} tokens for each row where that pays, each accepted with {model.acceptance:.0%} if those before it were (assumed): "
+        f"{model.tokens_per_step:.2f} tokens a step"
+    )
 
 
 def _chosen(loads: list[Load]) -> list[Load]:
@@ -82,26 +95,20 @@ def _more(load: Load) -> str:
 def _questions(found: Answer) -> list[str]:
     lines = []
     if found.changes:
-        lines.append("")
-        lines += [
-            _line(
-                "" if at else "other flags",
-                f"{each.flag} {each.value}: ttft p99 {time(each.ttft_p99)}, itl p99 {time(each.itl_p99)}, {each.output_rate:,.0f} tokens/s; {each.note}",
-            )
-            for at, each in enumerate(found.changes)
-        ]
+        lines += ["", *_changes(found.changes)]
     if (failed := found.failed) is not None:
         recovered = (
             "not before the load ends"
             if failed.recovered_seconds is None
             else f"after {failed.recovered_seconds:.1f} s"
         )
+        place = "at others" if failed.figures.num_replicas > 1 else "when it is back"
         missed = f"misses {', '.join(failed.missed)}" if failed.missed else "all levels are kept"
         lines += [
             "",
             _line(
                 "a failure",
-                f"a replica ends after {failed.seconds:.0f} s: {failed.moved} requests go on at others, up to {failed.longest_queue} wait, as few as before {recovered}; {missed}",
+                f"a replica ends after {failed.seconds:.0f} s: {failed.moved} requests go on {place}, up to {failed.longest_queue} wait, as few as before {recovered}; {missed}",
             ),
         ]
     if found.scale_up_seconds is not None:
@@ -109,6 +116,23 @@ def _questions(found: Answer) -> list[str]:
             _line("scaling", f"the levels are kept if a new replica takes requests within {found.scale_up_seconds:g} s")
         )
     return lines
+
+
+def _changes(changes: list[Change]) -> list[str]:
+    """What each flag is worth. Those that change nothing are one line."""
+    lines = [
+        f"{each.flag} {each.value}{' (taken)' if each.is_taken else ''}: ttft p99 {time(each.ttft_p99)}, itl p99 {time(each.itl_p99)}, "
+        f"{each.output_rate:,.0f} tokens/s, {each.replicas} replicas; {each.note}"
+        for each in changes
+        if not each.is_same
+    ]
+    same: dict[str, list[str]] = {}
+    for each in changes:
+        if each.is_same:
+            same.setdefault(each.flag, []).append(each.value)
+    if same:
+        lines.append("no difference: " + "; ".join(f"{flag} {', '.join(values)}" for flag, values in same.items()))
+    return [_line("" if at else "other flags", text) for at, text in enumerate(lines)]
 
 
 def _table(found: Answer) -> list[str]:

@@ -1,6 +1,7 @@
 """Traces by name: a file of requests, or a recording of `octavo serve`."""
 
 import secrets
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,12 +20,16 @@ def load_trace(name: str) -> Trace:
 
 
 def recorded_trace(path: Path) -> Trace:
+    return trace_of(read(path), anonymous_names())
+
+
+def anonymous_names() -> Callable[[bytes], int]:
+    """Numbers for page keys that say nothing of the keys."""
     salt, names = secrets.token_bytes(16), dict[bytes, int]()
 
     def rename(key: bytes) -> int:
-        """A number that says nothing of the key."""
         if key not in names:
             names[key] = int.from_bytes(blake2b(key, key=salt, digest_size=7).digest())
         return names[key]
 
-    return trace_of(read(path), rename)
+    return rename

@@ -1,5 +1,5 @@
 """GET /v1/live: the server's state, a few times a second, as server-sent events; GET /v1/live/history: what it did
-before; GET /v1/live/pages/{page}: a page's owners. A key sees its own requests among them; totals are for all."""
+before; GET /v1/live/hint: what other limits would have done; GET /v1/live/pages/{page}: a page's owners. A key sees its own requests among them; totals are for all."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -14,6 +14,15 @@ from octavo.server.state.live_feed import MAX_WATCHERS
 from octavo.server.state.service import Service
 
 
+class LiveHint(msgspec.Struct, frozen=True):
+    """As plan.advise.Hint has it."""
+
+    text: str
+    seconds: float
+    num_requests: int
+    outcomes: list[dict[str, str | float]]  # by flag and value; the first: as it is
+
+
 class PageOwners(msgspec.Struct, frozen=True):
     page: int
     owners: list[str]  # HTTP requests
@@ -22,6 +31,7 @@ class PageOwners(msgspec.Struct, frozen=True):
 SHAPES = {
     "GET /v1/live": Shape(media=EVENTS),
     "GET /v1/live/history": Shape(LiveHistory),
+    "GET /v1/live/hint": Shape(LiveHint),
     "GET /v1/live/pages/{page}": Shape(PageOwners),
 }
 
@@ -42,6 +52,10 @@ def router(service: Service) -> APIRouter:
     async def history(request: Request) -> Response:
         found = await service.query(ReadHistory(call=0, seconds=_seconds(request)))
         return Response(found, media_type="application/json")
+
+    @router.get("/v1/live/hint")
+    async def hint() -> Response:
+        return Response(await service.hints.get(), media_type="application/json")
 
     @router.get("/v1/live/pages/{page}")
     async def page_owners(page: str, request: Request) -> Response:

@@ -25,6 +25,7 @@ from octavo.observe.metrics.http_metrics import UNCOUNTED
 from octavo.server.state.adapters import AdapterRegistry
 from octavo.server.state.compiler import Compiler
 from octavo.server.state.disconnect import DRAIN_RETRY_AFTER
+from octavo.server.state.hints import Hints
 from octavo.server.state.journeys import Journeys
 from octavo.server.state.live_feed import LiveFeed
 from octavo.server.state.loopback import LoopbackResponse
@@ -67,6 +68,7 @@ class Service:
         self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
         self.journeys.spell = lambda token_ids: text.decode(token_ids, False)
         self.live = LiveFeed(engine)
+        self.hints = Hints()
         endpoint = config.server.otlp_traces_endpoint
         self.traces = Traces(endpoint, model_name, version()) if endpoint else None
         if self.traces is not None:

@@ -37,6 +37,8 @@ let ended = []; // newest first
 let state = null;
 let isPaused = false, isDue = false;
 let following = null, lostAt = "", restartedAt = "";
+const HINT_SECONDS = 60;
+let isHinting = false, hintedAt = 0;
 const spoken = { reason: "", at: 0 };
 
 for (const [name, title, tip] of STAGES) {
@@ -171,6 +173,8 @@ function draw() {
   write(find("step"), `step ${count(state.step)}`);
   const isIdle = !state.rows.length && !state.num_waiting;
   if (!lostAt) advise(state.advice || (isIdle ? idleText() : "No request is waiting: all of them are being computed."), state.blocked_by || (state.advice ? "other" : "none"));
+  if (!lostAt) askHint();
+  if (isIdle) find("hint").classList.add("hidden");
   document.body.dataset.idle = isIdle ? "yes" : "no";
   charts.draw(past, state.time, offset);
   drawValues();
@@ -189,6 +193,22 @@ function advise(text, reason) {
   if (reason !== spoken.reason || (reason !== "none" && now - spoken.at > SPEAK_SECONDS)) {
     Object.assign(spoken, { reason, at: now });
     write(find("spoken"), text);
+  }
+}
+
+// What other limits would have done, simulated by the server at low priority: asked for while requests wait, once a minute at most.
+async function askHint() {
+  if (isHinting || !state.blocked_by || !["rows", "budget", "streams", "pages"].includes(state.blocked_by)) return;
+  if (Date.now() / 1000 - hintedAt < HINT_SECONDS) return;
+  [isHinting, hintedAt] = [true, Date.now() / 1000];
+  try {
+    const found = await (await ask("/v1/live/hint")).json();
+    write(find("hint"), found.text);
+    find("hint").classList.toggle("hidden", !found.text);
+  } catch {
+    find("hint").classList.add("hidden"); // no recording, or no time for it
+  } finally {
+    isHinting = false;
   }
 }
 
