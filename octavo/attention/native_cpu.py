@@ -66,6 +66,7 @@ class NativeCpuAttention:
                 self._page_size,
                 store.stride(0) * store.element_size(),
                 layer.sinks,
+                layer.first,
             ),
             heads,
             rotation,

@@ -58,6 +58,7 @@ def _attend(layer: LayerHeads, q: torch.Tensor, keys: torch.Tensor, values: torc
     hidden = others > positions  # [N, L]
     if layer.window:
         hidden |= others <= positions - layer.window
+    hidden |= others < layer.first
     scores = scores.masked_fill(hidden, float("-inf"))  # [H, N, L]
     if layer.sinks is not None:
         scores = torch.cat((scores, layer.sinks.view(-1, 1, 1).expand(-1, num, 1)), dim=-1)

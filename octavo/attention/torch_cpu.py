@@ -160,6 +160,8 @@ class TorchCpuAttention:
         # Assigned, not added: these cells may hold other requests' numbers, whose scores may overflow, and inf - inf is NaN.
         # By index because they are few: masked_fill_ touches every cell and takes two to twenty times as long.
         scores.view(num_rows, num_heads, -1)[group.empty] = float("-inf")
+        if layer.first:
+            scores[:, :, : layer.first] = float("-inf")
         if layer.sinks is not None:
             sinks = (
                 layer.sinks.to(scores.dtype).view(self._num_kv_heads, -1, 1).repeat(num_rows, 1, 1)
@@ -176,6 +178,9 @@ class TorchCpuAttention:
             gathered = self._runs[layer.index].index_select(0, row.runs)
             keys, values = gathered.view(2, self._num_kv_heads, -1, q.shape[-1])[:, :, : row.length]
         bias, is_causal = row.bias, row.runs is None
+        if layer.first:
+            assert bias is not None, "a row that begins before the first position it sees"
+            keys, values, bias = keys[:, layer.first :], values[:, layer.first :], bias[:, layer.first :]
         if layer.sinks is not None:
             keys, values, bias = _with_sinks(layer.sinks, keys, values, bias, len(q))
             is_causal = False

@@ -17,7 +17,7 @@ from octavo.layers.experts import Experts
 from octavo.layers.latent_attention import LatentAttention, LatentSizes
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
-from octavo.layers.moe import Router
+from octavo.layers.moe import Router, by_rows
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, longest_len, rope_settings
 from octavo.layers.sharding import WeightSlots, check_shares
@@ -152,7 +152,7 @@ class SharedAndRouted(nn.Module):
         chosen, weights = self.choose(self.router(normed).float())  # [T, K] each
         # The experts' layer applies a softmax, so its weights add up to 1: pass logarithms, and multiply by their sum afterwards.
         logits = torch.full((len(x), self.routing.num_experts), _NOT_CHOSEN, device=x.device)
-        logits.scatter_(1, chosen, weights.log().clamp_(min=_NOT_CHOSEN / 2))
+        logits.scatter_(1, chosen, by_rows(torch.log, weights).clamp_(min=_NOT_CHOSEN / 2))
         routed = self.experts(normed, logits, self.routing.num_chosen, True, torch.zeros_like(x))
         routed = routed.mul_(weights.sum(dim=-1, keepdim=True))
         out: torch.Tensor = self.shared(x).add_(routed)

@@ -6,6 +6,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
+from octavo.layers.moe import by_rows
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import interleave
 from octavo.layers.sharding import WeightSlot, WeightSlots, plain, unsharded
@@ -51,7 +52,7 @@ class SharedAndRouted(deepseek_v2.SharedAndRouted):
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A group's score is the sum of its two best. The learned bias affects the choice of experts, not their weights."""
-        scores = logits.sigmoid()
+        scores = by_rows(torch.sigmoid, logits)
         favoured = scores + self.favour
         best = self._by_group(favoured).topk(2, dim=-1).values.sum(dim=-1)
         chosen = self._within(best, favoured, float("-inf")).topk(self.routing.num_chosen, dim=-1).indices

@@ -65,8 +65,10 @@ def attend(
     dtype: torch.dtype,
     seed: int,
     broken_share: float = 0.0,
+    first: int = 0,
 ) -> torch.Tensor:
-    """Return all layers' outputs of the mixed step, over stores full of stale values. Some keys and values may be broken."""
+    """Return all layers' outputs of the mixed step, over stores full of stale values. Some keys and values may be broken. `first`: the
+    first position that the mixed step sees."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num_pages = 2 + sum(-(-(before + count) // page_size) for before, count in mix)
     pages = rng.sample(range(1, num_pages), num_pages - 1)
@@ -95,6 +97,7 @@ def attend(
                 backend.run(layer, random_heads(before), None, step)
     batch = make_batch([(row, count) for row, (_, count) in zip(rows, mix, strict=True)], page_size)
     backend.plan(batch)
+    layers = [dataclasses.replace(layer, first=first) for layer in layers]
     outputs = [backend.run(layer, random_heads(batch.num_tokens), None, batch) for layer in layers]
     return torch.stack(outputs)
 
@@ -119,6 +122,18 @@ def test_sinks(backend: str, mix: str, heads: tuple[int, int, int]) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     without = attend(ReferenceAttention(), make_spec(heads), MIXES[mix], 16, torch.float32, seed=11)
     assert (found - without).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mix", [[(5, 1), (700, 1), (1, 1), (16, 16), (40, 3), (1, 2)], [(300, 1)] * 9])
+def test_first_keys_that_no_token_sees(backend: str, mix: list[tuple[int, int]]) -> None:
+    """As for a draft head, which has nothing at position 0."""
+    spec = make_spec((6, 2, 20))
+    found = attend(chosen(spec, torch.float32, backend), spec, mix, 16, torch.float32, seed=11, first=1)
+    expected = attend(ReferenceAttention(), spec, mix, 16, torch.float32, seed=11, first=1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    seen = attend(ReferenceAttention(), spec, mix, 16, torch.float32, seed=11)
+    assert (found - seen).abs().max() > 1e-3
 
 
 def test_the_reference_gives_a_sink_its_share_of_the_softmax() -> None:

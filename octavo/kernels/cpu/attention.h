@@ -28,6 +28,7 @@ typedef struct {
   int32_t window;   // a token sees itself and the window − 1 tokens before it; 0: all tokens before it
   float scale, softcap;  // softcap 0: none
   const float* sinks;    // [H] per head, one more score in the softmax, without a value; NULL: none
+  int32_t first;         // no token sees the keys before this position
 } OctavoAttention;
 
 // head_size must be even and at most 256, page_size at most 256. Returns 0, or −1 if not supported. A token's output depends

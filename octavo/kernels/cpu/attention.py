@@ -27,6 +27,7 @@ class AttentionCall(ctypes.Structure):
         ("page_table", c_void_p), ("table_stride", c_int64), ("num_rows", c_int32), ("num_heads", c_int32),
         ("num_kv_heads", c_int32), ("head_size", c_int32), ("page_size", c_int32), ("is_int8", c_int32),
         ("is_float16", c_int32), ("window", c_int32), ("scale", c_float), ("softcap", c_float), ("sinks", c_void_p),
+        ("first", c_int32),
     )  # fmt: skip
 
 
@@ -141,6 +142,7 @@ def attend(
     softcap: float = 0.0,
     output: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,  # [H] float32
+    first: int = 0,
 ) -> torch.Tensor:
     """Attend with each row's queries over its pages → [T, H * D]."""
     check_heads(heads, num_heads, pages.head_size)
@@ -157,7 +159,7 @@ def attend(
         pointer(heads), heads.stride(0), pointer(output), output.stride(0), pointer(pages.store), pages.stride,
         pointer(query_start), pointer(seq_lens), pointer(page_table), page_table.stride(0), seq_lens.shape[0],
         num_heads, pages.num_kv_heads, pages.head_size, pages.page_size, pages.is_int8, pages.is_float16, window, scale,
-        softcap, pointer(sinks),
+        softcap, pointer(sinks), first,
     )  # fmt: skip
     status = functions().octavo_attention(threads.pointer, byref(call))
     check(status == 0, "a head or a page too large, or a head of odd size")

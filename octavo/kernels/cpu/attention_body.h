@@ -12,8 +12,8 @@ struct Scales {
 };
 
 static int first_seen(const OctavoAttention& a, int position, int start) {
-  const int key = a.window > 0 ? position - a.window + 1 - start : 0;
-  return key > 0 ? key : 0;
+  const int first = a.window > 0 && position - a.window + 1 > a.first ? position - a.window + 1 : a.first;
+  return first > start ? first - start : 0;
 }
 
 template <class T>

@@ -33,6 +33,7 @@ class Heads(NamedTuple):
     page_size: int
     page_stride: int  # bytes
     sinks: Tensor | None = None  # [H]
+    first: int = 0  # no token sees those before this position
 
 
 class Native:
@@ -212,7 +213,7 @@ class Native:
         call.output, call.output_stride = _address(y), y.stride(0)
         self._about_pages(call, layer)
         call.window, call.scale, call.softcap = layer.window, layer.scale, layer.softcap
-        call.sinks = _address(layer.sinks)
+        call.sinks, call.first = _address(layer.sinks), layer.first
         self._do(op, [(call, "queries")], [(call, "output")], step, layer)
         return y
 
