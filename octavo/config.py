@@ -191,7 +191,7 @@ class CacheConfig:
     prefix_eviction: str = knob(
         "adaptive",
         "which idle prefixes are evicted first when pages run out. adaptive: the least recently used, where the latest come again; where "
-        "others do, those that were found again stay longer. lru: the least recently used, always",
+        "others do, those that were found least often and cost least to compute. lru: the least recently used, always",
         choices=("adaptive", "lru"),
     )
     idle_prefix_bytes: int | str = knob(

@@ -84,7 +84,7 @@ class KVCache:
         """`windows`: one per group; 0: the group keeps all pages. `max_step_tokens`: most tokens that a step computes of one
         sequence. `num_pages` 0 is for a model that keeps nothing between steps: every sequence fits and owns no page. `root`:
         start of the hash chain of page keys; if it is secret, a key reveals nothing about its tokens."""
-        self.pool = PagePool(num_pages, num_warm_pages, eviction)
+        self.pool = PagePool(num_pages, num_warm_pages, eviction, page_size)
         self.page_size = page_size
         self.windows, self.max_step_tokens = windows, max_step_tokens
         self.prefix_caching = prefix_caching and num_pages > 0

@@ -65,7 +65,7 @@ class PagePool:
     cached pages alone do not make memory grow, a page beyond `num_warm` touched ones is touched only if no cached page can be
     evicted."""
 
-    def __init__(self, num_pages: int, num_warm: int | None = None, policy: str = "lru") -> None:
+    def __init__(self, num_pages: int, num_warm: int | None = None, policy: str = "lru", page_tokens: int = 16) -> None:
         self.num_pages = num_pages
         self.num_warm = num_pages if num_warm is None else min(num_warm, num_pages)
         self.num_touched = 0  # pages that have memory: all owned and cached ones, and the first of the blank ones
@@ -76,7 +76,7 @@ class PagePool:
             0
         ] * num_pages  # how often each page was unpublished: a copy taken meanwhile may be of anything
         self.blank: deque[int] = deque(range(num_pages))  # touched pages come first
-        self.cached = IdlePages(num_pages, policy)
+        self.cached = IdlePages(num_pages, policy, page_tokens)
         self.cached.capacity = self.num_warm
         # Keys of the last pages that were evicted, the latest in the second set. No plan depends on them.
         self._evicted: tuple[set[bytes], set[bytes]] = (set(), set())
@@ -146,7 +146,7 @@ class PagePool:
                 if key is None:
                     self.blank.appendleft(page)
                 else:
-                    self.cached.add(page, key, are_spent)
+                    self.cached.add(page, key, are_spent, len(pages))
 
     def publish(self, page: int, key: bytes) -> None:
         """Make a full page findable under `key`. If another page already has the key, this one stays private."""

@@ -40,14 +40,78 @@ def test_agents_that_take_turns_keep_a_part_of_their_prompts() -> None:
     """In a store of a quarter of what they need, each has lost its pages when its turn comes, if the least recently used goes."""
     trace = agents(0)
     num_pages = len({block for blocks in trace for block in blocks}) // 4
-    lru, adaptive = (share_found(trace, num_pages, policy, 1) for policy in ("lru", "adaptive"))
-    assert lru < 0.05 and adaptive > 0.12
+    lru, adaptive = (share_found(trace, num_pages, policy, 1, 16) for policy in ("lru", "adaptive"))
+    assert lru < 0.05 and adaptive > 0.13
+
+
+def test_in_a_store_of_half_of_them_agents_in_turn_find_twice_as_much() -> None:
+    lru, adaptive = (
+        share_found(agents(0, sessions=12, turns=20), 2010, policy, 1, 16) for policy in ("lru", "adaptive")
+    )
+    assert adaptive > 2 * lru > 0.4
+
+
+def by_worth(num_pages: int, page_tokens: int) -> PagePool:
+    pool = PagePool(num_pages, policy="adaptive", page_tokens=page_tokens)
+    pool.cached.is_by_worth = True
+    return pool
+
+
+def test_of_prompts_found_equally_often_the_shorter_goes_first() -> None:
+    """A page of a long prompt costs more to compute: its attention sees more tokens."""
+    pool = by_worth(8, 4096)
+    long, short = pool.take(6), pool.take(2)
+    for page in (*long, *short):
+        pool.publish(page, b"%d" % page)
+    pool.cached.note_found([*long, *short])
+    pool.give(long)
+    pool.give(short)
+    assert list(pool.cached) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_pages_that_are_found_no_more_are_overtaken() -> None:
+    pool = by_worth(3, 16)
+    (old,) = pool.take(1)
+    pool.publish(old, b"old")
+    for _ in range(5):
+        pool.cached.note_found([old])
+    pool.give([old])
+    for number in range(200):
+        (page,) = pool.take(1)
+        if page == old:
+            break
+        pool.publish(page, b"new %d" % number)
+        pool.give([page])
+    assert page == old and number > 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_page_is_evicted_before_those_that_it_continues(seed: int) -> None:
+    """What is deeper in a prompt is of no use without what comes before it."""
+    dice = random.Random(seed)
+    pool = by_worth(60, 16)
+    index = pool.index
+    for _ in range(400):
+        name, length = dice.randrange(6), dice.randrange(1, 20)
+        keys = [b"%d.%d" % (name, at) for at in range(length)]
+        found = next((at for at, key in enumerate(keys) if key not in index), length)
+        pages = [index[key] for key in keys[:found]]
+        for page in pages:
+            pool.share(page)
+        pool.cached.note_found(pages)
+        pages += pool.take(length - found)
+        for page, key in zip(pages, keys, strict=True):
+            pool.publish(page, key)
+        pool.give(pages)
+        for each in range(6):
+            depths = [int(key.split(b".")[1]) for key in index if key.startswith(b"%d." % each)]
+            assert sorted(depths) == list(range(len(depths)))
 
 
 @pytest.mark.parametrize("num_pages", [300, 1500])
-def test_protection_finds_no_less_where_it_does_not_help(num_pages: int) -> None:
+def test_it_finds_no_less_than_lru_where_worth_does_not_help(num_pages: int) -> None:
     for trace in (agents(1, order="random"), chats(1, num_requests=300), system_prompts(1, num_requests=300)):
-        lru, adaptive = (share_found(trace, num_pages, policy, 2) for policy in ("lru", "adaptive"))
+        lru, adaptive = (share_found(trace, num_pages, policy, 2, 16) for policy in ("lru", "adaptive"))
         assert adaptive >= lru - 0.005
 
 
@@ -84,8 +148,10 @@ def test_a_restored_cache_evicts_the_same_pages(seed: int) -> None:
     cache, dice = random_cache(seed)
     in_turn = seed < 3
     run(cache, dice, 0, 120, in_turn)
-    if in_turn:
-        assert cache.pool.cached.is_protecting, "what is to be restored has something to restore"
+    cache.pool.cached.is_by_worth = in_turn
+    assert any(level for level, _ in cache.pool.cached.state().by_worth), (
+        "what is to be restored has something to restore"
+    )
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshots.take(cache)), type=CacheState)
     other = KVCache(cache.pool.num_pages, 2, eviction="adaptive", root=b"root")
     snapshots.restore(other, state)
