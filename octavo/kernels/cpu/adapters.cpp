@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "ahead.h"
 #include "elementwise.h"
 
 namespace octavo {
@@ -137,18 +136,16 @@ void expand_part(const AdaptedProduct& product, const AdaptedPart& one, int64_t 
   multiply(up);
 }
 
-// Adds the bytes [begin, end) to a list of what is prefetched.
-int64_t add_run(std::vector<Run>& runs, const void* memory, int64_t begin, int64_t end) {
-  if (begin >= end) return 0;
-  const int64_t num_lines = (end - begin + 63) / 64;
-  runs.push_back({static_cast<const uint8_t*>(memory) + begin, num_lines});
-  return num_lines;
-}
+// The first lines of what is read next: from there on the hardware prefetches by itself.
+constexpr int64_t kFirstLines = 32;
 
-// A step is bound by memory from the first byte on: what will be read is asked for at once.
-void fetch_all(const std::vector<Run>& runs) {
-  for (const Run& run : runs)
-    for (int64_t line = 0; line < run.num_lines; ++line) __builtin_prefetch(run.at + line * 64, 0, 2);
+void fetch_first(const OctavoAdapterPart& part, int64_t begin, int64_t end) {  // columns of the product
+  const int64_t first = part.first_column, last = first + part.num_columns;
+  const int64_t from = begin > first ? begin : first, to = end < last ? end : last;
+  if (from >= to) return;
+  const int64_t bytes = panel_bytes(part.kind, part.rank) / kPanel;
+  const uint8_t *at = static_cast<const uint8_t*>(part.up) + (from - first) * bytes, *limit = at + (to - from) * bytes;
+  for (int64_t line = 0; line < kFirstLines && at + line * 64 < limit; ++line) __builtin_prefetch(at + line * 64, 0, 2);
 }
 
 template <typename Of>
@@ -203,20 +200,30 @@ bool is_adapted(const std::vector<AdaptedRows>& rows, int64_t site) {
   return false;
 }
 
-void AdaptedStep::plan_work(Work& work, const std::vector<AdaptedRows>& rows, int64_t site, int num_threads) {
-  work.parts.clear();
-  work.tasks.clear();
-  if (site < 0) return;
+void AdaptedStep::plan_work(const std::vector<AdaptedRows>& rows, int64_t site, int num_threads) {
+  parts_.clear();
+  tasks_.clear();
   for (const AdaptedRows& some : rows) {
     if (site >= some.adapter->num_sites) continue;
     const OctavoAdapterSite& of = some.adapter->sites[site];
-    for (int64_t p = 0; p < of.num_parts; ++p) work.parts.push_back({&some, of.parts + p, nullptr});
+    for (int64_t p = 0; p < of.num_parts; ++p) parts_.push_back({&some, of.parts + p, nullptr});
   }
   // Few tasks are halved, so that threads have equally much to do.
-  const int num_halves = static_cast<int>(work.parts.size()) % num_threads && work.parts.size() < 8 ? 2 : 1;
-  for (const AdaptedPart& part : work.parts)
+  const int num_halves = static_cast<int>(parts_.size()) % num_threads && parts_.size() < 8 ? 2 : 1;
+  int64_t size = 0;
+  for (const AdaptedPart& part : parts_) {
+    size += 2 * part.rows->count * width_of(*part.part);
     for (int half = 0; half < num_halves; ++half)
-      work.tasks.push_back({&part, half * kQuarters / num_halves, kQuarters / num_halves});
+      tasks_.push_back({&part, half * kQuarters / num_halves, kQuarters / num_halves});
+  }
+  if (static_cast<int64_t>(inner_.size()) < size) inner_.resize(static_cast<size_t>(size));
+  float* inner = inner_.data();
+  for (AdaptedPart& part : parts_) {
+    part.inner = inner;
+    inner += 2 * part.rows->count * width_of(*part.part);
+  }
+  claimed_.assign(tasks_.size(), 0);
+  num_done_ = 0;
 }
 
 // The tasks of this range that no other thread has begun.
@@ -225,7 +232,7 @@ void AdaptedStep::shrink(const AdaptedProduct& product, Share tasks) {
   x.rows = nullptr;
   for (int64_t t = tasks.begin; t < tasks.end; ++t) {
     if (__atomic_exchange_n(&claimed_[static_cast<size_t>(t)], 1, __ATOMIC_RELAXED)) continue;
-    const ShrinkTask& task = now_.tasks[static_cast<size_t>(t)];
+    const ShrinkTask& task = tasks_[static_cast<size_t>(t)];
     shrink_task(product, task, x.of(product, task.of->rows));
     __atomic_fetch_add(&num_done_, 1, __ATOMIC_RELEASE);
   }
@@ -234,108 +241,69 @@ void AdaptedStep::shrink(const AdaptedProduct& product, Share tasks) {
 // Columns begin … end − 1 of the product, for some of the parts.
 void AdaptedStep::expand(const AdaptedProduct& product, Share parts, int64_t begin, int64_t end) const {
   for (int64_t p = parts.begin; p < parts.end; ++p) {
-    const AdaptedPart& one = now_.parts[static_cast<size_t>(p)];
+    const AdaptedPart& one = parts_[static_cast<size_t>(p)];
     const int64_t first = one.part->first_column, last = first + one.part->num_columns;
     const int64_t from = begin > first ? begin : first, to = end < last ? end : last;
+    if (p + 1 < parts.end) fetch_first(*parts_[static_cast<size_t>(p + 1)].part, begin, end);
     if (from < to) expand_part(product, one, from - first, to - first);
   }
 }
 
 void AdaptedStep::run(Threads* threads, const OctavoProduct* base, const OctavoProduct* next, Ahead* ahead,
-                      const AdaptedProduct* product, const std::vector<AdaptedRows>& rows, int64_t site_after,
-                      int64_t depth_after, const std::vector<AdaptedRows>& rows_after) {
+                      const AdaptedProduct& product, const std::vector<AdaptedRows>& rows) {
   const int num_threads = threads->size();
-  plan_work(now_, rows, product ? product->site : -1, num_threads);
-  plan_work(after_, rows_after, site_after, num_threads);
-  int64_t size = 0;
-  for (const AdaptedPart& part : now_.parts) size += 2 * part.rows->count * width_of(*part.part);
-  if (static_cast<int64_t>(inner_.size()) < size) inner_.resize(static_cast<size_t>(size));
-  float* inner = inner_.data();
-  for (AdaptedPart& part : now_.parts) {
-    part.inner = inner;
-    inner += 2 * part.rows->count * width_of(*part.part);
-  }
-  claimed_.assign(now_.tasks.size(), 0);
-  num_done_ = 0;
-  const int64_t num_tasks = static_cast<int64_t>(now_.tasks.size()), num_parts = static_cast<int64_t>(now_.parts.size());
+  plan_work(rows, product.site, num_threads);
+  const int64_t num_tasks = static_cast<int64_t>(tasks_.size()), num_parts = static_cast<int64_t>(parts_.size());
   const Share all_parts = {0, num_parts};
   // A thread can expand the columns of its own share at once, if it knows which these are, and panels do not lie across two shares.
   const Units first = units_of(base, base->num_rows, 0, num_threads);
-  bool is_alone = first.pool == first.count;
-  if (product) is_alone = is_alone && product->num_before % kPanel == 0;
-  for (const AdaptedPart& part : now_.parts) is_alone = is_alone && part.part->first_column % kPanel == 0;
+  bool is_alone = first.pool == first.count && product.num_before % kPanel == 0;
+  for (const AdaptedPart& part : parts_) is_alone = is_alone && part.part->first_column % kPanel == 0;
   alignas(64) int64_t num_claimed = 0;
   const ProductKernels& kernels = product_kernels();
 
   auto body = [&](int index, int num_shares) {
-    static thread_local std::vector<Run> runs;
-    if (num_tasks) shrink(*product, share_of(num_tasks, index, num_shares));
+    shrink(product, share_of(num_tasks, index, num_shares));
     const Units own = units_of(base, base->num_rows, index, num_shares);
     const int64_t half = own.apart ? own.num_panels * kPanel : 0;  // from the columns of gate to those of up
     const int64_t begin = own.begin * own.per_unit * kPanel, last = own.end * own.per_unit * kPanel;
     const int64_t end = half && last > half ? half : last < base->num_columns ? last : base->num_columns;
-    // What is read next: B of these columns, then A of the next product.
-    runs.clear();
-    int64_t num_lines = 0;
-    for (const AdaptedPart& one : now_.parts) {
-      const int64_t bytes = panel_bytes(one.part->kind, one.part->rank) / kPanel;  // of a column
-      const int64_t first = one.part->first_column - product->num_before, columns = round_up(one.part->num_columns, kPanel);
-      for (int64_t at = 0; at <= half; at += half ? half : 1) {
-        const int64_t from = begin + at - first, to = end + at - first;
-        num_lines += add_run(runs, one.part->up, bytes * (from > 0 ? from : 0), bytes * (to < columns ? to : columns));
-      }
-    }
-    const Share tasks = share_of(static_cast<int64_t>(after_.tasks.size()), index, num_shares);
-    for (int64_t t = tasks.begin; t < tasks.end; ++t) {
-      const ShrinkTask& task = after_.tasks[static_cast<size_t>(t)];
-      const int64_t bytes = octavo_packed_bytes(task.of->part->kind, task.of->part->rank, quarter_of(depth_after));
-      num_lines += add_run(runs, task.of->part->down, bytes * task.first, bytes * (task.first + task.count));
-    }
-    Ahead mine = {runs.data(), runs.data() + runs.size(), 0, 0, ahead ? ahead + index : nullptr};
-    if (base->num_rows == 1) {
-      fetch_all(runs);
-    } else {
-      const int64_t tiles = num_tiles(base->num_rows, octavo_tile_rows(base->kind));
-      const int64_t depth = takes_codes(base->kind) ? base->depth / kGroup : (base->depth + kSlice - 1) / kSlice;
-      const int64_t num_steps = (own.end - own.begin) * tiles * depth;
-      mine.per_step = num_steps ? num_lines / num_steps + 1 : 1;
-      if (mine.per_step > kLinesPerStep) mine.per_step = kLinesPerStep;
-    }
-    kernels.product_share(base, next, base->num_rows == 1 ? nullptr : &mine, &num_claimed, index, num_shares);
-    if (!num_tasks || !is_alone) return;
-    shrink(*product, {0, num_tasks});
+    const int64_t before = product.num_before;
+    fetch_first(*parts_[0].part, before + begin, before + end);
+    kernels.product_share(base, next, ahead ? ahead + index : nullptr, &num_claimed, index, num_shares);
+    if (!is_alone) return;
+    shrink(product, {0, num_tasks});
     wait_until([&] { return __atomic_load_n(&num_done_, __ATOMIC_ACQUIRE) == num_tasks; });
-    const int64_t before = product->num_before;
     if (before) {
       const Share panels = share_of(before / kPanel, index, num_shares);
-      expand(*product, all_parts, panels.begin * kPanel, panels.end * kPanel);
+      expand(product, all_parts, panels.begin * kPanel, panels.end * kPanel);
     }
     if (begin >= end) return;
-    expand(*product, all_parts, before + begin, before + end);
-    if (half) expand(*product, all_parts, before + half + begin, before + half + end);
-    finish_columns(base, *product, begin, end);
+    expand(product, all_parts, before + begin, before + end);
+    if (half) expand(product, all_parts, before + half + begin, before + half + end);
+    finish_columns(base, product, begin, end);
   };
   run_on(threads, body);
-  if (!num_tasks || is_alone) return;
+  if (is_alone) return;
   // Rows are divided instead, which are whole.
   auto expand_rows = [&](int index, int num_shares) {
     const Share pieces = share_of(static_cast<int64_t>(rows.size()), index, num_shares);
     Share parts = {0, 0};
     for (int64_t p = 0; p < num_parts; ++p) {
-      const int64_t piece = now_.parts[static_cast<size_t>(p)].rows - rows.data();
+      const int64_t piece = parts_[static_cast<size_t>(p)].rows - rows.data();
       if (piece < pieces.begin) parts.begin = p + 1;
       if (piece < pieces.end) parts.end = p + 1;
     }
-    if (parts.begin < parts.end) expand(*product, parts, 0, INT64_MAX);
+    if (parts.begin < parts.end) expand(product, parts, 0, INT64_MAX);
   };
   run_on(threads, expand_rows);
-  const int64_t num_columns = is_gated(product->finish) ? base->num_columns / 2 : base->num_columns;
+  const int64_t num_columns = is_gated(product.finish) ? base->num_columns / 2 : base->num_columns;
   auto finish_some = [&](int index, int num_shares) {
     const Share panels = share_of((num_columns + kPanel - 1) / kPanel, index, num_shares);
     const int64_t end = panels.end * kPanel;
-    finish_columns(base, *product, panels.begin * kPanel, end < num_columns ? end : num_columns);
+    finish_columns(base, product, panels.begin * kPanel, end < num_columns ? end : num_columns);
   };
-  if (product->finish != OCTAVO_FINISH_PLAIN) run_on(threads, finish_some);
+  if (product.finish != OCTAVO_FINISH_PLAIN) run_on(threads, finish_some);
 }
 
 // Columns begin … end − 1 of all rows; of a gated product, counted in gate.

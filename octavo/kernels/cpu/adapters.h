@@ -3,7 +3,7 @@
 //
 // The work is divided into tasks inside the product's own parallel section: each thread shrinks some rows (x · Aᵀ), computes its
 // share of the base's product, and expands (· Bᵀ) the columns of that share. It waits for others' inner numbers only, which were
-// made before the base's product. What is read is prefetched during the product before it.
+// made before the base's product.
 //
 // A and B are packed like any weight (product.h), in float32 or bfloat16. A's K-values are in four quarters, each packed by
 // itself: four sums that can be made at the same time, or by two threads; x · Aᵀ = (first + second) + (third + fourth).
@@ -94,25 +94,19 @@ class AdaptedStep {
     samples.clear();
   }
 
-  // base: the product's own, stored plainly where it is finished later. next: the product after it. ahead: per thread, or null.
-  // site_after, rows_after: the next product that adapters may change, which is prefetched; −1: none.
-  // product: null if this product is not changed.
-  void run(Threads* threads, const OctavoProduct* base, const OctavoProduct* next, Ahead* ahead, const AdaptedProduct* product,
-           const std::vector<AdaptedRows>& rows, int64_t site_after, int64_t depth_after,
-           const std::vector<AdaptedRows>& rows_after);
+  // Computes a product and adds what adapters add to it. base: the product's own, stored plainly where it is finished later. next:
+  // the product after it. ahead: per thread, or null.
+  void run(Threads* threads, const OctavoProduct* base, const OctavoProduct* next, Ahead* ahead, const AdaptedProduct& product,
+           const std::vector<AdaptedRows>& rows);
 
  private:
-  struct Work {
-    std::vector<AdaptedPart> parts;
-    std::vector<ShrinkTask> tasks;
-  };
-
-  static void plan_work(Work& work, const std::vector<AdaptedRows>& rows, int64_t site, int num_threads);
+  void plan_work(const std::vector<AdaptedRows>& rows, int64_t site, int num_threads);
   void shrink(const AdaptedProduct& product, Share tasks);
   void expand(const AdaptedProduct& product, Share parts, int64_t begin, int64_t end) const;
   void finish_columns(const OctavoProduct* base, const AdaptedProduct& product, int64_t begin, int64_t end) const;
 
-  Work now_, after_;
+  std::vector<AdaptedPart> parts_;
+  std::vector<ShrinkTask> tasks_;
   std::vector<float> inner_;
   std::vector<int32_t> claimed_;  // by task
   alignas(64) int64_t num_done_ = 0;

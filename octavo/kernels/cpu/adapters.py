@@ -48,20 +48,24 @@ class NativeAdapter:
         self, threads: Threads, sites: Mapping[int, Sequence[AdapterPart]], num_sites: int, dtype: torch.dtype
     ) -> None:
         """`dtype`: float32 or bfloat16. `threads`: not those of a running step: a pool has one caller at a time."""
-        self._arrays: list[object] = []  # what the structures point to
         self._kind, self._dtype, self._threads = _KINDS[dtype], dtype, threads
         # In the order of steps: each product's A, then its B. One piece of memory for all, so that it is free again when the adapter is
         # dropped.
         ordered = sorted(sites.items())
         self._memory = aligned(sum(self._size(part) for _, parts in ordered for part in parts))
         self._taken = 0
+        # The structures lie beside each other, too: a step reads them in this order.
         table = (_Site * max(num_sites, 1))()
+        array = (_Part * sum(len(parts) for _, parts in ordered))()
+        first = 0
         for number, parts in ordered:
             check(0 <= number < num_sites, f"there is no product {number} for an adapter")
-            array = (_Part * len(parts))(*self._parts(sorted(parts, key=lambda part: part.first_column)))
-            table[number] = _Site(array, len(parts))
-            self._arrays.append(array)
-        self._arrays.append(table)
+            address = ctypes.addressof(array) + first * ctypes.sizeof(_Part)
+            table[number] = _Site(ctypes.cast(address, ctypes.POINTER(_Part)), len(parts))
+            for part in self._parts(sorted(parts, key=lambda part: part.first_column)):
+                array[first] = part
+                first += 1
+        self._arrays = array, table  # what the structures point to
         self.entry = _Adapter(table, num_sites)
 
     @property

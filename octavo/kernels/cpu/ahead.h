@@ -14,9 +14,6 @@
 
 namespace octavo {
 
-// Lines that are prefetched with every step of a product. With 12 and more, tiles begin to wait for them.
-constexpr int64_t kLinesPerStep = 8;
-
 class PagesAhead {
  public:
   // call: the next attention, for the rows of the given tables. One share per thread.
@@ -29,14 +26,14 @@ class PagesAhead {
       const int64_t unseen = call.window > 0 ? std::max<int64_t>(0, seq_lens[row] - call.window) : 0;
       for (int64_t page = unseen / call.page_size; page * call.page_size < seq_lens[row]; ++page) {
         if (row > 0 && table[page] == before[page]) continue;  // a shared prefix
-        runs_.push_back({static_cast<const uint8_t*>(call.pages) + table[page] * call.page_stride, page_bytes / 64});
+        runs_.push_back(static_cast<const uint8_t*>(call.pages) + table[page] * call.page_stride);
       }
     }
     const int64_t count = std::min<int64_t>(runs_.size(), most);
     shares_.resize(static_cast<size_t>(num_shares));
     for (int index = 0; index < num_shares; ++index) {
       const Share share = share_of(count, index, num_shares);
-      shares_[index] = {runs_.data() + share.begin, runs_.data() + share.end, 0, kLinesPerStep, nullptr};
+      shares_[index] = {runs_.data() + share.begin, runs_.data() + share.end, 0, page_bytes / 64};
     }
   }
 
@@ -62,7 +59,7 @@ class PagesAhead {
     return size / 2;
   }
 
-  std::vector<Run> runs_;
+  std::vector<const uint8_t*> runs_;
   std::vector<Ahead> shares_;  // one per thread of a product
 };
 

@@ -124,19 +124,12 @@ constexpr int kGroup = 32;   // K-values that share a scale
 constexpr int kOuter = 256;  // K-values that share an outer scale
 constexpr int kSlice = 16;   // K-values of a record of plain activations
 
-// Cache lines that follow each other.
-struct Run {
-  const uint8_t* at;
-  int64_t num_lines;
-};
-
-// Memory that an operation after a product reads, prefetched during the product: runs of cache lines, some lines with every step of
-// a tile. One per share, on separate cache lines, because each is written often.
+// Memory that an operation after a product reads, prefetched during the product: runs of num_lines cache lines, some lines with
+// every step of a tile. One per share, on separate cache lines, because each is written often.
 struct alignas(64) Ahead {
-  const Run *run, *end;  // the next run; the end of the list
-  int64_t line;          // the next line of that run
-  int64_t per_step;      // lines with every step
-  Ahead* then;           // what to go on with at the end; or null
+  const uint8_t *const *run, *const *end;  // the next run; the end of the list
+  int64_t line;                            // the next line of that run
+  int64_t num_lines;
 };
 
 // The kernels of one instruction set. Each call does one share of the work, for callers inside Threads::run.

@@ -9,16 +9,15 @@ struct Fetch {
   Ahead* ahead;
 };
 
-inline void fetch_ahead(Ahead*& ahead) {
-  if (!ahead) return;
-  if (ahead->run == ahead->end) {
-    ahead = ahead->then;
-    return;
-  }
-  const uint8_t* at = ahead->run->at + ahead->line * 64;
-  for (int64_t line = 0; line < ahead->per_step; ++line) __builtin_prefetch(at + line * 64, 0, 2);
-  ahead->line += ahead->per_step;
-  if (ahead->line < ahead->run->num_lines) return;
+// Lines of Ahead that are prefetched with every step. With 12 and more, tiles begin to wait for them.
+constexpr int kAheadLines = 8;
+
+inline void fetch_ahead(Ahead* ahead) {
+  if (!ahead || ahead->run == ahead->end) return;
+  const uint8_t* at = *ahead->run + ahead->line * 64;
+  for (int line = 0; line < kAheadLines; ++line) __builtin_prefetch(at + line * 64, 0, 2);
+  ahead->line += kAheadLines;
+  if (ahead->line < ahead->num_lines) return;
   ahead->line = 0;
   ++ahead->run;
 }

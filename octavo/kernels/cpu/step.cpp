@@ -86,12 +86,6 @@ void normalise(Threads* threads, const OctavoNorm& norm, const float* x, int64_t
   });
 }
 
-// The next product after an operation that adapters may change, and its rows.
-struct AdaptedNext {
-  int64_t site, depth;
-  const std::vector<AdaptedRows>* rows;
-};
-
 // A product that has more to do than to be stored is in `unfinished` until adapters have changed it.
 AdaptedProduct adapted_product(const OctavoLinear& op, const OctavoProduct& last) {
   AdaptedProduct product = {};
@@ -117,7 +111,7 @@ AdaptedProduct adapted_product(const OctavoLinear& op, const OctavoProduct& last
 
 // rows: those that have adapters.
 void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const OctavoProduct* after, Ahead* ahead,
-            AdaptedStep& adapted, const std::vector<AdaptedRows>& rows, const AdaptedNext& following) {
+            AdaptedStep& adapted, const std::vector<AdaptedRows>& rows) {
   const int32_t kind = op.products[0].kind;
   if (op.norm.bias) {
     normalise(threads, op.norm, op.x, op.x_stride, num_rows, op.depth, op.normed, op.depth);
@@ -133,18 +127,17 @@ void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const Oc
     product.activations = op.prepared;
     const bool is_last = i + 1 == op.num_products;
     const OctavoProduct* next = is_last ? after : op.products + i + 1;
-    if (!is_last || (!changes && !following.rows)) {
+    if (!is_last || !changes) {
       run_product(threads, &product, next, ahead);
       continue;
     }
-    const AdaptedProduct change = changes ? adapted_product(op, product) : AdaptedProduct();
-    if (changes && product.finish != OCTAVO_FINISH_PLAIN) {
+    const AdaptedProduct change = adapted_product(op, product);
+    if (product.finish != OCTAVO_FINISH_PLAIN) {
       product.y = change.y;
       product.y_stride = change.y_stride;
       product.finish = is_gated(product.finish) ? OCTAVO_FINISH_PAIRED : OCTAVO_FINISH_PLAIN;
     }
-    adapted.run(threads, &product, next, ahead, changes ? &change : nullptr, rows, following.rows ? following.site : -1,
-                following.depth, following.rows ? *following.rows : rows);
+    adapted.run(threads, &product, next, ahead, change, rows);
   }
 }
 
@@ -193,18 +186,6 @@ void plan_ahead(PagesAhead& ahead, int num_threads, const OctavoOp* op, const Oc
   ahead.plan(op->attention, page_table, step.table_stride, step.seq_lens, step.num_rows, num_threads);
 }
 
-// The next product after this operation, if adapters of its rows change it.
-AdaptedNext next_adapted(const OctavoOp* op, const OctavoOp* end, const AdaptedStep& adapted) {
-  if (adapted.tokens.empty()) return {};
-  for (++op; op < end; ++op) {
-    if (op->code != OCTAVO_LINEAR) continue;
-    const auto& rows = op->count == OCTAVO_PER_TOKEN ? adapted.tokens : adapted.samples;
-    if (!is_adapted(rows, op->linear.site)) return {};
-    return {op->linear.site, op->linear.depth, &rows};
-  }
-  return {};
-}
-
 int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step, Ahead* ahead, AdaptedStep& adapted) {
   const int64_t count = op->count == OCTAVO_PER_TOKEN ? step.num_tokens : step.num_samples;
   const OctavoMove& move = op->move;
@@ -214,7 +195,7 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_LINEAR:
       if (count > 0) {
         const auto& rows = op->count == OCTAVO_PER_TOKEN ? adapted.tokens : adapted.samples;
-        linear(threads, op->linear, count, next_product(op, end), ahead, adapted, rows, next_adapted(op, end, adapted));
+        linear(threads, op->linear, count, next_product(op, end), ahead, adapted, rows);
       }
       return 0;
     case OCTAVO_GATE:
