@@ -6,6 +6,7 @@ import json
 import random
 import re
 import signal
+import ssl
 import termios
 import threading
 import time
@@ -19,8 +20,9 @@ from octavo.cli.chat import RemoteModel
 from octavo.cli.conversation import Conversation, Keyboard
 from octavo.cli.models import OLLAMA_SAMPLING
 from octavo.cli.terminal_markdown import BOLD, CODE, RESET, TerminalMarkdown, TerminalText, clean
-from octavo.errors import RequestFailed
+from octavo.errors import EngineUnavailable, RequestFailed
 from octavo.server.dialects.ollama.request import DEFAULTS
+from tests.certificates import make_certificates
 from tests.cli.pseudo_terminal import Terminal
 
 # ── Markdown ────────────────────────────────────────────────────────────────────────────────────────
@@ -325,6 +327,26 @@ def test_a_run_samples_as_ollama_does_where_the_model_says_nothing() -> None:
             assert list(model.chat([{"role": "user", "content": "x"}])) == []
             asked = Listed.asked[-1]
             assert {key: asked[key] for key in asked if key not in ("model", "stream", "messages")} == sent, name
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.server, made.server_key)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listed)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"https://127.0.0.1:{server.server_address[1]}"
+    try:
+        with pytest.raises(
+            EngineUnavailable, match=r"certificate that is not trusted here \(.+\): name its file in SSL_CERT_FILE"
+        ):
+            RemoteModel(url, "", "", {})
+        monkeypatch.setenv("SSL_CERT_FILE", str(made.authority))
+        RemoteModel(url, "", "", {})
     finally:
         server.shutdown()
         server.server_close()
