@@ -1,6 +1,7 @@
 """Octavo: an LLM inference server. `from octavo import LLM, SamplingParams` is the Python API.
 `import octavo` loads nothing else: each name imports its module on first use."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,8 +55,12 @@ _FORMER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FORMER:  # an AttributeError would lose the reason in `from octavo import`
-        raise ImportError(f"there is no {name} in octavo: {_FORMER[name]}", name="octavo")
+    if name in _FORMER:
+        reason = f"there is no {name} in octavo: {_FORMER[name]}"
+        # `from octavo import` replaces an AttributeError by a text of its own, and passes an ImportError on.
+        if sys._getframe(1).f_code.co_filename == "<frozen importlib._bootstrap>":
+            raise ImportError(reason, name="octavo")
+        raise AttributeError(reason, name=name)
     if name not in _HOMES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     from importlib import import_module

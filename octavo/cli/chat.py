@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import ssl
 import sys
 import urllib.error
 import urllib.parse
@@ -136,6 +137,10 @@ class Remote:
             raise RequestFailed(f"{self._base}{path} answered {error.code}: {_refusal(error)}") from None
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise EngineUnavailable(
+                    f"{self._base} has a certificate that is not trusted here ({reason.verify_message}): name its file in SSL_CERT_FILE"
+                ) from None
             raise EngineUnavailable(
                 f"cannot reach {self._base}: {reason}; is the server running?{_others(reason)}"
             ) from None

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.cli.chat import Message, TalkModel
-from octavo.cli.terminal_markdown import DIM, RESET, TerminalMarkdown
+from octavo.cli.quiet_terminal import no_echo
+from octavo.cli.terminal_markdown import DIM, RESET, TerminalMarkdown, TerminalText
 from octavo.errors import ConfigError, OctavoError
 
 MAX_SAVED_BYTES = 16 * 2**20
 MAX_HISTORY_LINES = 1000
+UNKNOWN_COLUMNS = 80  # of a terminal that does not tell
 QUOTES = '"""'
 ROLES = ("system", "user", "assistant")
 HELP = f"""\
@@ -41,9 +43,9 @@ class Conversation:
         """Ask one question and print the answer. False: the model could not answer; the conversation is as before."""
         self.messages.append({"role": "user", "content": question})
         answer = ""
-        painter = TerminalMarkdown() if self._is_styled else None
+        painter = self._painter()
         try:
-            with closing(_generator(self._model.chat(self.messages))) as pieces:
+            with no_echo(self._out), closing(_generator(self._model.chat(self.messages))) as pieces:
                 for piece in pieces:
                     answer += piece
                     self._write(painter.feed(piece) if painter else piece)
@@ -57,6 +59,19 @@ class Conversation:
         self._write((painter.finish() if painter else "") + "\n")
         self.messages.append({"role": "assistant", "content": answer})
         return True
+
+    def _painter(self) -> TerminalMarkdown | TerminalText | None:
+        """How an answer is shown. None: as it comes, because it goes into a file or another program."""
+        is_terminal = self._out.isatty()
+        if self._is_styled:
+            return TerminalMarkdown(self._columns if is_terminal else None)
+        return TerminalText(self._columns) if is_terminal else None
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._out.fileno()).columns or UNKNOWN_COLUMNS
+        except (OSError, ValueError):
+            return UNKNOWN_COLUMNS
 
     def run_command(self, line: str) -> bool:
         """Run a line that begins with a slash. False: the conversation is to end."""

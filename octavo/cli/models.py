@@ -101,7 +101,7 @@ def _rm(arguments: argparse.Namespace) -> int:
         model = store.find(require_name(name))
         if model is None:
             raise ConfigError(f"no model {name} was pulled: octavo list shows those that were")
-        if (server := find_server(model.name)) is not None:
+        if (server := find_server(model.name, with_inner=True)) is not None:
             raise ConfigError(f"{model.name} is served at {server.url} (process {server.pid}): stop that server first")
         found.append(model)
     for model in found:
@@ -129,15 +129,17 @@ def _ps(arguments: argparse.Namespace) -> int:
 # ── octavo run ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_server(model: str) -> "ServerRecord | None":
-    """A running server of this model."""
+def find_server(model: str, *, with_inner: bool = False) -> "ServerRecord | None":
+    """A running server of this model. `with_inner`: also one behind a gateway."""
     from octavo.supervisor.runtime_dir import running_servers
     from octavo.weights.sources.names import read_name
 
     def same(name: str) -> str:
         return str(read_name(name) or name).lower()
 
-    return next((server for server in running_servers() if same(server.model) == same(model)), None)
+    return next(
+        (server for server in running_servers(with_inner=with_inner) if same(server.model) == same(model)), None
+    )
 
 
 class StartedServer:

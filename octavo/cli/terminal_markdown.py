@@ -5,6 +5,9 @@ Tables are held until they end, so that their columns can be aligned. Control ch
 
 import re
 import unicodedata
+from collections.abc import Callable
+
+from octavo.cli.word_wrap import AS_IT_IS, WRAPPED, WordWrap, char_width
 
 RESET, BOLD, DIM, ITALIC, UNDERLINE = "\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[3m", "\x1b[4m"
 CODE, HEADING = "\x1b[36m", "\x1b[1;35m"
@@ -29,7 +32,9 @@ def clean(text: str) -> str:
 class TerminalMarkdown:
     """Returns what is to be written; `finish` returns the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: Callable[[], int] | None = None) -> None:
+        """`columns`: of the terminal: lines are broken between words, those of code and tables are not. None: no line is broken."""
+        self._wrap = None if columns is None else WordWrap(columns)
         self._held = ""  # undecided characters
         self._line = ""  # of the current line, as far as it is decided: empty at its start
         self._fence = ""  # the mark that ends the code block
@@ -40,16 +45,25 @@ class TerminalMarkdown:
 
     def feed(self, text: str) -> str:
         self._held += clean(text)
-        return self._take(is_end=False)
+        return self._wrapped(self._take(is_end=False))
 
     def finish(self) -> str:
         """End the answer: write what was held, and leave the terminal's style as it was."""
+        rest = self._wrapped(self._finish())
+        return rest + (self._wrap.finish() if self._wrap else "")
+
+    def _wrapped(self, text: str) -> str:
+        return self._wrap.feed(text) if self._wrap else text
+
+    def _as_it_is(self, text: str) -> str:
+        return f"{AS_IT_IS}{text}{WRAPPED}" if self._wrap else text
+
+    def _finish(self) -> str:
         rest = self._take(is_end=True)
         if self._is_table_line or self._table:
             if self._line:
                 self._table.append(self._line)
-            rest += self._end_table()
-            rest = rest.removesuffix("\n")
+            rest += self._end_table().removesuffix("\n")
         rest += self._end_styles()
         self._fence, self._line, self._is_table_line = "", "", False
         return rest
@@ -88,9 +102,8 @@ class TerminalMarkdown:
                 return None  # the language is written with the fence
             self._fence = fence[1]
             name = line.strip().strip("`~").strip()
-            return self._end_table() + self._drop(
-                len(line) + 1, f"{DIM}┌─ {name}{RESET}\n" if name else f"{DIM}┌─{RESET}\n"
-            )
+            head = f"{DIM}┌─ {name}{RESET}\n" if name else f"{DIM}┌─{RESET}\n"
+            return self._end_table() + self._drop(len(line) + 1, self._as_it_is(head))
         if line.lstrip().startswith("|") and len(self._table) < MAX_TABLE_LINES:
             self._is_table_line = True
             return ""
@@ -121,8 +134,8 @@ class TerminalMarkdown:
             self._line = line or " "
         if newline:
             self._line = ""
-            return self._drop(len(line) + 1, f"{CODE}{line}{RESET}\n")
-        return self._drop(len(line), f"{CODE}{line}{RESET}")
+            return self._drop(len(line) + 1, self._as_it_is(f"{CODE}{line}{RESET}") + "\n")
+        return self._drop(len(line), self._as_it_is(f"{CODE}{line}{RESET}"))
 
     # ── tables ──
 
@@ -149,10 +162,10 @@ class TerminalMarkdown:
         out = ""
         for row in rows:
             if row is None:
-                out += DIM + "─┼─".join("─" * width for width in widths) + RESET + "\n"
+                out += self._as_it_is(DIM + "─┼─".join("─" * width for width in widths) + RESET) + "\n"
             else:
                 cells = [cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=False)]
-                out += f"{DIM} │ {RESET}".join(cells).rstrip() + "\n"
+                out += self._as_it_is(f"{DIM} │ {RESET}".join(cells).rstrip()) + "\n"
         return out
 
     # ── within a line ──
@@ -227,5 +240,40 @@ def _plain(cell: str) -> str:
 
 def _width(text: str) -> int:
     """Columns that a text takes."""
-    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
-    return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
+    return sum(map(char_width, text))
+
+
+class TerminalText:
+    """Text for a terminal that shows no styles: Markdown stays as it is, lines are broken between words, those of code are not."""
+
+    def __init__(self, columns: Callable[[], int]) -> None:
+        self._wrap = WordWrap(columns)
+        self._line = ""  # the beginning of a line that may be a fence
+        self._is_decided = self._is_code = False
+
+    def feed(self, text: str) -> str:
+        return "".join(self._take(part) for part in re.findall(r"[^\n]+|\n", clean(text)))
+
+    def finish(self) -> str:
+        return self._decide() + self._wrap.finish()
+
+    def _take(self, part: str) -> str:
+        if part == "\n":
+            before, self._is_decided = self._decide(), False
+            return before + self._wrap.feed(part)
+        if self._is_decided:
+            return self._wrap.feed(part)
+        self._line += part
+        start = self._line.strip()[:3]
+        return "" if any(fence.startswith(start) for fence in FENCES) and len(start) < 3 else self._decide()
+
+    def _decide(self) -> str:
+        """Write the beginning of a line. A fence begins or ends code, and is a line of it."""
+        line, self._line = self._line, ""
+        if self._is_decided:
+            return self._wrap.feed(line)
+        self._is_decided = True
+        is_fence = _FENCE.match(line) is not None
+        before = AS_IT_IS if is_fence or self._is_code else WRAPPED
+        self._is_code ^= is_fence
+        return self._wrap.feed(before + line)

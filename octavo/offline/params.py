@@ -1,6 +1,7 @@
 """SamplingParams of the Python API: the engine's, and those that only say how an output is made of its tokens."""
 
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,25 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # one output, once everything is there
 
 
-class SamplingParams(EngineParams, frozen=True, kw_only=True, gc=False):
+class _NamesNearest(msgspec.StructMeta):
+    """Has an unknown field's error name the nearest field that there is."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError as error:
+            fields = cls.__struct_fields__
+            unknown = next((name for name in kwargs if name not in fields), None)
+            if unknown is None:
+                raise
+            import difflib  # imported lazily: only needed for an error
+
+            close = difflib.get_close_matches(unknown, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{cls.__name__} has no field {unknown!r}{hint}") from error
+
+
+class SamplingParams(EngineParams, frozen=True, kw_only=True, gc=False, metaclass=_NamesNearest):
     """Sampling parameters. Names and meaning are vLLM's. Valid by construction: a bad value raises InvalidRequest."""
 
     detokenize: bool = True  # False: token ids only; prompts of ids then need no tokenizer

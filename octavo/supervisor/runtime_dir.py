@@ -32,6 +32,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
     url: str
     model: str
     started: float  # time.time()
+    is_inner: bool = False  # one model of a gateway, which has a record of its own
 
 
 class RuntimeDir:
@@ -60,14 +61,16 @@ def write_record(folder: Path, record: ServerRecord) -> None:
     fresh.rename(folder / _RECORD)
 
 
-def running_servers() -> list[ServerRecord]:
-    """This user's servers on this machine, the oldest first."""
+def running_servers(*, with_inner: bool = False) -> list[ServerRecord]:
+    """This user's servers on this machine, the oldest first. `with_inner`: also those that clients reach through a gateway."""
     found = []
     for place in {Path(tempfile.gettempdir()), SHARED_TEMPORARY}:
         for path in place.glob(f"{_PREFIX}*/{_RECORD}"):
             with contextlib.suppress(OSError, ValueError):  # another user's, or removed meanwhile
                 if path.stat().st_uid == os.getuid() and _is_locked(path.parent / _LOCK):
-                    found.append(msgspec.json.decode(path.read_bytes(), type=ServerRecord))
+                    record = msgspec.json.decode(path.read_bytes(), type=ServerRecord)
+                    if with_inner or not record.is_inner:
+                        found.append(record)
     return sorted(found, key=lambda record: record.started)
 
 

@@ -84,9 +84,10 @@ class _Signals:
         self._writer.close()
 
 
-def serve(config: Config) -> int:
+def serve(config: Config, *, is_inner: bool = False) -> int:
     """Serve until a signal or a fatal failure. Returns the exit code: 0 stopped in order, 1 a process ended and was not
-    restarted, 2 a start-up error, 3 stopped in order but some requests were cut off, 130 stopped at once."""
+    restarted, 2 a start-up error, 3 stopped in order but some requests were cut off, 130 stopped at once. `is_inner`: it is one
+    model of a gateway, which `octavo ps` lists in its place."""
     started = time.monotonic()
     hold_standard_streams()
     logs.install(logging.WARNING, config.server.log_format)
@@ -96,7 +97,7 @@ def serve(config: Config) -> int:
     _check_parsers(config.server)
     listener = listen(config.server.host, config.server.port, config.server.uds)
     try:
-        return _serve(config, listener, started)
+        return _serve(config, listener, started, is_inner)
     finally:
         remove_socket(listener)
         settle_standard_error()
@@ -112,7 +113,7 @@ def find_model(config: Config) -> ModelSource:
     )
 
 
-def _serve(config: Config, listener: socket.socket, started: float) -> int:
+def _serve(config: Config, listener: socket.socket, started: float, is_inner: bool) -> int:
     source = find_model(config)
     remove_abandoned()
     folder = RuntimeDir()
@@ -122,7 +123,7 @@ def _serve(config: Config, listener: socket.socket, started: float) -> int:
             files_folder(config, folder.path) as config,
             contextlib.closing(_launcher(config, folder.path)) as launcher,
             _Signals() as signals,
-            _Supervisor(config, source, listener, acceptor, folder.path, launcher) as supervisor,
+            _Supervisor(config, source, listener, acceptor, folder.path, launcher, is_inner) as supervisor,
         ):
             return supervisor.run(signals, started)
     finally:
@@ -152,7 +153,9 @@ class _Supervisor:
         acceptor: Acceptor,
         folder: Path,
         launcher: Launcher,
+        is_inner: bool,
     ) -> None:
+        self._is_inner = is_inner
         self._config, self._source, self._folder = config, source, folder
         self._listener, self._acceptor = listener, acceptor
         self._served_name = config.model.name_of(source.name)
@@ -628,7 +631,8 @@ class _Supervisor:
         if not self._has_served and are_ready and self._api_processes.num_ready == self._num_servers:
             self._has_served = True
             url = url_of(self._listener, self._config.server)
-            write_record(self._folder, ServerRecord(os.getpid(), url, self._served_name, time.time()))
+            record = ServerRecord(os.getpid(), url, self._served_name, time.time(), self._is_inner)
+            write_record(self._folder, record)
             self._say(f"ready after {time.monotonic() - self._started:.1f} s: {url}")
             if url.startswith("http"):  # no browser opens a Unix socket
                 self._say(pages_line(url))

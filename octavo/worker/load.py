@@ -640,7 +640,7 @@ def check_vocabulary(
         num_different += max(draft.size, target.size) - size
         if num_different > _MOST_DIFFERENT * target.size:
             problem = (
-                f"{num_different:,} of its {draft.size:,} tokens are not those of the model, which has {target.size:,}"
+                f"its {draft.size:,} tokens and the {target.size:,} of the model differ in {num_different:,} places"
             )
     if problem:
         raise ConfigError(

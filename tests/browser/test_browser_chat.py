@@ -196,6 +196,15 @@ def test_a_send_that_fails_leaves_the_text_and_the_conversation_as_they_were(cha
     assert not chat.is_visible(".message.last .note")
 
 
+def test_a_first_question_that_fails_leaves_no_conversation(chat: Any) -> None:
+    ask(chat, "say: FAIL")
+    until(chat, "!document.getElementById('problem').classList.contains('hidden')")
+    until(chat, "document.querySelectorAll('.talk').length === 0")
+    chat.reload()
+    ready(chat)
+    assert chat.locator(".talk").count() == 0 and chat.is_visible("#no-talks")
+
+
 def test_an_answer_is_stopped_by_button_and_by_key(chat: Any, server: ScriptedServer) -> None:
     for how in ("button", "key"):
         server.hold_after(3)

@@ -15,8 +15,14 @@ HOME = "\x1b[H"
 
 
 class Terminal:
-    def __init__(self, *arguments: str, size: tuple[int, int], environment: dict[str, str] | None = None) -> None:
-        """`size`: columns and lines."""
+    def __init__(
+        self,
+        *arguments: str,
+        size: tuple[int, int],
+        environment: dict[str, str] | None = None,
+        controls: bool = False,
+    ) -> None:
+        """`size`: columns and lines. `controls`: the terminal is that of the command's session, as in a window."""
         self._ours, theirs = os.openpty()
         self.resize(*size)
         clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -24,9 +30,14 @@ class Terminal:
             [sys.executable, "-m", "octavo.cli.main", *arguments],
             stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
             env={**clean, "TERM": "xterm-256color", **(environment or {})}, start_new_session=True,
+            preexec_fn=(lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)) if controls else None,
         )  # fmt: skip
         os.close(theirs)
         self.raw = ""
+
+    @property
+    def fd(self) -> int:
+        return self._ours
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))

@@ -6,6 +6,8 @@ import json
 import random
 import re
 import signal
+import ssl
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +19,10 @@ import pytest
 from octavo.cli.chat import RemoteModel
 from octavo.cli.conversation import Conversation, Keyboard
 from octavo.cli.models import OLLAMA_SAMPLING
-from octavo.cli.terminal_markdown import BOLD, CODE, RESET, TerminalMarkdown, clean
-from octavo.errors import RequestFailed
+from octavo.cli.terminal_markdown import BOLD, CODE, RESET, TerminalMarkdown, TerminalText, clean
+from octavo.errors import EngineUnavailable, RequestFailed
 from octavo.server.dialects.ollama.request import DEFAULTS
+from tests.certificates import make_certificates
 from tests.cli.pseudo_terminal import Terminal
 
 # ── Markdown ────────────────────────────────────────────────────────────────────────────────────────
@@ -82,6 +85,61 @@ def test_markdown_is_shown_the_same_however_it_is_cut() -> None:
             pieces.append(TEXT[at : at + size])
             at += size
         assert plain(painted(pieces)) == SHOWN, seed
+
+
+PROSE = "Some **bold words** and `code` that go on, with a-rather-hyphenated-word in them. " * 3
+WIDE = "東京は日本の首都です。人口は約千四百万人で、世界最大級の都市圏です。"
+
+
+def wrapped(
+    pieces: list[str], columns: int, kind: type[TerminalMarkdown] | type[TerminalText] = TerminalMarkdown
+) -> str:
+    painter = kind(lambda: columns)
+    return plain("".join([painter.feed(piece) for piece in pieces]) + painter.finish())
+
+
+@pytest.mark.parametrize("columns", [30, 40, 79])
+def test_lines_are_broken_between_words(columns: int) -> None:
+    text = f"{PROSE}\n- {PROSE}\n"
+    lines = wrapped([text], columns).split("\n")
+    words = plain(painted([text])).split()
+    assert " ".join(lines).split() == words, "no word is cut, lost or repeated"
+    assert all(len(line) < columns for line in lines) and len(lines) >= len(text) // columns
+    for seed in range(20):
+        draw, pieces, at = random.Random(seed), [], 0
+        while at < len(text):
+            pieces.append(text[at : (at := at + draw.randint(1, 9))])
+        assert wrapped(pieces, columns).split("\n") == lines, f"seed {seed}"
+    assert wrapped([PROSE], columns, TerminalText).replace("\n", " ").split() == PROSE.split()
+
+
+def test_wide_characters_take_two_columns() -> None:
+    lines = wrapped([*WIDE], 21).split("\n")
+    assert "".join(lines) == WIDE and all(2 * len(line) < 21 for line in lines) and len(lines) == 4
+    assert all(line[0] not in "、。" for line in lines), "no line begins with a full stop"
+    assert wrapped(["e\u0301" * 9 + " x"], 12) == "e\u0301" * 9 + " x", "an accent takes no column"
+
+
+def test_code_tables_and_long_words_stay_as_they_are() -> None:
+    long = "https://example.com/" + "x" * 50
+    code = "    return a  +  b  # a comment that is longer than the line"
+    table = "| a column of many words | another column |\n|---|---|\n| x | y |"
+    shown = wrapped([f"See {long} now\n```py\n{code}\n```\n{table}\n  - deep\n"], 30)
+    assert f"See {long}" in shown and code in shown.split("\n") and "\n  • deep" in shown
+    assert "a column of many words │ another column" in shown
+    text = f"one two three four five six seven\n```py\n{code}\n```\none two three four five six seven"
+    broken = "one two three four five six\nseven"
+    for pieces in ([text], [*text]):
+        assert wrapped(pieces, 30, TerminalText) == f"{broken}\n```py\n{code}\n```\n{broken}"
+    assert wrapped(["\x1b]0;title\x07a\rb"], 30, TerminalText) == "]0;titleab", "nor a control character"
+
+
+def test_a_window_may_change_its_size() -> None:
+    columns = [40]
+    painter = TerminalMarkdown(lambda: columns[0])
+    first = painter.feed("one two three four five six ")
+    columns[0] = 12
+    assert plain(first + painter.feed("seven eight nine\n")) == "one two three four five six\nseven eight\nnine\n"
 
 
 def test_styles_end_with_their_line_and_with_the_answer() -> None:
@@ -274,6 +332,26 @@ def test_a_run_samples_as_ollama_does_where_the_model_says_nothing() -> None:
         server.server_close()
 
 
+def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.server, made.server_key)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listed)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"https://127.0.0.1:{server.server_address[1]}"
+    try:
+        with pytest.raises(
+            EngineUnavailable, match=r"certificate that is not trusted here \(.+\): name its file in SSL_CERT_FILE"
+        ):
+            RemoteModel(url, "", "", {})
+        monkeypatch.setenv("SSL_CERT_FILE", str(made.authority))
+        RemoteModel(url, "", "", {})
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 # ── in a terminal ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -299,7 +377,7 @@ class Slow(http.server.BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         try:
-            for number in range(1000 if question == "on" else 1):
+            for number in range({"on": 1000, "some": 60}.get(question, 1)):
                 text = f"**word{number}** "
                 self.wfile.write(b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n")
                 self.wfile.flush()
@@ -341,5 +419,42 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(interrupts: None, tmp_
         assert "again" in history.read_text() and history.stat().st_mode & 0o077 == 0
     finally:
         terminal.process.kill()
+        server.shutdown()
+        server.server_close()
+
+
+def is_echoing(terminal: Terminal) -> bool:
+    return bool(termios.tcgetattr(terminal.fd)[3] & termios.ECHO)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_keys_do_not_appear_in_an_answer_and_are_kept(interrupts: None, tmp_path: Path, ending: signal.Signals) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    terminal = Terminal("chat", "--url", url, size=(40, 24), environment={"OCTAVO_CACHE": str(tmp_path)}, controls=True)
+    terminal.screen = lambda: plain(terminal.raw)  # type: ignore[method-assign] # it scrolls
+    try:
+        terminal.until(lambda text: "> " in text)
+        terminal.press("some\n")
+        terminal.until(lambda text: "word9" in text)
+        assert not is_echoing(terminal)
+        terminal.press("typed early")
+        shown = terminal.until(lambda text: "word59" in text and text.rstrip().endswith("typed early"))
+        answer = shown[shown.index("word0") :]
+        assert answer.index("typed") > answer.index("word59"), "it is at the next prompt, and not in the answer"
+        assert all(len(line) < 40 for line in answer.split("\r\n"))
+        terminal.press("\x15on\n")  # Ctrl-U, and an answer without an end
+        terminal.until(lambda text: "word99" in text)
+        assert not is_echoing(terminal)
+        terminal.process.send_signal(ending)
+        if ending == signal.SIGINT:
+            terminal.until(lambda text: text.endswith("> "))
+            terminal.press("/exit\n")
+        assert terminal.process.wait(30) == (0 if ending == signal.SIGINT else -ending)
+        assert is_echoing(terminal)
+    finally:
+        terminal.process.kill()
+        terminal.close()
         server.shutdown()
         server.server_close()

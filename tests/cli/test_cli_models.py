@@ -92,6 +92,13 @@ def test_ps_lists_living_servers_only(hub: Registry, place: Path, capsys: pytest
     main.main(["pull", "org/tiny-GGUF:Q4_K_M"])
     assert main.main(["rm", "org/tiny-GGUF:Q4_K_M"]) == 2
     assert "is served at http://127.0.0.1:1/v1 (process 11)" in capsys.readouterr().err
+    inner = RuntimeDir()
+    write_record(inner.path, ServerRecord(33, "unix:/tmp/x.sock", "org/tiny-GGUF:Q8_0", 3.0, is_inner=True))
+    assert [one.pid for one in running_servers()] == [11, 22], "a gateway is listed, and not each of its models"
+    main.main(["pull", "org/tiny-GGUF:Q8_0"])
+    assert main.main(["rm", "org/tiny-GGUF:Q8_0"]) == 2
+    assert "is served at unix:/tmp/x.sock (process 33)" in capsys.readouterr().err
+    inner.close()
     os.close(second._lock)  # as if its supervisor was killed: the folder stays, and is not locked
     second._lock = os.open(os.devnull, os.O_RDONLY)
     (second.path / "junk").touch()

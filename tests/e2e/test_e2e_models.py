@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from octavo.supervisor.runtime_dir import running_servers
 from tests.adapters import write_model
 from tests.certificates import make_certificates
 from tests.e2e.servers import Server
@@ -102,6 +103,10 @@ def test_two_models_answer_side_by_side(models: tuple[str, str]) -> None:
     with Server(*models, *FLAGS) as server:
         listed = {card["id"]: card for card in json.loads(server.get("/v1/models")[1])["data"]}
         assert {name: card["status"] for name, card in listed.items()} == {"chat": "ready", "embed": "ready"}
+        inner = {pid for pid, command in children_of(server.process.pid).items() if "gateway.child" in command}
+        assert inner <= {record.pid for record in running_servers(with_inner=True)}
+        found = {record.pid: record.model for record in running_servers()}
+        assert found[server.process.pid] == "chat, embed" and not inner & found.keys(), "octavo ps lists the gateway"
         assert listed["embed"]["capabilities"] == ["embedding"]
         status, text = server.post("/v1/completions", completion())
         assert status == 200 and json.loads(text)["model"] == "chat"

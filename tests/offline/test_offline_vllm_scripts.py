@@ -315,6 +315,16 @@ def test_the_names_are_where_scripts_import_them(tmp_path: Path) -> None:
         assert getattr(octavo, name) is not None
 
 
+def test_an_unknown_field_of_sampling_params_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"^SamplingParams has no field 'temperture'; did you mean 'temperature'\?$"):
+        SamplingParams(temperture=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^SamplingParams has no field 'colour'$"):
+        SamplingParams(colour=1, max_tokens=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(1)  # type: ignore[misc]
+    assert SamplingParams(temperature=0.5).temperature == 0.5
+
+
 def test_what_vllm_has_and_octavo_has_not_is_named(llm: LLM) -> None:
     for name, why in MISSING.items():
         with pytest.raises(AttributeError, match=f"'LLM' object has no attribute '{name}': {re.escape(why)}"):
@@ -324,4 +334,6 @@ def test_what_vllm_has_and_octavo_has_not_is_named(llm: LLM) -> None:
         llm.genrate  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match=r"use StructuredOutputsParams, and SamplingParams\(structured_outputs=…\)"):
         from octavo import GuidedDecodingParams  # type: ignore[attr-defined]  # noqa: F401
-    assert not hasattr(octavo, "no_such_name")
+    assert not hasattr(octavo, "no_such_name") and not hasattr(octavo, "GuidedDecodingParams")
+    with pytest.raises(AttributeError, match="use StructuredOutputsParams"):
+        octavo.GuidedDecodingParams  # type: ignore[attr-defined]  # noqa: B018

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from octavo.cli.flags import OFFLINE, Parser, add_config_flags, count, integer, 
 from octavo.config import AUTO
 from octavo.errors import ConfigError
 from octavo.foreign_flags import ForeignFlag
+from octavo.ipc.stderr import say
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SLO_NAMES = ("ttft", "tpot", "e2el")
@@ -32,7 +34,7 @@ def _refused(why: str, *, takes_value: bool = True) -> ForeignFlag:
     return ForeignFlag("vLLM", why=why, takes_value=takes_value)
 
 
-_IN_RESULT = "--result FILE writes all measurements"
+_NO_PLOT = "the file of --result has every request's times, to be plotted elsewhere"
 _BY_TRACE = "--trace FILE replays arrivals and lengths of any shape"
 OF_VLLM = {
     "--served-model-name": ForeignFlag("vLLM", ours="--model"),
@@ -50,14 +52,45 @@ OF_VLLM = {
     "--ramp-up-strategy": _refused(_BY_TRACE),
     "--ramp-up-start-rps": _refused(_BY_TRACE),
     "--ramp-up-end-rps": _refused(_BY_TRACE),
-    "--save-result": _refused(_IN_RESULT, takes_value=False),
-    "--append-result": _refused(_IN_RESULT, takes_value=False),
-    "--result-dir": _refused(_IN_RESULT),
-    "--result-filename": _refused(_IN_RESULT),
+    "--append-result": _refused("--save-result writes one file for each run", takes_value=False),
+    "--plot-timeline": _refused(_NO_PLOT, takes_value=False),
+    "--timeline-itl-thresholds": _noted("there is no plot"),
+    "--plot-dataset-stats": _refused(_NO_PLOT, takes_value=False),
     "--lora-modules": _refused("give the adapter's name as --model"),
+    "--lora-assignment": _refused("give the adapter's name as --model"),
+    "--use-beam-search": _refused("""give --extra-body '{"use_beam_search": true, "n": 4}'""", takes_value=False),
+    "--logprobs": _refused("""give --extra-body '{"logprobs": 1}'"""),
+    "--chat-template-kwargs": _refused("""give --extra-body '{"chat_template_kwargs": …}'"""),
+    "--header": _refused("requests carry the key of --api-key and no other header"),
+    "--insecure": _refused(
+        "certificates are checked: SSL_CERT_FILE names one that you made yourself", takes_value=False
+    ),
+    "--request-id-prefix": _noted("the server names requests"),
+    "--skip-tokenizer-init": _noted("no tokenizer is loaded: the server counts the tokens", takes_value=False),
+    "--no-oversample": _noted("there are as many prompts as --num-prompts", takes_value=False),
+    "--disable-shuffle": _noted("prompts are sent in the order in which they are drawn", takes_value=False),
+    "--skip-chat-template": _noted("the server applies the template", takes_value=False),
+    "--no-stream": _refused("requests are streamed: times of tokens need it", takes_value=False),
+    "--self-timed": _refused(_BY_TRACE, takes_value=False),
+    "--no-self-timed": _noted("arrivals follow --request-rate", takes_value=False),
+    "--random-batch-size": _noted("each request has one prompt", values="1", why="each request has one prompt"),
+    "--probe-request-rate": _noted(
+        "there are no probes", values="0 0.0", why="run a second octavo bench serve beside it"
+    ),
     "--profile": _refused("journeys (GET /v1/requests/ID) say where a request's time went", takes_value=False),
 }
 """Flags of `vllm bench serve` that are not ours."""
+
+
+SAMPLING: dict[str, Callable[[str], Any]] = {
+    "top_p": number,
+    "top_k": integer,
+    "min_p": number,
+    "frequency_penalty": number,
+    "presence_penalty": number,
+    "repetition_penalty": number,
+}
+"""Sampling parameters of requests beside the temperature."""
 
 
 def add_bench(commands: Any) -> None:
@@ -120,6 +153,23 @@ def slo(text: str) -> tuple[str, float]:
             f"{text!r} is not a service level: give NAME:MILLISECONDS, NAME being {', '.join(SLO_NAMES)}"
         )
     return name, above_zero(limit)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def _add_lengths(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
@@ -218,10 +268,23 @@ def _add_serve(kinds: Any) -> None:
         help="generate exactly --output-len tokens, even if the model would stop earlier",
     )
     add("--temperature", type=number, default=0.0, metavar="X", help="sampling temperature (default: 0)")
+    for name, kind in SAMPLING.items():
+        add(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar="X",
+            help=f"{name} of every request (default: the server's)",
+        )
+    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="further fields of every request")
     add("--goodput", type=slo, nargs="+", default=[], metavar="NAME:MS", help="service levels that a request must meet to count for goodput: ttft:500 tpot:50 e2el:10000")  # fmt: skip
     add("--timeout", type=above_zero, default=600.0, metavar="X", help="seconds after which a request counts as failed (default: 600)")  # fmt: skip
     add("--seed", type=integer, default=0, metavar="N", help="seed of prompts and arrivals (default: 0)")
     _add_result(parser)
+    add("--save-result", action="store_true", help="write the measurements, as vLLM does, to a file whose name has the time; they have vLLM's names, too")  # fmt: skip
+    add("--result-dir", metavar="FOLDER", help="folder of --save-result; made if it does not exist (default: this one)")
+    add("--result-filename", metavar="FILE", help="name of the file of --save-result")
+    add("--label", metavar="TEXT", help="beginning of the name of the file of --save-result (default: the API)")
+    add("--metadata", type=_pair, nargs="*", default=[], metavar="NAME=VALUE", help="to be written into the file, too")
     parser.takes_foreign_flags, parser.foreign_flags = True, OF_VLLM
     parser.set_defaults(run=_serve)
 
@@ -233,4 +296,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         host = arguments.host or "127.0.0.1"
         arguments.base_url = f"http://{f'[{host}]' if ':' in host else host}:{arguments.port or 8000}"
     arguments.base_url = arguments.base_url or DEFAULT_URL
+    if arguments.save_result and arguments.result is not None:
+        raise ConfigError("--result names the file already: leave out --save-result")
+    if not arguments.save_result and (arguments.result_dir or arguments.result_filename):
+        say("--result-dir and --result-filename have no effect without --save-result")
     return _runs("serve")(arguments)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.cli.bench.flags import SAMPLING
 from octavo.cli.bench.http_stream import Client, HTTPFailure, Target
 from octavo.cli.bench.workload import Workload
 
@@ -86,6 +87,8 @@ class Sender:
             "stream": True,
             "stream_options": {"include_usage": True},
         } | ({"ignore_eos": True} if arguments.ignore_eos else {})
+        sampling = {name: getattr(arguments, name) for name in SAMPLING}
+        self._fields |= {name: value for name, value in sampling.items() if value is not None} | arguments.extra_body
 
     async def send(self, prompt: str | list[int], max_tokens: int | None = None) -> RequestResult:
         """`max_tokens`: None: as many as for all."""

@@ -5,7 +5,9 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from octavo.cli.bench import clients, report
@@ -74,10 +76,32 @@ def show(figures: dict[str, Any]) -> str:
     return "\n".join([*report.show_figures(lines), "", *table, *(["", "errors:", *errors] if errors else [])])
 
 
+def vllm_figures(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures by the names that `vllm bench serve --save-result` has for them, for scripts that read its files."""
+    named: dict[str, Any] = {
+        "duration": figures["seconds"],
+        "completed": figures["num_requests"] - figures["num_errors"],
+        "failed": figures["num_errors"],
+        "total_input_tokens": figures["prompt_tokens"],
+        "total_output_tokens": figures["output_tokens"],
+        "request_throughput": figures["requests_per_second"],
+        "request_goodput": figures["goodput_requests_per_second"],
+        "output_throughput": figures["output_tokens_per_second"],
+        "total_token_throughput": figures["total_tokens_per_second"],
+    }
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        if spread := figures[f"{name}_ms"]:
+            named |= {f"{kind}_{name}_ms": spread[kind] for kind in ("mean", "p50", "p90", "p99")}
+            named[f"median_{name}_ms"] = spread["p50"]
+    return named
+
+
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.save_result:
+        arguments.result = _file_to_save(arguments)
     report.check_writable(arguments.result)
     if arguments.prompt_kind == "ids" and arguments.endpoint == "chat":
         raise ConfigError("--prompt-kind ids needs --endpoint completions: a chat message is text")
@@ -106,8 +130,25 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     settings = {name: value for name, value in vars(arguments).items() if name not in ("run", "api_key")}
     settings["request_rate"] = None if arguments.request_rate == float("inf") else arguments.request_rate
-    report.write(arguments.result, {"model": model, "settings": settings, "figures": figures, "requests": requests})
+    named = vllm_figures(figures) if arguments.save_result else {}
+    named |= {name: value for name, value in arguments.metadata if name not in named}
+    result = {"model": model, "settings": settings, "figures": figures, "requests": requests}
+    report.write(arguments.result, named | result)
     return 1 if figures["num_errors"] else 0
+
+
+def _file_to_save(arguments: argparse.Namespace) -> str:
+    """The file of --save-result. Raises ConfigError."""
+    folder = Path(arguments.result_dir or ".")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--result-dir {folder} cannot be made: {error.strerror}") from None
+    model = str(arguments.model or "model").rsplit("/", 1)[-1]
+    streams = f"-concurrency{arguments.max_concurrency}" if arguments.max_concurrency else ""
+    label = arguments.label or arguments.endpoint
+    made = f"{label}-{arguments.request_rate}qps{streams}-{model}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    return str(folder / (arguments.result_filename or made))
 
 
 async def warm_up(arguments: argparse.Namespace) -> str:

@@ -18,7 +18,7 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     threading.Thread(target=_watch_gateway, daemon=True).start()
     try:
-        return serve(config)
+        return serve(config, is_inner=True)
     except ConfigError as error:
         say(f"error: {' '.join(error.message.split())}")
         return 2

@@ -5,6 +5,7 @@ import argparse
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -370,6 +371,30 @@ async def test_the_first_request_must_work(monkeypatch: pytest.MonkeyPatch, caps
     assert len(scripted.bodies) == 1
 
 
+async def test_a_result_is_saved_as_vllm_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--backend vllm --endpoint /v1/completions --dataset-name random --random-input-len 9 --random-output-len 4"
+    further = "--num-prompts 3 --request-rate inf --seed 3 --percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 99 --top-p 0.5"
+    folder = tmp_path / "made" / "here"
+    saved = ["--save-result", "--result-dir", str(folder), "--metadata", "tp=1", "--extra-body", '{"user": "u"}']
+    async with running() as (url, scripted):
+        assert await command(url, *given.split(), *further.split(), *saved, "--result-filename", "x.json") == 0
+        assert (
+            await command(url, "--num-prompts", "1", "--save-result", "--result-dir", str(folder), "--label", "mine")
+            == 0
+        )
+        assert await command(url, "--num-prompts", "1", "--result-dir", str(tmp_path / "never")) == 0
+        assert await command(url, "--save-result", "--result", "y") == 2
+    assert all(body["top_p"] == 0.5 and body["user"] == "u" for body in scripted.bodies[:4])
+    assert "top_p" not in scripted.bodies[-1]
+    result = json.loads((folder / "x.json").read_text())
+    assert (result["completed"], result["failed"], result["total_input_tokens"], result["tp"]) == (3, 0, 27, "1")
+    assert result["median_ttft_ms"] == result["figures"]["ttft_ms"]["p50"] and result["p99_e2el_ms"] >= 1000 * FIRST
+    assert [name.name[:24] for name in folder.glob("mine-*")] == ["mine-infqps-model-" + time.strftime("%Y%m")]
+    assert not (tmp_path / "never").exists()
+    errors = capsys.readouterr().err
+    assert "have no effect without --save-result" in errors and "leave out --save-result" in errors
+
+
 def test_mistakes_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["bench", "serve", "--result", str(tmp_path / "no" / "x.json")]) == 2
     assert main.main(["bench", "serve", "--base-url", "http://127.0.0.1:9"]) == 1
@@ -422,7 +447,12 @@ def test_flags_of_vllms_benchmark_are_taken(
         ("--backend tgi", "--backend: 'tgi' is neither chat nor completions"),
         ("--dataset-name sharegpt", "'sharegpt' is not offered: prompts are random; --trace FILE"),
         ("--burstiness 0.5", "--burstiness 0.5 is not offered: --trace FILE"),
-        ("--save-result", "--save-result is not offered: --result FILE"),
+        ("--append-result", "--append-result is not offered: --save-result writes one file"),
+        ("--plot-timeline", "--plot-timeline is not offered: the file of --result"),
+        ("--logprobs 1", "--logprobs is not offered: give --extra-body"),
+        ("--random-batch-size 2", "--random-batch-size 2 is not offered: each request has one prompt"),
+        ("--extra-body [1]", "--extra-body: '[1]' is not a JSON object"),
+        ("--metadata x", "--metadata: 'x' is not NAME=VALUE"),
     ):
         with pytest.raises(SystemExit):
             bench(text)

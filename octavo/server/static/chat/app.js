@@ -147,9 +147,11 @@ function notice(text, undo = null) {
 
 // ── keeping ──
 async function save(which = talk) {
-  if (!Object.keys(which.nodes).length && !which.isNamed) return; // an empty chat is not worth keeping
+  // An empty chat is not worth keeping: it may have been stored while its first question, which failed, was on its way.
+  const isKept = Object.keys(which.nodes).length > 0 || which.isNamed;
   try {
-    await store.put(which);
+    if (isKept) await store.put(which);
+    else await store.remove(which.id);
     await sidebar.show();
   } catch (error) {
     notice(`This conversation could not be stored: ${error?.name === "QuotaExceededError" ? "the browser has no room left" : sentence(error?.message ?? "the browser refused")}. Export what you want to keep.`);
