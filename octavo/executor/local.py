@@ -83,8 +83,7 @@ class LocalExecutor:
         assert self._runner is not None, "closed"
         self._runner.pages.give_back(pages)
         if (draft := self._runner.draft) is not None:
-            draft.pages.give_back(pages)
-            draft.filled.forget(pages)
+            draft.give_back(pages)
 
     def open_tier(self, tiers: KVTiers, layout: str) -> PageMover:
         assert self._runner is not None, "closed"
