@@ -31,6 +31,7 @@ DRAFTERS = {
     "auto": "",
 }
 DRAFT_MODEL = "draft_model"
+BY_MODEL = (DRAFT_MODEL, "eagle3", "mtp")  # drafters that are added where there is something to draft with
 OFF = '{"method": "none"}'
 FORM_SHARE = 0.25  # of requests that have a grammar
 NUM_AT_ONCE = 40  # requests that one engine is given; it ends with the last of them
@@ -110,7 +111,7 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
 
 
 def _predict(request: GenerateRequest, tokens: list[int], r: random.Random, drafter: str) -> GenerateRequest:
-    if r.random() < (0.8 if drafter == DRAFT_MODEL else 0.3):  # a request with a prediction is not drafted by a model
+    if r.random() < (0.8 if drafter in BY_MODEL else 0.3):  # a request with a prediction is not drafted by a model
         return request
     wrong = r.choice([0.0, 0.02, 0.1, 0.3])
     prediction = tuple(token if r.random() >= wrong else r.choice(tokens) for token in tokens)
@@ -120,13 +121,24 @@ def _predict(request: GenerateRequest, tokens: list[int], r: random.Random, draf
 class Campaign:
     """Runs requests through engines. `folder`: where they are recorded."""
 
-    def __init__(self, source: ModelSource, options: dict[str, Any], folder: Path, draft_model: str = "") -> None:
-        """`draft_model`: what the drafter of that name drafts with."""
+    def __init__(
+        self,
+        source: ModelSource,
+        options: dict[str, Any],
+        folder: Path,
+        draft_model: str = "",
+        eagle3: str = "",
+        has_mtp: bool = False,
+    ) -> None:
+        """`draft_model`, `eagle3`: what the drafters of these names draft with. `has_mtp`: the model has layers for multi-token prediction."""
         self.source, self.folder = source, folder
         self.drafters = dict(DRAFTERS)
-        if draft_model:
-            config = {"method": DRAFT_MODEL, "model": draft_model, "num_speculative_tokens": 5, "adaptive": False}
-            self.drafters[DRAFT_MODEL] = json.dumps(config)
+        common = {"num_speculative_tokens": 5, "adaptive": False}
+        for method, model in ((DRAFT_MODEL, draft_model), ("eagle3", eagle3)):
+            if model:
+                self.drafters[method] = json.dumps({"method": method, "model": model, **common})
+        if has_mtp:
+            self.drafters["mtp"] = json.dumps({"method": "mtp", **common})
         self.options = {
             "page_size": 4,
             "kv_cache_memory_bytes": 3 * 2**18,
@@ -229,6 +241,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafters", default="", help="all, if it is empty")
     parser.add_argument("--draft-model", default="", help="for the drafter draft_model")
+    parser.add_argument("--eagle3", default="", help="head for the drafter eagle3")
+    parser.add_argument("--mtp", action="store_true", help="the model has layers for the drafter mtp")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true", help="on a GPU")
     parser.add_argument(
@@ -241,7 +255,8 @@ def run(options: argparse.Namespace) -> int:
     given = {"dtype": options.dtype, "deterministic": options.deterministic}
     given["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
     with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(resolve(options.model), given, Path(folder), options.draft_model)
+        source = resolve(options.model)
+        campaign = Campaign(source, given, Path(folder), options.draft_model, options.eagle3, options.mtp)
         drafters = options.drafters.split(",") if options.drafters else list(campaign.drafters)
         started, seen = time.monotonic(), campaign.seen
         for number in range(-(-options.requests // NUM_AT_ONCE)):

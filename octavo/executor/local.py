@@ -83,8 +83,7 @@ class LocalExecutor:
         assert self._runner is not None, "closed"
         self._runner.pages.give_back(pages)
         if (draft := self._runner.draft) is not None:
-            draft.pages.give_back(pages)
-            draft.filled.forget(pages)
+            draft.give_back(pages)
 
     def sleep(self, pages: list[int], keeps_pages: bool) -> None:
         self.give_back(pages)

@@ -56,9 +56,12 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden], which may be changed. `rotation`: the step's rotary factors, for families that use them."""
-        qkv = self.qkv(x, self.norm)
+        return self.attended(self.qkv(x, self.norm), x, batch, rotation)
+
+    def attended(self, qkv: torch.Tensor, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None) -> torch.Tensor:
+        """x + the attention of qkv [T, q + 2 kv]; both may be changed."""
         if len(self.qk_norms):
-            q, k, _ = qkv.split(self._sizes, dim=1)
+            q, k, _ = torch.split(qkv, self._sizes, dim=1)
             for norm, part in zip(self.qk_norms, (q, k), strict=True):
                 norm(part)
         heads = qkv.view(-1, *self._heads_shape)  # [T, H + 2 Hkv, D]

@@ -1,7 +1,7 @@
 """The models that families build on: DecoderModel is what a worker uses, CausalModel adds the output head."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,18 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
 
+class HiddenTap(Protocol):
+    """Reads hidden states in a model's pass, and makes something of them for each token."""
+
+    layers: frozenset[int]
+    """Layers whose input is read; the model's number of layers stands for the last one's output."""
+    features: torch.Tensor | None
+    """[T, size] of the last pass."""
+
+    def take(self, layer: int, x: torch.Tensor) -> None:
+        """x [T, D] is not changed, and may be afterwards. Layers come in their order."""
+
+
 class DecoderModel(nn.Module):
     """Embedding and layers, and how weights get in. `layers` may be a generator: it is read after the embedding is made."""
 
@@ -34,6 +46,10 @@ class DecoderModel(nn.Module):
     """Numbers in what final() gives for a token, where that is not the hidden size."""
     rope: Rope | None = None
     """Set by families with rotary positions."""
+    tap: HiddenTap | None = None
+    """Set where a draft head reads the hidden states."""
+    takes_hidden: bool = False
+    """Set where forward() is always given hidden states."""
 
     def __init__(
         self,
@@ -64,8 +80,16 @@ class DecoderModel(nn.Module):
         self.attention_backend.plan(batch)
         rotations = self.rotations(batch.positions)
         x = self.embed(batch) if hidden is None else hidden
-        for layer, rotation in zip(self.layers, rotations, strict=True):
+        if self.tap is None:
+            for layer, rotation in zip(self.layers, rotations, strict=True):
+                x = layer(x, batch, rotation)
+            return x
+        for number, layer, rotation in zip(self.layer_numbers, self.layers, rotations, strict=True):
+            if number in self.tap.layers:
+                self.tap.take(number, x)
             x = layer(x, batch, rotation)
+        if self.num_layers in self.tap.layers:
+            self.tap.take(self.num_layers, x)
         return x
 
     def embed(self, batch: Batch) -> torch.Tensor:

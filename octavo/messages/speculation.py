@@ -8,7 +8,10 @@ from octavo.config import read_json_object
 from octavo.errors import ConfigError, quote
 from octavo.messages.plans import MIN_SAMPLES
 
-Method = Literal["ngram", "suffix", "draft_model"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
+_BY_MODEL = ("draft_model", "eagle3", "mtp")
+_NAMES: dict[str, Any] = {"deepseek_mtp": "mtp"}  # other names for a method
+_NEEDS_MODEL = {"draft_model": "a draft model", "eagle3": "an EAGLE-3 head"}
 FLAG = "--speculative-config"
 MAX_DRAFT = MIN_SAMPLES - 1
 MAX_NGRAM = 16
@@ -22,8 +25,13 @@ class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     is_adaptive: bool = True  # False: as many as can be had, whatever they cost
-    model: str = ""  # the draft model: a folder, a .gguf file or a hub id; empty: drafts come from the text
+    model: str = ""  # the draft model or the EAGLE-3 head: a folder, a .gguf file or a hub id
     max_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: any number
+
+    @property
+    def is_by_model(self) -> bool:
+        """Drafts come from a draft model or a head in the worker; False: from the text."""
+        return self.method in _BY_MODEL
 
 
 def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> SpeculationSettings | None:
@@ -35,20 +43,22 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
     if unknown:
         raise ConfigError(f"{FLAG}: {quote(unknown[0])} is not known; known are {', '.join(_KEYS)}")
     method, model = values.get("method", "draft_model" if "model" in values else "auto"), values.get("model", "")
+    method = _NAMES.get(str(method), method)
     if method == "none" or (method == "auto" and (is_gpu or not is_exact)):
         return None
     if method != "auto" and method not in get_args(Method):
         raise ConfigError(f"{FLAG}: the method {quote(method)} is not supported: {_METHODS}")
     if type(model) is not str:
         raise ConfigError(f"{FLAG}: model must be a text, the name of the draft model, got {quote(model)}")
-    if method == "draft_model" and not model:
-        raise ConfigError(f"{FLAG}: the method draft_model needs a draft model: name it with `model`")
-    if model and method != "draft_model":
+    if method in _NEEDS_MODEL and not model:
+        raise ConfigError(f"{FLAG}: the method {method} needs {_NEEDS_MODEL[method]}: name it with `model`")
+    if model and method not in _NEEDS_MODEL:
         raise ConfigError(
-            f"{FLAG}: model is for the method draft_model, not for {quote(method)}: leave one of them out"
+            f"{FLAG}: model is for the methods {' and '.join(_NEEDS_MODEL)}, not for {quote(method)}: leave one of them out"
         )
-    if model and is_gpu:
-        raise ConfigError(f"{FLAG}: a draft model works on a CPU only, and a GPU computes here: use ngram or suffix")
+    if method in _BY_MODEL and is_gpu:
+        what = "a draft model" if method == "draft_model" else "a draft head"
+        raise ConfigError(f"{FLAG}: {what} works on a CPU only, and a GPU computes here: use ngram or suffix")
     least, most = _number(values, "prompt_lookup_min", 2, MAX_NGRAM), _number(values, "prompt_lookup_max", 4, MAX_NGRAM)
     if "prompt_lookup_max" not in values:
         most = max(least, most)
@@ -60,10 +70,11 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
     if type(is_adaptive) is not bool:
         raise ConfigError(f"{FLAG}: adaptive must be true or false, got {quote(is_adaptive)}")
     num_tokens = _number(values, "num_speculative_tokens", 8, MAX_DRAFT)
-    return SpeculationSettings("ngram" if method == "auto" else method, num_tokens, least, most, is_adaptive, model)
+    chosen: Method = "ngram" if method == "auto" else method
+    return SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model)
 
 
-_METHODS = "use auto, ngram, suffix, draft_model or none"
+_METHODS = "use auto, ngram, suffix, draft_model, eagle3, mtp or none"
 
 
 def _number(values: dict[str, Any], name: str, default: int, most: int) -> int:

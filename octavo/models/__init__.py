@@ -17,7 +17,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def families() -> list[str]:
     """Every model_type that can be served."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
 
 def family_of(config: Mapping[str, Any]) -> str | None:

@@ -280,6 +280,11 @@ class Model(CausalModel):
         settings = rope_settings(config) | {"partial_rotary_factor": (sizes.rotated + 0.5) / spec.head_size}
         self.rope = Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
 
+    @classmethod
+    def prediction_layer(cls, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Layer:
+        """The layer of a head for multi-token prediction, as its only layer: like the last ones of the model, with experts."""
+        return cls.layer_type(0, cls.defaults | config | {"first_k_dense_replace": 0}, spec, context)
+
     def is_ignored(self, name: str) -> bool:
         # Layers for multi-token prediction come after the last one.
         layer = re.match(r"model\.layers\.(\d+)\.", name)

@@ -11,6 +11,7 @@ from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
+from octavo.layers.linear import ColumnLinear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import RMSNorm, SplitRMSNorm
@@ -180,7 +181,10 @@ class Layer(DecoderLayer):
 
     def qkv_slots(self, name: str) -> WeightSlots:
         """`name`: the attention's name in the checkpoint."""
-        slots = self.attention.qkv.weight_slots(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        return self.slots_of(self.attention.qkv, name)
+
+    def slots_of(self, qkv: ColumnLinear, name: str) -> WeightSlots:
+        slots = qkv.weight_slots(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         for key, slot in slots.items():
             if "v_proj" not in key:
                 slots[key] = WeightSlot(slot.shape, lambda t, store=slot.store: store(self.interleaved(t)))  # type: ignore[misc]

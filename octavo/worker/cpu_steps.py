@@ -16,6 +16,7 @@ from octavo.kernels.cpu.native import Native
 from octavo.kernels.cpu.tape import NotRecordable, Tape
 from octavo.layers.model import DecoderModel
 from octavo.limits import Limits
+from octavo.models.draft_heads.base import DraftHead
 from octavo.weights.methods.cpu_native import NativeHeld, kind_name
 
 
@@ -79,18 +80,31 @@ class CpuSteps:
     before, to logits, or to hidden states for the next stage."""
 
     def __init__(
-        self, native: Native, tape: Tape, result: torch.Tensor, has_logits: bool, hidden: torch.Tensor | None
+        self,
+        native: Native,
+        tape: Tape,
+        result: torch.Tensor,
+        has_logits: bool,
+        hidden: torch.Tensor | None,
+        features: torch.Tensor | None = None,
     ) -> None:
-        """`hidden`: where a step finds the hidden states of the stage before; None: this is the first stage."""
+        """`hidden`: where a step finds the hidden states of the stage before, or a head its features; None: it takes none. `features`: for a
+        draft head."""
         self._native, self._tape = native, tape
         self._result = result  # [max S, V] or [max T, D]
         self._has_logits = has_logits
         self._hidden = hidden  # [max T, D]
+        self._features = features  # of a model [max T, D], of a draft head [max S, D]
 
     def input(self, num_tokens: int) -> torch.Tensor:
         """[T, D]: to be filled before run(), unless this is the first stage."""
         assert self._hidden is not None
         return self._hidden[:num_tokens]
+
+    def features(self, count: int) -> torch.Tensor:
+        """What the last run made for a draft head: of each token or, by the head itself, of each sample."""
+        assert self._features is not None
+        return self._features[:count]
 
     def run(self, batch: Batch) -> torch.Tensor:
         """→ logits [S, V], or the hidden states [T, D] that the next stage needs; valid until the next run."""
@@ -118,14 +132,26 @@ def record(
     stage = model.stage
     try:
         with native.recording(tape, inputs, num_groups):
-            hidden = None if stage.is_first else tape.input(model.hidden_size)
+            takes_hidden = model.takes_hidden or not stage.is_first
+            hidden = tape.input(model.hidden_size) if takes_hidden else None
             result = model.forward(batch, hidden)
+            features = None if model.tap is None else model.tap.features
             if stage.is_last:
-                result = model.logits(native.gather(result, batch.sample_at))
+                sampled = native.gather(result, batch.sample_at)
+                result = model.logits(sampled)
+                features = model.chained(sampled) if isinstance(model, DraftHead) else features
     except NotRecordable as error:
         return str(error)
-    result, *given = tape.finish([result], [] if hidden is None else [hidden])
-    return CpuSteps(native, tape, result, stage.is_last, given[0] if given else None)
+    results = [result] if features is None else [result, features]
+    found = tape.finish(results, [] if hidden is None else [hidden])
+    return CpuSteps(
+        native,
+        tape,
+        found[0],
+        stage.is_last,
+        None if hidden is None else found[-1],
+        None if features is None else found[1],
+    )
 
 
 def _stand_in(tape: Tape, num_groups: int) -> Batch:

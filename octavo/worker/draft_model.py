@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 import torch
 
+from octavo.batch import Batch
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
 from octavo.messages import FROM_MODEL, Draft, DraftWork, PageMove, StepPlan
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import Ints
-from octavo.worker.assemble import Columns, assemble
+from octavo.worker.assemble import Assembled, Columns, assemble
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.pages import Pages
 from octavo.worker.rows import RowState
@@ -88,6 +89,9 @@ class FilledPages:
 
 
 class DraftModel:
+    keeps_drafts = True
+    """Whether a pass over a drafted token is right if the draft is."""
+
     def __init__(
         self,
         model: DecoderModel,
@@ -106,6 +110,14 @@ class DraftModel:
         self._model, self._steps, self._native = model, steps, native
         self._rows, self._staging = rows, staging
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
+
+    def read(self, batch: Batch, features: torch.Tensor | None) -> None:
+        """After the other model has computed a batch. `features`: [T, D] what was made of its hidden states; None: nothing."""
+
+    def give_back(self, pages: list[int]) -> None:
+        """Give the memory of these pages back to the system."""
+        self.pages.give_back(pages)
+        self.filled.forget(pages)
 
     def move(self, moves: list[PageMove]) -> None:
         """Before the step's other work, as the other model's pages."""
@@ -158,8 +170,11 @@ class DraftModel:
             logits = self._model.logits(hidden.index_select(0, batch.sample_at)) if len(batch.sample_at) else hidden[:0]
         if not len(batch.sample_at):
             return []
+        return self._sampled(_fitted(logits, self._vocab_size), assembled)
+
+    def _sampled(self, logits: torch.Tensor, assembled: Assembled) -> list[int]:
+        """logits [S, V] → a token for each sample, which is also in the token table."""
         rows, lens = assembled.sample_rows, assembled.sample_lens
-        logits = _fitted(logits, self._vocab_size)
         tokens = sample(logits, self._rows.tokens, self._rows.sampling, rows, lens, native=self._native)
         self._rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
         found: list[int] = tokens.tolist()
@@ -180,14 +195,17 @@ class _Proposal:
         has_all = [start + count == end for start, count, end in zip(have, more, ends, strict=True)]
         own = [int(each) for each in has_all]  # its own last token, behind all that were missing
         going = [at for at in range(len(ends)) if more[at] or own[at]]
-        self._compute(going, have, [a + b for a, b in zip(more, own, strict=True)], has_all)
+        self._compute(going, have, [a + b for a, b in zip(more, own, strict=True)], has_all, is_sure=True)
         going = [at for at in going if has_all[at]]
         while going := [at for at in going if len(self.tokens[at]) < wanted[at]]:
             starts = [end + len(tokens) for end, tokens in zip(ends, self.tokens, strict=True)]
-            self._compute(going, starts, [1] * len(ends), has_all)
+            self._compute(going, starts, [1] * len(ends), has_all, is_sure=model.keeps_drafts)
 
-    def _compute(self, going: list[int], starts: list[int], counts: list[int], samples: list[bool]) -> None:
-        """Compute these rows from `starts` on, and sample behind those that have all of their tokens."""
+    def _compute(
+        self, going: list[int], starts: list[int], counts: list[int], samples: list[bool], is_sure: bool
+    ) -> None:
+        """Compute these rows from `starts` on, and sample behind those that have all of their tokens. `is_sure`: what is computed stays
+        right if its tokens are."""
         if not going:
             return
         rows = [self._rows[at] for at in going]
@@ -200,8 +218,9 @@ class _Proposal:
         columns = Columns(of_rows, of_counts, ends, np.array([samples[at] for at in going], dtype=np.bool_))
         for at, token in zip(sampling, self._model.compute(columns), strict=True):
             self.tokens[at].append(token)
-        for row, end in zip(rows, ends.tolist(), strict=True):
-            self._model.filled.computed(row, end)
+        if is_sure:
+            for row, end in zip(rows, ends.tolist(), strict=True):
+                self._model.filled.computed(row, end)
         self.num_passes += 1
         self.num_tokens += int(of_counts.sum())
         self.context += int((of_starts * of_counts).sum())

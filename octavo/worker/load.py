@@ -193,30 +193,35 @@ class Loader:
         check_parallel(self.spec, self.config.parallel)
         if self.spec.is_encoder:
             self.limits = hold_whole_prompts(self.limits, self.config)
-        self._open_draft()
+        self._open_draft(checkpoint)
         return checkpoint
 
-    def _open_draft(self) -> None:
-        """Open the draft model, if there is one. Raises ConfigError where it cannot draft for this model."""
+    def _open_draft(self, checkpoint: Checkpoint) -> None:
+        """Open the draft model or head, if there is one. Raises ConfigError where it cannot draft for this model."""
         settings = speculation_of(self.config.scheduler.speculative_config, is_gpu=self.device.is_cuda)
-        if settings is None or not settings.model:
+        if settings is None or not settings.is_by_model:
             return
+        what = "a draft model" if settings.method == "draft_model" else "a draft head"
         parallel = self.config.parallel
         for flag, size in (
             ("--tensor-parallel-size", parallel.tensor_parallel_size),
             ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ):
             if size > 1:
-                raise ConfigError(f"{flag} {size}: a draft model works with one rank only: use ngram or suffix")
+                raise ConfigError(f"{flag} {size}: {what} works with one rank only: use ngram or suffix")
         if self.spec.is_encoder:
-            raise ConfigError(f"a draft model is for models that generate; {self.spec.family} is an encoder")
+            raise ConfigError(f"{what} is for models that generate; {self.spec.family} is an encoder")
         if any(self.spec.page_layout(self.limits.max_model_len).windows):
             raise ConfigError(
-                f"a draft model cannot draft for {self.spec.family}, whose layers keep only the KV pages of a window: use ngram or suffix"
+                f"{what} cannot draft for {self.spec.family}, whose layers keep only the KV pages of a window: use ngram or suffix"
             )
         is_dummy = self.config.model.load_format == "dummy"
-        source = resolve_source(settings.model, allow_missing_weights=is_dummy)
-        self.draft = DraftLoader(self, source)
+        if settings.method == "draft_model":
+            self.draft = DraftLoader(self, resolve_source(settings.model, allow_missing_weights=is_dummy))
+        else:
+            from octavo.worker.load_head import head_loader  # imported here: it builds on this module
+
+            self.draft = head_loader(self, checkpoint, settings)
         self.draft.checkpoint = self.draft.open()
 
     def choose(self, checkpoint: Checkpoint) -> BuildContext:
@@ -481,7 +486,7 @@ class Loader:
         weights_bytes, in_bfloat16 = self.model.weights_bytes, self.weights.in_bfloat16()
         draft = self.draft
         if draft is not None:
-            page_bytes += draft.stores.page_bytes
+            page_bytes += draft.page_bytes
             weights_bytes += draft.model.weights_bytes
             in_bfloat16 += (draft.weights.in_bfloat16() or draft.model.weights_bytes) if in_bfloat16 else 0
         place = self.device.torch_device
@@ -528,6 +533,7 @@ class DraftLoader(Loader):
 
     checkpoint: Checkpoint
     context: BuildContext
+    what = "draft model"
 
     def __init__(self, target: Loader, source: ModelSource) -> None:
         limits = target.limits
@@ -545,8 +551,13 @@ class DraftLoader(Loader):
         super().__init__(config, source)
         self._target = target
 
+    @property
+    def page_bytes(self) -> int:
+        """What drafting takes of a page."""
+        return self.stores.page_bytes
+
     def open(self) -> Checkpoint:
-        with _about_draft(self.source):
+        with self._about():
             checkpoint = super().open()
             if self.spec.is_encoder:
                 raise ConfigError(f"{self.spec.family} is an encoder, which generates nothing: name another model")
@@ -562,36 +573,52 @@ class DraftLoader(Loader):
         return checkpoint
 
     def choose(self, checkpoint: Checkpoint) -> BuildContext:
-        with _about_draft(self.source):
+        with self._about():
             return super().choose(checkpoint)
 
     def load_beside(self) -> list[str]:
         """Load the weights. → notes for the start report."""
         available = self.device.memory_available()
-        with torch.inference_mode(), _about_draft(self.source), memory_errors(self.limits.dtype, available):
+        with torch.inference_mode(), self._about(), memory_errors(self.limits.dtype, available):
             self.build(self.checkpoint, self.context)
             notes = self.weights.fill(self.checkpoint, available)
-        sizes = (
-            f"{in_words_of(self.model.weights_bytes)} of weights, {in_words_of(self.stores.page_bytes)} of each KV page"
-        )
-        return [f"draft model {self.source.name}: {each}" for each in (sizes, *notes)]
+        sizes = f"{in_words_of(self.model.weights_bytes)} of weights, {in_words_of(self.page_bytes)} of each KV page"
+        return [f"{self.what} {self.source.name}: {each}" for each in (sizes, *notes)]
 
     def allocate_beside(self, num_pages: int, num_host_pages: int, runner: Runner) -> tuple[DraftModel, list[str]]:
         """Allocate as many pages as the other model has. → the draft model, and notes for the report."""
         limits = self.limits
-        num_samples = most_samples(limits.max_num_seqs)
         # Catching up with a long prompt takes several steps anyway: memory for larger passes would be for little.
-        max_tokens = min(limits.max_num_batched_tokens, _DRAFT_TOKENS + num_samples)
+        max_tokens = min(limits.max_num_batched_tokens, _DRAFT_TOKENS + most_samples(limits.max_num_seqs))
         pages = Pages(
             self.stores.allocate(num_pages, limits.max_num_seqs), self.attention.page_dim, self.device, num_host_pages
         )
         steps, notes = self._tape(max_tokens)
-        filled = FilledPages(runner.rows, limits.max_num_seqs, num_pages, num_host_pages)
+        draft = self._make(steps, pages, runner, num_pages, num_host_pages, max_tokens)
+        return draft, [f"{self.what} {self.source.name}: {note}" for note in notes]
+
+    def _make(
+        self,
+        steps: CpuSteps | None,
+        pages: Pages,
+        runner: Runner,
+        num_pages: int,
+        num_host_pages: int,
+        max_tokens: int,
+    ) -> DraftModel:
+        filled = FilledPages(runner.rows, self.limits.max_num_seqs, num_pages, num_host_pages)
         vocab_size = self._target.spec.vocab_size
-        draft = DraftModel(
+        return DraftModel(
             self.model, steps, self._native, pages, runner.rows, runner.staging, filled, vocab_size, max_tokens
         )
-        return draft, [f"draft model {self.source.name}: {note}" for note in notes]
+
+    @contextlib.contextmanager
+    def _about(self) -> Iterator[None]:
+        """Name the draft model in a ConfigError raised inside."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self.what} {self.source.name}: {error.message}") from error
 
     def _find_native(self) -> tuple[Native | None, str]:
         return self._target._native, ""
@@ -603,14 +630,6 @@ class DraftLoader(Loader):
 
 
 _DRAFT_TOKENS = 512
-
-
-@contextlib.contextmanager
-def _about_draft(source: ModelSource) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"draft model {source.name}: {error.message}") from error
 
 
 def _tokenizer(source: ModelSource, tokenizer: str) -> "Vocabulary | None":

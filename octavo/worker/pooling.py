@@ -38,6 +38,7 @@ def take_pooled(
         assembled.sample_cells[index],
         assembled.sample_last[others],
         assembled.last,
+        assembled.token_rows,
     )
 
 

@@ -133,8 +133,10 @@ class Runner:
             if not self.device.is_cuda:  # on a GPU the last tokens may still be computed, and its pass overlaps anyway
                 self.rows.sampling.grammars.begin(assembled.sample_rows, assembled.sample_lens)
             logits = self._logits(assembled.batch)
+            self._show_draft(assembled.batch, self.steps)
         else:
             hidden = self.model.forward(assembled.batch, self._received(assembled.batch))
+            self._show_draft(assembled.batch, None)
             prompt_scores = score_prompts(self.model, hidden, self.rows, columns, assembled.last)
             counts = columns.per_sample(columns.counts)
             vectors, assembled = take_pooled(self.model, hidden, assembled, counts, self.rows.pooling)
@@ -159,6 +161,12 @@ class Runner:
         if not len(batch.sample_at):
             return None
         return self.model.logits(hidden.index_select(0, batch.sample_at))
+
+    def _show_draft(self, batch: Batch, steps: CpuSteps | None) -> None:
+        """Give a draft head what was made of this batch's hidden states. `steps`: what has computed it; None: the model itself."""
+        if self.draft is None or self.model.tap is None:
+            return
+        self.draft.read(batch, self.model.tap.features if steps is None else steps.features(batch.num_tokens))
 
     def _received(self, batch: Batch) -> torch.Tensor | None:
         """The hidden states [T, D] of the stage before; None: this is the first."""

@@ -1,5 +1,7 @@
 """--speculative-config: what it becomes, and what is refused."""
 
+import json
+
 import pytest
 
 from octavo.config import Config, replace
@@ -26,6 +28,13 @@ def test_vllms_names():
     assert speculation_of('{"model": "path", "num_speculative_tokens": 5}', is_gpu=False) == by_model
     with pytest.raises(ConfigError, match="a draft model works on a CPU only, and a GPU computes here"):
         speculation_of('{"method": "draft_model", "model": "path"}', is_gpu=True)
+    head = SpeculationSettings("eagle3", 3, model="path")
+    assert speculation_of('{"method": "eagle3", "model": "path", "num_speculative_tokens": 3}', is_gpu=False) == head
+    for name in ("mtp", "deepseek_mtp"):
+        assert speculation_of(json.dumps({"method": name}), is_gpu=False) == SpeculationSettings("mtp")
+    with pytest.raises(ConfigError, match="a draft head works on a CPU only, and a GPU computes here"):
+        speculation_of('{"method": "mtp"}', is_gpu=True)
+    assert [SpeculationSettings(method).is_by_model for method in ("suffix", "mtp", "eagle3")] == [False, True, True]
     one_sided = '{"method": "ngram", "prompt_lookup_max": 1}'
     assert speculation_of(one_sided, is_gpu=False) == SpeculationSettings("ngram", 8, 1, 1)
     assert replace(Config(), speculative_config={"method": "none"}).scheduler.speculative_config == '{"method": "none"}'
@@ -34,10 +43,16 @@ def test_vllms_names():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ('{"method": "eagle3"}', "the method 'eagle3' is not supported: use auto, ngram, suffix, draft_model or none"),
+        (
+            '{"method": "medusa"}',
+            "the method 'medusa' is not supported: use auto, ngram, suffix, draft_model, eagle3, mtp or none",
+        ),
+        ('{"method": "eagle3"}', "the method eagle3 needs an EAGLE-3 head: name it with `model`"),
+        ('{"method": "mtp", "model": "x"}', "model is for the methods draft_model and eagle3, not for 'mtp'"),
+        ('{"method": []}', r"the method \[\] is not supported"),
         ('{"method": 3}', "the method 3 is not supported"),
         ('{"method": "draft_model"}', "the method draft_model needs a draft model: name it with `model`"),
-        ('{"method": "ngram", "model": "x"}', "model is for the method draft_model, not for 'ngram'"),
+        ('{"method": "ngram", "model": "x"}', "model is for the methods draft_model and eagle3, not for 'ngram'"),
         ('{"model": 3}', "model must be a text, the name of the draft model, got 3"),
         ('{"num_tokens": 3}', "'num_tokens' is not known; known are method, model, num_speculative_tokens"),
         ('{"num_speculative_tokens": 16}', "num_speculative_tokens must be a whole number from 1 to 15, got 16"),

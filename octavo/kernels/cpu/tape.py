@@ -132,14 +132,15 @@ class Tape:
 
     # ── compute only sampled rows ───────────────────────────────────────────────────────────────────
 
-    def _gather_early(self) -> None:
-        """Gather the sampled rows right after the last attention instead of at the end.
+    def _gather_early(self, kept: set[int]) -> dict[int, int]:
+        """Gather the sampled rows right after the last attention instead of at the end. → the new place of what was gathered, by its old
+        one, if that changes. `kept`: addresses of results.
 
         The operations between the two work row by row, and only the last row of a prompt is sampled: the others are not
         needed once their keys and values are stored. (If the conditions do not hold, the tape is not changed.)"""
         codes = [ops.Code(op.code) for op in self._ops]
         if ops.Code.GATHER not in codes or ops.Code.ATTEND not in codes:
-            return
+            return {}
         begin, end = len(codes) - codes[::-1].index(ops.Code.ATTEND), codes.index(ops.Code.GATHER)
         move = self._ops[end].move
         fields = [field for reads, writes in self._fields[begin:end] for field in (*reads, *writes)]
@@ -148,8 +149,12 @@ class Tape:
         is_same_range = (move.x, move.x_stride, move.size) == (gathered.start, move.y_stride, result.width)
         is_same_range = is_same_range and (gathered.start in entering or gathered.first >= begin)
         used_later = any(b.last > end or b.width == 0 for b in entering.values())
-        if begin >= end or not is_same_range or used_later or not _BY_ROW.issuperset(codes[begin:end]):
-            return
+        # A result of all tokens is not made of some of them.
+        is_kept = any(
+            self._buffer_of(*field).start in kept for _, writes in self._fields[begin:end] for field in writes
+        )
+        if begin >= end or not is_same_range or used_later or is_kept or not _BY_ROW.issuperset(codes[begin:end]):
+            return {}
         moved = {
             start: self._take(self.max_samples * b.width * 4, ops.Count.PER_SAMPLE, b.width)
             for start, b in entering.items()
@@ -169,6 +174,7 @@ class Tape:
         self._note_inputs()
         for index, (reads, writes) in enumerate(self._fields):
             self._use(index, reads, writes)
+        return {result.start: moved.get(gathered.start, gathered.start)}
 
     def _move_fields(self, begin: int, end: int, moved: dict[int, int]) -> None:
         """Make operations begin … end − 1 use other buffers; `moved`: old start → new start."""
@@ -181,8 +187,9 @@ class Tape:
 
     def finish(self, results: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> list[Tensor]:
         """Assign memory to every buffer. Returns the results, which are valid until the next run, and then the inputs."""
-        self._gather_early()
-        found = [self._find(result.data_ptr()) for result in (*results, *inputs)]
+        moved_to = self._gather_early({result.data_ptr() for result in results})
+        addresses = [tensor.data_ptr() for tensor in (*results, *inputs)]
+        found = [self._find(moved_to.get(address, address)) for address in addresses]
         for buffer in found[: len(results)]:
             assert buffer is not None and buffer.first >= 0
             buffer.last = len(self._ops)
@@ -195,8 +202,11 @@ class Tape:
         moved = []
         for result, kept in zip((*results, *inputs), found, strict=True):
             assert kept is not None
-            memory = self._memory[kept.offset : kept.offset + result.nbytes]
-            moved.append(memory.view(torch.float32).view(result.shape))
+            # What was gathered early may lie in a buffer for tokens, which may be fewer than samples could be.
+            memory = self._memory[kept.offset : kept.offset + min(result.nbytes, kept.num_bytes)]
+            width = result.shape[1]
+            numbers = memory.view(torch.float32)
+            moved.append(numbers[: len(numbers) // width * width].view(-1, width))
         return moved
 
     @property

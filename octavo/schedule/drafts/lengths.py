@@ -38,7 +38,7 @@ class CostSpeculation:
 
     def _drafter(self, prompt_len: int, prediction: Sequence[int]) -> Drafter:
         settings = self.settings
-        if settings.model and not prediction:  # which says more than a model can
+        if settings.is_by_model and not prediction:  # which says more than a model can
             return ModelDrafter()
         if settings.method == "suffix":
             return SuffixDrafter(prompt_len, prediction)
@@ -75,7 +75,7 @@ class CostSpeculation:
             return False
         if not self.settings.is_adaptive or costs is None:
             return not self.settings.is_adaptive
-        if not self.settings.model:
+        if not self.settings.is_by_model:
             return _could_pay(shape, costs)
         # A pass for all rows, and a token of each that is certain to count.
         seconds, position = costs.seconds(shape), shape.context // max(shape.rows, 1)

@@ -30,10 +30,15 @@ class ModelSource:
 
 
 def resolve(
-    name: str, revision: str = "", *, allow_missing_weights: bool = False, download_dir: str = ""
+    name: str,
+    revision: str = "",
+    *,
+    allow_missing_weights: bool = False,
+    download_dir: str = "",
+    is_draft_head: bool = False,
 ) -> ModelSource:
     """Find or fetch a model; "" is the default model. `allow_missing_weights`: random weights will be used. `download_dir`: folder for
-    models from the hub; empty: the hub's own."""
+    models from the hub; empty: the hub's own. `is_draft_head`: of no family of models."""
     if download_dir:
         _download_to(download_dir)
     path = _existing(name) if name else None
@@ -46,7 +51,7 @@ def resolve(
         embedded = default_model.SMOLLM2
         return ModelSource(default_model.fetch(), embedded.name, "gguf", embedded.default_sampling, embedded.note)
     if path is not None:
-        return local(path, allow_missing_weights=allow_missing_weights)
+        return local(path, allow_missing_weights=allow_missing_weights, is_draft_head=is_draft_head)
     if hub_name is None:
         raise ConfigError(
             f"no such file or folder: {name[:300]}; pass a model folder, a .gguf file or a hub id (owner/name, or "
@@ -64,7 +69,7 @@ def resolve(
         except ConfigError as also:
             raise ConfigError(f"{error.message} ({also.message})") from error
     try:
-        _check_folder(fetched, allow_missing_weights)
+        _check_folder(fetched, allow_missing_weights, is_draft_head)
     except ConfigError as error:  # the folder is one the caller never named
         raise ConfigError(f"hub model {name}: {error.message}") from error
     return ModelSource(fetched, name, "folder")
@@ -83,11 +88,11 @@ def _download_to(folder: str) -> None:
     constants.HF_HUB_CACHE = path  # read from the environment when the library was imported
 
 
-def local(path: Path, *, allow_missing_weights: bool = False) -> ModelSource:
+def local(path: Path, *, allow_missing_weights: bool = False, is_draft_head: bool = False) -> ModelSource:
     """Resolve an existing folder or .gguf file."""
     path = Path(os.path.abspath(path))  # not resolved: a link keeps its own name
     if path.is_dir():
-        _check_folder(path, allow_missing_weights)
+        _check_folder(path, allow_missing_weights, is_draft_head)
         return ModelSource(path, path.name, "folder")
     if path.suffix.lower() == ".gguf" or _starts_as_gguf(path):
         return _gguf(path)
@@ -132,10 +137,11 @@ def _existing(name: str) -> Path | None:
         raise ConfigError(f"cannot look for {name}: {error.strerror}") from error
 
 
-def _check_folder(path: Path, allow_missing_weights: bool) -> None:
+def _check_folder(path: Path, allow_missing_weights: bool, is_draft_head: bool = False) -> None:
     try:
         config = folder.read_config(path)
-        check_family(config["model_type"], architectures=config.get("architectures"))
+        if not is_draft_head:
+            check_family(config["model_type"], architectures=config.get("architectures"))
         if not allow_missing_weights:
             folder.find_weights(path)
     except OSError as error:
