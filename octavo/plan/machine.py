@@ -12,6 +12,14 @@ from octavo.plan.step_model import StepModel
 
 FORMAT = 1
 MAX_BYTES = 2**20
+_MOST = 10**15  # of a count: parameters, bytes, pages
+_POSITIVE = (
+    "weights_bytes", "page_bytes", "page_size", "num_pages", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+_POSITIVE_OF_SHAPE = (
+    "num_parameters", "active_parameters", "num_layers", "hidden_size", "num_heads", "head_size", "kv_numbers", "vocab_size",
+    "context_len",
+)  # fmt: skip
 
 
 class MachineCosts(msgspec.Struct, frozen=True):
@@ -75,7 +83,23 @@ def read_costs(path: Path) -> MachineCosts:
         raise ConfigError(
             f"--costs {path} has format {costs.format}; this version reads format {FORMAT}: measure again"
         )
+    if wrong := _out_of_range(costs):
+        raise ConfigError(f"--costs {path} is not a file of octavo plan --measure: {wrong} is out of range")
     return costs
+
+
+def _out_of_range(costs: MachineCosts) -> str:
+    """The name of a number that no measurement gives, and that others would be divided by; empty: there is none."""
+    shape = costs.shape
+    for holder, names in ((costs, _POSITIVE), (shape, _POSITIVE_OF_SHAPE)):
+        for name in names:
+            if not 0 < getattr(holder, name) <= _MOST:
+                return name
+    if min(costs.step.seconds) <= 0:
+        return "step.seconds"
+    if shape.num_experts and not 0 < shape.experts_per_token <= shape.num_experts <= _MOST:
+        return "experts_per_token"
+    return "" if 0 <= shape.expert_parameters <= shape.num_parameters else "expert_parameters"
 
 
 def write_costs(path: Path, costs: MachineCosts) -> None:

@@ -141,6 +141,22 @@ def test_a_bad_costs_file_is_named(tmp_path, content, words):
         read_costs(tmp_path / "d")
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"weights_bytes": 0}, "weights_bytes"),
+        ({"shape": msgspec.structs.replace(LLAMA, active_parameters=0)}, "active_parameters"),
+        ({"shape": msgspec.structs.replace(LLAMA, kv_numbers=-1)}, "kv_numbers"),
+        ({"shape": msgspec.structs.replace(LLAMA, num_experts=8)}, "experts_per_token"),
+        ({"step": msgspec.structs.replace(TRUE, seconds=[TRUE.seconds[0], *[0.0] * (len(TRUE.seconds) - 1)])}, "step.seconds"),
+    ],
+)  # fmt: skip
+def test_numbers_that_others_are_divided_by_are_checked(tmp_path, changes, name):
+    write_costs(tmp_path / "c", costs_file(**changes))
+    with pytest.raises(ConfigError, match=f"{name} is out of range"):
+        read_costs(tmp_path / "c")
+
+
 def test_another_model_takes_time_in_proportion():
     twice = msgspec.structs.replace(
         LLAMA, num_parameters=2 * LLAMA.num_parameters, active_parameters=2 * LLAMA.active_parameters

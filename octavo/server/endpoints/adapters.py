@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from octavo.errors import ConfigError, Forbidden, InvalidRequest, Unsupported, quote
-from octavo.messages import LoadAdapter
+from octavo.messages import AdapterRef, LoadAdapter
 from octavo.server.http.sse import owner_of
 from octavo.server.schema.fields import RequestFields, RouteSchema, read_fields
 from octavo.server.schema.shapes import Shape
@@ -50,11 +50,9 @@ def router(service: Service) -> APIRouter:
             )
         path = service.adapters.allowed(fields.lora_path)
         service.adapters.check_new(name, replaces)
-        try:
-            reading = ADAPTERS.run(lambda: service.adapters.describe(name, path))
-            ref = await while_connected(reading, service.track)
-        except ConfigError as error:
-            raise InvalidRequest(str(error), param="lora_path") from None
+        ref = await while_connected(ADAPTERS.run(_describe, service, name, path), service.track)
+        if isinstance(ref, str):
+            raise InvalidRequest(ref, param="lora_path")
         if refusal := await service.query(LoadAdapter(0, ref), LOAD_SECONDS):
             raise InvalidRequest(refusal, param="lora_path")
         await ADAPTERS.run(lambda: service.adapters.add(ref, replaces))
@@ -68,6 +66,15 @@ def router(service: Service) -> APIRouter:
         return _answer(f"Success: LoRA adapter '{fields.lora_name}' removed successfully.", fields)
 
     return router
+
+
+def _describe(service: Service, name: str, path: str) -> AdapterRef | str:
+    """Read an adapter's headers. → the adapter, or what is wrong with it: an error that was raised would keep the headers in memory, with the
+    frames that it went through."""
+    try:
+        return service.adapters.describe(name, path)
+    except ConfigError as error:
+        return str(error)
 
 
 def _answer(text: str, fields: RequestFields) -> Response:
