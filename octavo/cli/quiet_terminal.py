@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -29,7 +29,7 @@ def no_echo(out: IO[str]) -> Iterator[None]:
     silent = [*before]
     silent[3] &= ~termios.ECHO
 
-    def change(settings: list[object]) -> None:
+    def change(settings: list[Any]) -> None:
         # A process in the background that changes the terminal would be stopped.
         with suppress(OSError, termios.error):
             if os.tcgetpgrp(terminal) == os.getpgrp():

@@ -447,8 +447,10 @@ def test_keys_do_not_appear_in_an_answer_and_are_kept(interrupts: None, tmp_path
         terminal.press("\x15on\n")  # Ctrl-U, and an answer without an end
         terminal.until(lambda text: "word99" in text)
         assert not is_echoing(terminal)
-        terminal.process.send_signal(ending)
-        if ending == signal.SIGINT:
+        if ending != signal.SIGINT:
+            terminal.process.send_signal(ending)
+        else:
+            terminal.press("\x03")  # Ctrl-C: the terminal sends the signal
             terminal.until(lambda text: text.endswith("> "))
             terminal.press("/exit\n")
         assert terminal.process.wait(30) == (0 if ending == signal.SIGINT else -ending)

@@ -87,8 +87,10 @@ class Sender:
             "stream": True,
             "stream_options": {"include_usage": True},
         } | ({"ignore_eos": True} if arguments.ignore_eos else {})
-        sampling = {name: getattr(arguments, name) for name in SAMPLING}
-        self._fields |= {name: value for name, value in sampling.items() if value is not None} | arguments.extra_body
+        # Benchmarks that are not commands have no flags for further fields.
+        sampling = {name: getattr(arguments, name, None) for name in SAMPLING}
+        self._fields |= {name: value for name, value in sampling.items() if value is not None}
+        self._fields |= getattr(arguments, "extra_body", {})
 
     async def send(self, prompt: str | list[int], max_tokens: int | None = None) -> RequestResult:
         """`max_tokens`: None: as many as for all."""
