@@ -5,10 +5,14 @@
     python -m benchmarks.tiers agents                   8 sessions that grow by 250 tokens a turn, in a KV store of a quarter of what they need
     python -m benchmarks.tiers misses                   what the tier costs where no prefix comes again, both sides in turn
     python -m benchmarks.tiers kill --times 20          kill -9 while pages are written: the same tokens, every start succeeds, bytes stay within the limit
+    python -m benchmarks.tiers identity --requests 10000    the same requests without a tier, with one, and with one now and then: the same tokens
+    python -m benchmarks.tiers pressure --group FOLDER  another process of the server's control group takes memory: idle prefixes give theirs back
+    python -m benchmarks.tiers full --folder MOUNT      a disk that fills up, files that are damaged and a folder that goes away under a running server
 
 Prompts are token ids drawn by a seed. Servers get ports of their own; everything else on the machine should be idle."""
 
 import argparse
+import atexit
 import contextlib
 import http.client
 import itertools
@@ -52,6 +56,7 @@ class Server:
             self.port = probe.getsockname()[1]
         command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", str(self.port), *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+        atexit.register(self._end)
         end = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError):
@@ -72,6 +77,11 @@ class Server:
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(60)
+
+    def _end(self) -> None:
+        """Leave no server behind when the benchmark itself is ended."""
+        if self.process.poll() is None:
+            self.kill()
 
     def metric(self, name: str, label: str = "") -> float:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
@@ -98,12 +108,15 @@ def serving(flags: Sequence[str]) -> Iterator[Server]:
         server.stop()
 
 
-def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
+def ask(url: str, prompt: list[int], max_tokens: int, seed: int | None = None) -> Answer:
+    """Greedy, or sampled by the seed."""
     parts = urllib.parse.urlsplit(url)
     body = {
         "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True, "cache_prompt": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
+    if seed is not None:
+        body |= {"temperature": 1, "seed": seed}
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=600)
     started = time.perf_counter()
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -288,12 +301,145 @@ def kill(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def identity(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Prompts that share beginnings of any length, half of them sampled, in a store that is too small for them. `flipping`: in every part of the run the
+    server is another one, with the tier and without it in turn, and every other one was killed."""
+    low, high = arguments.vocabulary
+    dice = random.Random(arguments.seed)
+    beginnings = [[dice.randrange(low, high) for _ in range(arguments.tokens)] for _ in range(arguments.sessions * 4)]
+    requests: list[tuple[list[int], int | None]] = []
+    for number in range(arguments.requests):
+        start = dice.choice(beginnings)[: dice.randrange(16, arguments.tokens)]
+        prompt = [*start, *(dice.randrange(low, high) for _ in range(dice.randrange(1, 8)))]
+        requests.append((prompt, number if number % 2 else None))
+    tier = ["--kv-tier", f"disk:1GiB:{folder}"]
+    texts: dict[str, list[str]] = {}
+    loaded: dict[str, float] = {}
+    for name in ("off", "on", "flipping"):
+        said = texts[name] = [""] * len(requests)
+        loaded[name] = 0.0
+        size = len(requests) if name == "off" else -(-len(requests) // arguments.parts)
+        for part, first in enumerate(range(0, len(requests), size)):
+            has_tier = name == "on" or (name == "flipping" and part % 2 == 0)
+            server = Server([*(tier if has_tier else []), *arguments.flags])
+            left = list(reversed(range(first, min(first + size, len(requests)))))
+
+            def client(left: list[int] = left, said: list[str] = said, url: str = server.url) -> None:
+                with contextlib.suppress(IndexError):
+                    while True:
+                        at = left.pop()
+                        prompt, seed = requests[at]
+                        said[at] = ask(url, prompt, 6, seed).text
+
+            threads = [threading.Thread(target=client) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            loaded[name] += server.metric("octavo:kv_tier_tokens_total", 'what="loaded"')
+            if part % 4 < 2:
+                server.stop()
+            else:
+                server.kill()
+        print(f"{name}: {len(requests)} requests", file=sys.stderr)
+    return {
+        "requests": len(requests),
+        "different from off": {
+            name: sum(a != b for a, b in zip(texts["off"], texts[name], strict=True)) for name in ("on", "flipping")
+        },
+        "empty answers": sum(not text for text in texts["off"]),
+        "tokens loaded": loaded,
+    }
+
+
+def full(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`--folder`: a small file system of its own, for example a tmpfs of 8 MiB; the tier is allowed more than it has."""
+    prompts = [drawn(number, 256) for number in range(24)]
+    with serving(arguments.flags) as server:
+        expected = [ask(server.url, prompt, 8).text for prompt in prompts]
+    wrong: dict[str, int] = {}
+    counts: dict[str, float] = {}
+    with serving(["--kv-tier", f"disk:1GiB:{folder}", *arguments.flags]) as server:
+
+        def round_of(name: str) -> None:
+            texts = [answer.text for answer in by_order(server.url, prompts)]
+            wrong[name] = sum(text != right for text, right in zip(texts, expected, strict=True))
+            time.sleep(2)
+            for reason in ("failed", "bad"):
+                counts[f"{name}: {reason} files"] = server.metric("octavo:kv_tier_files_total", f'reason="{reason}"')
+
+        def reset() -> None:
+            """Empty the prefix cache in memory by other prompts, so that the files are read."""
+            for number in range(arguments.times):
+                ask(server.url, drawn(5000 + number, 1024), 1)
+
+        round_of("full disk")
+        for path in sorted(folder.glob("*/*.kv")):
+            with path.open("r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                file.write(b"damaged")
+        reset()
+        round_of("damaged files")
+        for path in sorted(folder.glob("*/*")):
+            path.unlink()
+        for path in folder.glob("*/"):
+            path.rmdir()
+        reset()
+        round_of("folder gone")
+    return {"wrong answers": wrong, "counted": counts}
+
+
+def pressure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`--group`: a memory control group of version 1 with a limit, for example of 3 GiB; needs the right to put processes into it."""
+    group = Path(arguments.group)
+    limit = int((group / "memory.limit_in_bytes").read_text())
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    taker = (
+        "import sys, time; held = bytearray(int(sys.argv[1])); held[::4096] = b'x' * len(held[::4096]); time.sleep(600)"
+    )
+
+    def used() -> int:
+        """Memory of the server, without that of the other process: what is anonymous in the group."""
+        lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(lines["total_rss"])
+
+    found: dict[str, float] = {}
+    with serving(arguments.flags) as server:
+        found["at the start, MB"] = used() / 1e6
+        texts = [ask(server.url, drawn(number, 1024), 8).text for number in range(arguments.times)]
+        found["with idle prefixes, MB"] = full_bytes = used()
+        available = limit - full_bytes
+        taken = max(0, available - 128 * 2**20)  # less than what is scarce stays
+        process = subprocess.Popen([sys.executable, "-c", taker, str(taken)])
+        try:
+            time.sleep(arguments.seconds)
+            found["under pressure, MB"] = (used() - taken) / 1e6
+            again = [ask(server.url, drawn(number, 1024), 8).text for number in range(arguments.times)]
+        finally:
+            process.kill()
+            process.wait()
+        found["with idle prefixes, MB"] /= 1e6
+    return {
+        **{name: round(value) for name, value in found.items()},
+        "limit, MB": round(limit / 1e6),
+        "taken by another process, MB": round(taken / 1e6),
+        "same text": texts == again,
+    }
+
+
+def by_order(url: str, prompts: Sequence[list[int]]) -> list[Answer]:
+    return [ask(url, prompt, 8) for prompt in prompts]
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "restart": restart,
     "twice": twice,
     "agents": agents,
     "misses": misses,
     "kill": kill,
+    "identity": identity,
+    "full": full,
+    "pressure": pressure,
 }
 
 
@@ -309,12 +455,19 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=6.0, help="most seconds before a kill")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--group", default="", help="folder of a memory control group, of pressure")
+    parser.add_argument("--requests", type=int, default=10_000, help="of identity")
+    parser.add_argument("--parts", type=int, default=20, help="servers one after the other in each run of identity")
+    parser.add_argument(
+        "--vocabulary", type=int, nargs=2, default=VOCABULARY, help="first and last id of prompts of identity"
+    )
     parser.add_argument("--peer", default="", help="address of a server to compare with, for example llama.cpp's")
     parser.add_argument(
         "--folder", default="", help="folder for the tier, on the disk to be measured; empty: a temporary one"
     )
     parser.add_argument("flags", nargs="*", help="of octavo serve, after --")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.folder or temporary) / "tier"
         print(json.dumps(PARTS[arguments.part](arguments, folder), indent=2, ensure_ascii=False))

@@ -9,7 +9,7 @@ from octavo.server.dialects.openai_chat.output import ChatCompletion
 from octavo.server.dialects.openai_chat.writer import ChatWriter
 from octavo.server.generate.chat_request import ChatFields, parse
 from octavo.server.generate.chat_task import ChatTask
-from octavo.server.generate.client_nonces import NONCE, are_dropped, drop_nonce
+from octavo.server.generate.messages import NONCE, are_nonces_dropped, drop_nonce
 from octavo.server.generate.requests import new_id
 from octavo.server.http.respond import submit_and_respond
 from octavo.server.schema.fields import RouteSchema, read_fields
@@ -46,7 +46,7 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, ROUTE_SCHEMA, service.config)
         service.check_model(fields.model)
-        if are_dropped(service.config.server) and drop_nonce(fields.messages):
+        if are_nonces_dropped(service.config.server) and drop_nonce(fields.messages):
             fields.pass_over(Field("messages", 0, "content", NONCE), service.config)
         prompt = await parse(service, fields)
         response_id = new_id("chatcmpl")

@@ -7,9 +7,8 @@ from pydantic import BaseModel, ConfigDict
 from octavo.errors import Field, InvalidRequest, quote
 from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.generate import chat_request
-from octavo.server.generate.client_nonces import NONCE, are_dropped, without_nonce
 from octavo.server.generate.field_names import FieldNames
-from octavo.server.generate.messages import MESSAGES
+from octavo.server.generate.messages import MESSAGES, NONCE, are_nonces_dropped, without_nonce
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import check_text_len
 from octavo.server.generate.retention import retention_in
@@ -99,7 +98,7 @@ def _chat_fields(service: Service, fields: CountRequest) -> chat_request.ChatFie
     check_text_len(service, fields.num_bytes, (fields.system, fields.messages, fields.tools), MESSAGES)
     choice, is_parallel = chat_tool_choice(fields.tool_choice)
     system: object = fields.system
-    if are_dropped(service.config.server):
+    if are_nonces_dropped(service.config.server):
         system, had_nonce = without_nonce(system)
         if had_nonce:
             fields.pass_over(Field("system", NONCE), service.config)
