@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -123,6 +124,37 @@ def test_replicas_are_removed_added_and_started_again_under_streams(server, untr
     wait_for_all(server)
     assert all(each["epoch"] != before[each["replica"]] for each in replicas(server))
     assert any("replica 1 is removed" in line for line in server.lines)
+
+
+def test_a_replica_is_drained_only_when_all_api_processes_use_the_one_before_it(server):
+    wait_for_all(server)
+    first, engine = len(server.lines), replicas(server)[0]["pid"]
+    late = max(pid for pid, command in server.children().items() if command.endswith("server.process"))
+    done: list[subprocess.CompletedProcess] = []
+    worker = threading.Thread(target=lambda: done.append(scale(server, "--restart")))
+
+    def wait_for(is_true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_true():
+            assert time.monotonic() < deadline, server.lines[first:]
+            time.sleep(0.01)
+
+    def has(words: str) -> bool:
+        return any(words in line for line in server.lines[first:])
+
+    worker.start()
+    try:
+        wait_for(lambda: engine not in engines(server))
+        os.kill(late, signal.SIGSTOP)  # it does not hear from the new engine
+        wait_for(lambda: has("replica 0 is back"))
+        time.sleep(1.5)  # the supervisor looks every half second
+        assert not has("draining replica 1")
+    finally:
+        os.kill(late, signal.SIGCONT)
+        worker.join()
+    assert done[0].returncode == 0 and has("draining replica 1"), done[0].stderr
+    assert "0 of 2" not in done[0].stderr
+    assert not has("API process")  # it was not replaced
 
 
 def test_a_wish_that_cannot_be_met_is_refused(server):
