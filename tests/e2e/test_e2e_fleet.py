@@ -166,6 +166,6 @@ def test_a_wish_that_cannot_be_met_is_refused(server):
     ):
         status, answer = server.post("/v1/fleet", body)
         assert status == 400 and words in answer
-    done = scale(server, "99")
-    assert done.returncode == 1 and "between 1 and 64" in done.stderr
-    assert scale(server).returncode == 2
+    for arguments, words in ((("99",), "between 1 and 64"), (("0",), "between 1 and 64"), ((), "give the number")):
+        done = scale(server, *arguments)
+        assert done.returncode == 2 and words in done.stderr
