@@ -250,7 +250,8 @@ async def test_metrics_and_journeys(server: Server) -> None:
     journey = (await server.http.get("/v1/requests/asked")).json()
     assert "adapter" in [stage["name"] for stage in journey["stages"]]
     text = (await server.http.get("/metrics")).text
-    assert "vllm:lora_requests_info{" in text and "octavo:adapters_loaded" in text
+    info = next(line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
+    assert 'running_lora_adapters=""' in info and 'waiting_lora_adapters=""' in info  # the engine is idle
     assert next(line for line in text.splitlines() if line.startswith("octavo:adapters_loaded")).endswith(" 1.0")
     assert next(line for line in text.splitlines() if line.startswith("octavo:adapter_loads_total")).endswith(" 1.0")
 
