@@ -445,6 +445,9 @@ class _Supervisor:
         replica.after_drain = ""
         num_left = sum(not each.has_failed for each in self._replicas.values())
         self._note = f"replica {replica.number} has failed{why}"
+        if self._to_restart:  # the others would fail alike, and the last of them would end the server
+            self._to_restart.clear()
+            self._note += "; the rolling restart has ended, and the replicas that were to follow serve on as they are"
         self._target = max(1, min(self._target, num_left))  # another one would fail alike
         self._api_processes.send_all(EngineGone(for_clients(message) + why, replica.number))
         if self._has_served and not all(each.has_failed for each in self._replicas.values()):
@@ -507,7 +510,7 @@ class _Supervisor:
             self._target, self._note = asked.replicas, ""
         if asked.restart:
             self._source = self._resolve()
-            self._to_restart = [each.number for each in self._live()]
+            self._to_restart, self._note = [each.number for each in self._live()], ""
             self._say(f"starting {len(self._to_restart)} replicas again, one after the other")
 
     def _resolve(self) -> ModelSource:

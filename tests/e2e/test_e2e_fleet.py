@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.adapters import write_model
 from tests.e2e.mortal_engine import DEADLY
 from tests.e2e.servers import Server
 from tests.e2e.test_e2e_recovery import stories
@@ -169,3 +170,21 @@ def test_a_wish_that_cannot_be_met_is_refused(server):
     for arguments, words in ((("99",), "between 1 and 64"), (("0",), "between 1 and 64"), ((), "give the number")):
         done = scale(server, *arguments)
         assert done.returncode == 2 and words in done.stderr
+
+
+def test_a_rolling_restart_with_weights_that_cannot_be_loaded_leaves_a_replica(tmp_path):
+    model = tmp_path / "model"
+    write_model(model, 256)
+    arguments = ("--data-parallel-size", "2", "--kv-cache-memory-bytes", "2M", "--api-processes", "1")
+    arguments += ("--record-bytes", "0", "--max-engine-restarts", "0", "--cpu-threads", "1")
+    with Server(str(model), *arguments) as server:
+        old = replicas(server)[1]["pid"]
+        broken = tmp_path / "broken"
+        broken.write_bytes(b"no weights")
+        broken.replace(model / "model.safetensors")
+        done = scale(server, "--restart", "--timeout", "60")
+        assert done.returncode == 1 and "replica 0 has failed" in done.stderr, done.stderr
+        assert "the rolling restart has ended" in done.stderr
+        assert [each["status"] for each in replicas(server)] == ["failed", "ready"]
+        assert replicas(server)[1]["pid"] == old
+        assert server.post("/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200
