@@ -477,7 +477,9 @@ FOREIGN: dict[str, ForeignFlag] = _tables()
 
 OF_OLLAMA_RUN: dict[str, ForeignFlag] = {
     "--verbose": _switch("octavo top and the cockpit show the times of each request", "Ollama"),
-    "--nowordwrap": _switch("the terminal wraps lines", "Ollama"),
+    "--nowordwrap": _switch(
+        "lines are broken between words on a terminal only; octavo run MODEL PROMPT | cat leaves them whole", "Ollama"
+    ),
     "--insecure": _switch("HF_ENDPOINT names a mirror of the hub, which may be without TLS", "Ollama"),
     "--keepalive": _noted(
         "a server that is started here ends with the conversation; --keep leaves it running", source="Ollama"

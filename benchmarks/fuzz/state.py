@@ -424,7 +424,7 @@ _LINES = [msgspec.json.Decoder(kind).decode for kind in (ToSupervisor, _Named)] 
 def _run_messages(data: bytes) -> None:
     """Every kind of message between processes. A process that reads one from a peer ends the connection at these errors alone."""
     for decoded in (*_DECODERS, *_LINES):
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OctavoError):
             decoded(data)
 
 

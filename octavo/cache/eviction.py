@@ -66,10 +66,9 @@ class ByWorth(Generic[T]):
 
     def pop(self) -> T:
         """Take the entry that is worth least."""
-        while not (entries := self._levels[self._order[0]]):
-            del self._levels[heappop(self._order)]
+        self._drop_empty()
         self.floor = self._order[0]
-        entry = entries.popitem(last=False)[0]
+        entry = self._levels[self.floor].popitem(last=False)[0]
         del self._level_of[entry]
         return entry
 
@@ -78,6 +77,7 @@ class ByWorth(Generic[T]):
         level = self._level_of.pop(entry)
         del self._levels[level][entry]
         self.floor = max(self.floor, level)
+        self._drop_empty()
 
     def clear(self) -> None:
         self._levels.clear()
@@ -92,6 +92,11 @@ class ByWorth(Generic[T]):
         for level, entries in levels:
             for entry in entries:
                 self._place(entry, level)
+
+    def _drop_empty(self) -> None:
+        """Forget the lowest levels that are empty. New ones are made as the floor rises, without end."""
+        while self._order and not self._levels[self._order[0]]:
+            del self._levels[heappop(self._order)]
 
     def _place(self, entry: T, level: int) -> None:
         entries = self._levels.get(level)

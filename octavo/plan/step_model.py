@@ -225,8 +225,8 @@ def fit_model(samples: Sequence[Sample]) -> Fit:
     predicted = matrix @ found
     has_prompt = np.array([sample.shape.more_tokens > 0 for sample in samples])
     row, context, pair = (float(each) for each in found[-3:])
-    noise_of = [_noise(seconds[which], predicted[which]) for which in (has_prompt, ~has_prompt)]
-    model = StepModel(knots, values, row, context, pair, *noise_of)
+    noises = [_noise(seconds[which], predicted[which]) for which in (has_prompt, ~has_prompt)]
+    model = StepModel(knots, values, row, context, pair, noises[0], noises[1])
     errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
     noise = float(np.median(np.abs(predicted / seconds - 1)))
     return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))

@@ -22,6 +22,7 @@ from octavo.server.state.tenants import LIMIT_HEADERS
 from octavo.text import Text
 
 VERSION = "/v1"
+"""Begins OpenAI's and Anthropic's routes."""
 _ABSENT = {
     "/api/create": "there are no Modelfiles: a request has its system message, and octavo serve has --override-generation-config "
     "and --chat-template",
@@ -29,8 +30,7 @@ _ABSENT = {
     "/api/push": "models are not sent to the hub",
     "/api/blobs": "models are files of the hub: POST /api/pull fetches one",
 }
-"""Routes of Ollama that are not here, and why."""
-"""Begins OpenAI's and Anthropic's routes."""
+"""Routes of Ollama that are not here, and what to use instead."""
 
 
 def build_app(

@@ -84,9 +84,9 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Any:
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():  # raises where the name is too long
+            return None
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ConfigError(f"{path} is not valid JSON ({error}): fetch it again") from error

@@ -1,5 +1,6 @@
 """Which idle pages are evicted first: least recently used, protected where that finds more, and those that a client asked to keep last."""
 
+import pickle
 import random
 
 import msgspec
@@ -9,7 +10,7 @@ from benchmarks.evictions import agents, chats, share_found, system_prompts
 from octavo.cache import KVCache, audit
 from octavo.cache import pool as pool_module
 from octavo.cache import snapshot as snapshots
-from octavo.cache.eviction import KEPT, POLICIES, IdlePages
+from octavo.cache.eviction import KEPT, POLICIES, ByWorth, IdlePages
 from octavo.cache.page_keys import KEY_BYTES
 from octavo.cache.pool import PagePool
 from octavo.cache.snapshot import CacheState
@@ -274,3 +275,16 @@ def test_idle_pages_are_in_one_list_each() -> None:
     assert [idle.pop() for _ in range(len(idle))] == [4, 0, 1, 3, 5] and 2 not in idle
     with pytest.raises(AssertionError):
         idle.pop()
+
+
+def test_levels_of_entries_that_left_take_no_memory() -> None:
+    """Where pages leave in the order of their last use, the other order is kept up all the same."""
+    entries: ByWorth[int] = ByWorth()
+    sizes = []
+    for number in range(4000):
+        entries.add(number % 8, 1 + number % 5)
+        if len(entries) == 8:
+            entries.remove((number + 1) % 8)
+        if number % 1000 == 999:
+            sizes.append(len(pickle.dumps(entries)))
+    assert max(sizes) < 2 * sizes[0] < 4000, sizes

@@ -48,7 +48,7 @@ def test_the_command_prints_the_hint_as_json(tmp_path, capsys):
     msgspec.json.decode(capsys.readouterr().out, type=Hint)
 
 
-async def test_a_server_asks_a_process_at_low_priority_and_keeps_its_answer(tmp_path):
+async def test_a_server_asks_a_process_at_low_priority_and_keeps_its_answer(tmp_path, monkeypatch):
     folder = tmp_path / "live"
     folder.mkdir()
     recorded(folder, 3, False)
@@ -62,6 +62,11 @@ async def test_a_server_asks_a_process_at_low_priority_and_keeps_its_answer(tmp_
     assert await hints.get() is both[0]
     gone = Hints()
     gone.recording = str(folder)
+    with pytest.raises(EngineUnavailable, match="try again later"):
+        await gone.get()
+    monkeypatch.setattr(
+        asyncio, "create_subprocess_exec", None
+    )  # a client that asks in a loop starts no more processes
     with pytest.raises(EngineUnavailable, match="try again later"):
         await gone.get()
 

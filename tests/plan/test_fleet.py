@@ -185,3 +185,20 @@ def test_a_sample_keeps_sessions_together():
     trace = trace_of(Shape(4.0, 100.0, Lengths(40), Lengths(10), turns=4), 1).thinned(0.5)
     turns = Counter(each.session for each in trace.requests)
     assert set(turns.values()) == {4} and 20 < len(turns) < 80
+
+
+def test_noise_of_steady_steps_is_in_the_times_between_tokens_alone():
+    plain = fleet_of()
+    noisy = msgspec.structs.replace(plain, model=msgspec.structs.replace(MODEL, steady_noise=[0.8] * 19 + [4.8]))
+    trace = Trace("one", [TraceRequest(0.0, 50, 300)])
+    before, after = Simulation(trace, plain).run(), Simulation(trace, noisy).run()
+    assert seen(before) == seen(after)
+    assert abs(after.figures.itl.mean / before.figures.itl.mean - 1) < 1e-9
+    assert after.figures.itl.p99 > 2 * before.figures.itl.p99 and after.figures.itl.p50 < before.figures.itl.p50
+
+
+def test_a_slow_machine_slows_steps_down_while_it_is_slow():
+    trace = Trace("two", [TraceRequest(0.0, 50, 20), TraceRequest(5.0, 50, 20)])
+    slow = Simulation(trace, fleet_of(), with_jumps=False, pace=lambda now: 3.0 if now < 10**12 else 1.0).run()
+    first, second = (journey.latency for journey in slow.journeys)
+    assert abs(first / second - 3) < 0.01

@@ -74,10 +74,10 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "an idle page that has an owner again can be evicted": (
         EVICTION,
-        "        del self._lists[self._list_of[page]][page]\n        self.count -= 1",
+        "        self._take_out(page)\n        self.count -= 1",
         "        self.count -= 1",
     ),
-    "an idle page is in no list": (EVICTION, "            self._recent[page] = None\n", ""),
+    "an idle page is in no list": (EVICTION, "        self._lists[where][page] = None\n", ""),
     "a step of a former life publishes pages": (
         SCHEDULER,
         "if epoch == request.epoch and start + count",

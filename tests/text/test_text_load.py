@@ -478,3 +478,9 @@ def test_where_default_sampling_comes_from(folder: Path, tmp_path: Path) -> None
 def test_an_overridden_end_of_sequence(folder: Path) -> None:
     write(folder, config={"eos_token_id": 1})
     assert 3 in load_text(folder, hf_overrides='{"eos_token_id": [3]}').eos_ids
+
+
+def test_a_module_with_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "a" * 300}]))
+    with pytest.raises(ConfigError, match="File name too long"):
+        read_pooling_config(tmp_path)

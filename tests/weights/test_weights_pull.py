@@ -392,3 +392,14 @@ def test_progress_is_one_line_on_a_terminal_and_few_lines_elsewhere() -> None:
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (98_362_432, "98.4 MB"), (4.7e9, "4.7 GB")])
 def test_sizes(size: float, text: str) -> None:
     assert size_text(size) == text
+
+
+def test_a_manifest_with_a_name_that_is_too_long_is_no_model(tmp_path: Path) -> None:
+    """A damaged file of the store must not keep the other models from being listed."""
+    folder = tmp_path / "org" / "model" / "tag"
+    folder.mkdir(parents=True)
+    for name in ("a" * 300, "a\0b"):
+        files = [{"name": name, "num_bytes": 1, "sha256": ""}]
+        manifest = {"name": "m:tag", "kind": "gguf", "commit": "c", "files": files, "pulled": 1.0}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        assert Store(tmp_path).models() == []

@@ -135,9 +135,16 @@ class Store:
         except (OSError, ValueError, RecursionError):  # of msgspec, and where a text is not UTF-8
             return None
         names = [file.name for file in manifest.files]
-        if not names or any(Path(name).name != name or not (folder / name).is_file() for name in names):
+        if not names or any(Path(name).name != name or not _is_file(folder / name) for name in names):
             return None
         return StoredModel(manifest, folder)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or that no file can have
+        return False
 
 
 def _size(path: Path) -> int:
