@@ -330,9 +330,12 @@ def _add_scale(commands: Any) -> None:
 
 def _scale(arguments: argparse.Namespace) -> int:
     from octavo.cli import scale
+    from octavo.config import MAX_REPLICAS
 
     if arguments.replicas is None and not arguments.restart:
         raise ConfigError("give the number of replicas, or --restart")
+    if arguments.replicas is not None and not 1 <= arguments.replicas <= MAX_REPLICAS:
+        raise ConfigError(f"the number of replicas must be between 1 and {MAX_REPLICAS}, got {arguments.replicas}")
     keys = os.environ.get("OCTAVO_ADMIN_KEY", "") or os.environ.get("OCTAVO_API_KEY", "")
     key = arguments.api_key or keys.split(",")[0]
     return scale.run(arguments.url, key, arguments.replicas, arguments.restart, arguments.timeout)

@@ -14,7 +14,8 @@ ANSWER_SECONDS = 30.0
 
 def run(url: str, api_key: str, replicas: int | None, restart: bool, timeout: float) -> int:
     server = Remote(url, api_key, timeout=ANSWER_SECONDS)
-    before = {each["replica"]: each["epoch"] for each in server.read("/fleet")["replicas"]}
+    replicas_before = server.read("/fleet")["replicas"]
+    before = {each["replica"]: each["epoch"] for each in replicas_before if each["status"] != "failed"}
     wish = {} if replicas is None else {"replicas": replicas}
     if restart:
         wish["restart"] = True
@@ -32,6 +33,9 @@ def run(url: str, api_key: str, replicas: int | None, restart: bool, timeout: fl
                 said = line
             if replicas is not None and fleet["target"] < replicas and fleet["note"]:
                 say(f"{replicas} replicas were asked for: {fleet['note']}")
+                return 1
+            if restart and any(each["status"] == "failed" and each["replica"] in before for each in fleet["replicas"]):
+                say(f"not all replicas were started again: {fleet['note']}")
                 return 1
             if is_done(fleet, replicas, before if restart else {}):
                 return 0

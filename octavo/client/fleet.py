@@ -67,6 +67,7 @@ from octavo.messages import (
     ReleasePrefix,
     ReplicaDrains,
     ReplicaIdle,
+    ReplicaJoined,
     Reply,
     ResetPrefixCache,
     Responded,
@@ -400,6 +401,7 @@ class FleetClient(EngineClient):
         self._show_fleet()
         self._choose_home()
         self._place_waiting()
+        self._tell(ReplicaJoined(member.number, member.epoch))
 
     def _place_waiting(self) -> None:
         for request_id, fingerprint in [*self._unplaced.items()]:

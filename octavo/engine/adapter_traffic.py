@@ -392,8 +392,9 @@ class AdapterTraffic(StepObserver):
         """For metrics."""
         loaded = [adapter for adapter in self._adapters.values() if adapter.id]
         stats = self.stats
+        over = {request_id for _, request_id in self._ending}  # given up with the next plan: an idle engine makes none
         return AdapterState(
-            tuple(sorted({adapter.ref.name for adapter in loaded if adapter.users})),
+            tuple(sorted({adapter.ref.name for adapter in loaded if adapter.users - over})),
             tuple(sorted({held.adapter.ref.name for held in self._held.values()})),
             self._max_used,
             len(loaded),

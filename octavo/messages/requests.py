@@ -452,6 +452,13 @@ class ReplicaIdle(msgspec.Struct, frozen=True, tag=True, gc=False):
     epoch: int
 
 
+class ReplicaJoined(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """This API process is connected to a replica's engine and sends it requests."""
+
+    replica: int
+    epoch: int
+
+
 class ScaleFleet(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A client wants so many replicas, or all of them started again one after the other."""
 
@@ -459,4 +466,4 @@ class ScaleFleet(msgspec.Struct, frozen=True, tag=True, gc=False):
     restart: bool = False
 
 
-ToSupervisor = ServerReady | ReplicaIdle | ScaleFleet
+ToSupervisor = ServerReady | ReplicaIdle | ReplicaJoined | ScaleFleet

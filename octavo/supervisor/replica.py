@@ -35,6 +35,7 @@ class Replica:
         self.restart_at: float | None = None  # None: no start is due
         self.kill_reason = ""  # why we killed the engine; empty: we did not
         self.has_failed = False  # it is not started again
+        self.joined_origins: set[int] = set()  # API processes that are connected to the current engine
         # While it drains: what follows, and the API processes whose requests are still there.
         self.after_drain: Literal["", "stop", "restart"] = ""
         self.busy_origins: set[int] = set()
@@ -46,6 +47,7 @@ class Replica:
         self.restart_at, self.is_ready, self.kill_reason = None, False, ""
         self.after_drain, self.is_stopping = "", False
         self.busy_origins.clear()
+        self.joined_origins.clear()
         self.started = time.monotonic()
 
     @property

@@ -32,6 +32,7 @@ from octavo.messages import (
     FleetState,
     ReplicaDrains,
     ReplicaIdle,
+    ReplicaJoined,
     ScaleFleet,
     ServerReady,
     ToSupervisor,
@@ -368,6 +369,10 @@ class _Supervisor:
                 replica = self._replicas.get(idle.replica)
                 if replica is not None and replica.epoch == idle.epoch:
                     replica.busy_origins.discard(slot.origin)
+            case ReplicaJoined() as joined:
+                replica = self._replicas.get(joined.replica)
+                if replica is not None and replica.epoch == joined.epoch:
+                    replica.joined_origins.add(slot.origin)
             case ScaleFleet() as asked:
                 self._scale(asked)
 
@@ -388,6 +393,7 @@ class _Supervisor:
         self._heartbeat.count_restart("api", cause)
         for replica in self._replicas.values():
             replica.busy_origins.discard(slot.origin)
+            replica.joined_origins.discard(slot.origin)
             if replica.runs:
                 address = EngineAddress(replica.number, replica.epoch, self._address_of(replica.epoch))
                 self._api_processes.announce_end(slot, address)
@@ -439,6 +445,9 @@ class _Supervisor:
         replica.after_drain = ""
         num_left = sum(not each.has_failed for each in self._replicas.values())
         self._note = f"replica {replica.number} has failed{why}"
+        if self._to_restart:  # the others would fail alike, and the last of them would end the server
+            self._to_restart.clear()
+            self._note += "; the rolling restart has ended, and the replicas that were to follow serve on as they are"
         self._target = max(1, min(self._target, num_left))  # another one would fail alike
         self._api_processes.send_all(EngineGone(for_clients(message) + why, replica.number))
         if self._has_served and not all(each.has_failed for each in self._replicas.values()):
@@ -501,7 +510,7 @@ class _Supervisor:
             self._target, self._note = asked.replicas, ""
         if asked.restart:
             self._source = self._resolve()
-            self._to_restart = [each.number for each in self._live()]
+            self._to_restart, self._note = [each.number for each in self._live()], ""
             self._say(f"starting {len(self._to_restart)} replicas again, one after the other")
 
     def _resolve(self) -> ModelSource:
@@ -515,6 +524,11 @@ class _Supervisor:
     def _live(self) -> list[Replica]:
         """Replicas that are there, or will be soon, and are not to be removed."""
         return [each for each in self._replicas.values() if not each.has_failed and each.after_drain != "stop"]
+
+    def _takes_requests(self, replica: Replica) -> bool:
+        """Whether a replica is ready and every API process sends it requests. An engine that says that it is ready gets none before they
+        have heard so, too."""
+        return replica.status == "ready" and self._api_processes.origins <= replica.joined_origins
 
     def _steer_fleet(self, now: float) -> None:
         """Add and drain replicas until there are as many as wanted, and go on with a rolling restart."""
@@ -534,7 +548,7 @@ class _Supervisor:
         )
         for _ in range(self._target - len(live)):
             self._start_replica(next(free))
-        if self._to_restart and all(each.status == "ready" for each in self._live()):
+        if self._to_restart and all(self._takes_requests(each) for each in self._live()):
             following = self._replicas.get(self._to_restart.pop(0))
             if following is not None and following.status == "ready":
                 self._drain_replica(following, "restart")

@@ -86,6 +86,8 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         (["stop", "m"], "there is no command stop: octavo ps names the server's process, and kill PID stops it"),
         (["version"], "there is no command version: octavo --version does that"),
         (["top", "--port", "9000"], "unknown flag --port: name the server with --url http://HOST:PORT"),
+        (["scale", "0"], "the number of replicas must be between 1 and 64, got 0"),
+        (["scale", "99", "--restart"], "the number of replicas must be between 1 and 64, got 99"),
         (["run", "m", "--think=true"], "--think is not offered: requests send think to /api/chat, or reasoning_effort to /v1/chat/completions"),
         (["run", "m", "--verbos"], "unknown flag --verbos"),
         (["bench", "latncy"], "KIND: 'latncy' is not one of latency, throughput, serve; did you mean latency?"),

@@ -42,6 +42,7 @@ from octavo.messages import (
     ReadProgress,
     ReplicaDrains,
     ReplicaIdle,
+    ReplicaJoined,
     ReplicaLoad,
     ReplicaState,
     ResetPrefixCache,
@@ -152,7 +153,8 @@ class Fleet:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.clients: list[FleetClient] = []
         self.notices: list[zmq.Socket[bytes]] = []
-        self.told: list[tuple[int, Any]] = []
+        self.joined: list[tuple[int, ReplicaJoined]] = []  # told by clients
+        self.told: list[tuple[int, Any]] = []  # all else
 
     def engine_address(self, epoch: int) -> str:
         return f"ipc://{self.folder}/engine-{epoch}"
@@ -192,7 +194,9 @@ class Fleet:
             self.fd,
             limits,
             self.num_clients,
-            lambda message: self.told.append((origin, message)),
+            lambda message: (self.joined if isinstance(message, ReplicaJoined) else self.told).append(
+                (origin, message)
+            ),
         )
         self.clients.append(client)
         self.notices.append(self.context.socket(zmq.PUSH))
@@ -460,6 +464,24 @@ async def test_a_replica_that_is_lost_here_is_not_called_ready(fleet):
     await until(lambda: [each.status for each in client.fleet.replicas] == ["ready", "restarting"])
     fleet.restart(1)
     await until(lambda: [each.status for each in client.fleet.replicas] == ["ready", "ready"])
+
+
+async def test_each_api_process_says_which_engines_it_has_joined(tmp_path_factory):
+    fleet = Fleet(tmp_path_factory.mktemp("f"), num_clients=2)
+    try:
+        await fleet.open(2)
+        told = [(origin, ReplicaJoined(number, number + 1)) for origin in (0, 1) for number in (0, 1)]
+        assert sorted(fleet.joined, key=lambda each: (each[0], each[1].replica)) == told
+        fleet.joined.clear()
+        fleet.replicas[1].kill()
+        await fleet.lose(1)
+        await until(lambda: all(len(client.heartbeats()) == 1 for client in fleet.clients))
+        assert not fleet.joined
+        fleet.restart(1)
+        await until(lambda: len(fleet.joined) == 2)
+        assert sorted(fleet.joined) == [(0, ReplicaJoined(1, 3)), (1, ReplicaJoined(1, 3))]
+    finally:
+        fleet.close()
 
 
 async def test_a_drained_replica_keeps_its_streams_then_gives_them_away(fleet):

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
+from tests.adapters import write_model
 from tests.e2e.mortal_engine import DEADLY
 from tests.e2e.servers import Server
 from tests.e2e.test_e2e_recovery import stories
@@ -125,6 +127,37 @@ def test_replicas_are_removed_added_and_started_again_under_streams(server, untr
     assert any("replica 1 is removed" in line for line in server.lines)
 
 
+def test_a_replica_is_drained_only_when_all_api_processes_use_the_one_before_it(server):
+    wait_for_all(server)
+    first, engine = len(server.lines), replicas(server)[0]["pid"]
+    late = max(pid for pid, command in server.children().items() if command.endswith("server.process"))
+    done: list[subprocess.CompletedProcess] = []
+    worker = threading.Thread(target=lambda: done.append(scale(server, "--restart")))
+
+    def wait_for(is_true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_true():
+            assert time.monotonic() < deadline, server.lines[first:]
+            time.sleep(0.01)
+
+    def has(words: str) -> bool:
+        return any(words in line for line in server.lines[first:])
+
+    worker.start()
+    try:
+        wait_for(lambda: engine not in engines(server))
+        os.kill(late, signal.SIGSTOP)  # it does not hear from the new engine
+        wait_for(lambda: has("replica 0 is back"))
+        time.sleep(1.5)  # the supervisor looks every half second
+        assert not has("draining replica 1")
+    finally:
+        os.kill(late, signal.SIGCONT)
+        worker.join()
+    assert done[0].returncode == 0 and has("draining replica 1"), done[0].stderr
+    assert "0 of 2" not in done[0].stderr
+    assert not has("API process")  # it was not replaced
+
+
 def test_a_wish_that_cannot_be_met_is_refused(server):
     for body, words in (
         ({}, "give replicas"),
@@ -134,6 +167,24 @@ def test_a_wish_that_cannot_be_met_is_refused(server):
     ):
         status, answer = server.post("/v1/fleet", body)
         assert status == 400 and words in answer
-    done = scale(server, "99")
-    assert done.returncode == 1 and "between 1 and 64" in done.stderr
-    assert scale(server).returncode == 2
+    for arguments, words in ((("99",), "between 1 and 64"), (("0",), "between 1 and 64"), ((), "give the number")):
+        done = scale(server, *arguments)
+        assert done.returncode == 2 and words in done.stderr
+
+
+def test_a_rolling_restart_with_weights_that_cannot_be_loaded_leaves_a_replica(tmp_path):
+    model = tmp_path / "model"
+    write_model(model, 256)
+    arguments = ("--data-parallel-size", "2", "--kv-cache-memory-bytes", "2M", "--api-processes", "1")
+    arguments += ("--record-bytes", "0", "--max-engine-restarts", "0", "--cpu-threads", "1")
+    with Server(str(model), *arguments) as server:
+        old = replicas(server)[1]["pid"]
+        broken = tmp_path / "broken"
+        broken.write_bytes(b"no weights")
+        broken.replace(model / "model.safetensors")
+        done = scale(server, "--restart", "--timeout", "60")
+        assert done.returncode == 1 and "replica 0 has failed" in done.stderr, done.stderr
+        assert "the rolling restart has ended" in done.stderr
+        assert [each["status"] for each in replicas(server)] == ["failed", "ready"]
+        assert replicas(server)[1]["pid"] == old
+        assert server.post("/v1/completions", {"prompt": "abc", "max_tokens": 3})[0] == 200

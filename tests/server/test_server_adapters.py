@@ -82,7 +82,26 @@ async def test_the_name_of_an_adapter_is_a_model(server: Server) -> None:
     assert cards[1]["root"].endswith("adapters/pirate")
     assert (await server.http.get("/v1/models/pirate")).json()["parent"] == "tiny"
     status, text = await server.post("/v1/completions", {"model": "parrot", "prompt": "a"})
-    assert status == 404 and "or one of 1 adapters" in text
+    message = json.loads(text)["error"]["message"]
+    assert status == 404 and message == "model 'parrot' is not served here; use 'tiny', or the adapter 'pirate'"
+
+
+async def test_the_error_for_an_unknown_model_names_a_few_adapters(place: Path) -> None:
+    async def message(num_adapters: int) -> str:
+        modules = ",".join(f"a{number}={place / 'adapters' / 'pirate'}" for number in range(num_adapters))
+        server = Server(place, lora_modules=modules)
+        try:
+            status, text = await server.post("/v1/completions", {"model": "parrot", "prompt": "a"})
+        finally:
+            await server.http.aclose()
+            server.client.close()
+        assert status == 404
+        return str(json.loads(text)["error"]["message"]).partition("use ")[2]
+
+    assert await message(0) == "'tiny'"
+    assert await message(2) == "'tiny', or one of the adapters 'a0', 'a1'"
+    eight = ", ".join(f"'a{number}'" for number in range(8))
+    assert await message(10) == f"'tiny', or one of the adapters {eight} and 2 more (/v1/models)"
 
 
 async def test_every_dialect(server: Server) -> None:
@@ -231,7 +250,8 @@ async def test_metrics_and_journeys(server: Server) -> None:
     journey = (await server.http.get("/v1/requests/asked")).json()
     assert "adapter" in [stage["name"] for stage in journey["stages"]]
     text = (await server.http.get("/metrics")).text
-    assert "vllm:lora_requests_info{" in text and "octavo:adapters_loaded" in text
+    info = next(line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
+    assert 'running_lora_adapters=""' in info and 'waiting_lora_adapters=""' in info  # the engine is idle
     assert next(line for line in text.splitlines() if line.startswith("octavo:adapters_loaded")).endswith(" 1.0")
     assert next(line for line in text.splitlines() if line.startswith("octavo:adapter_loads_total")).endswith(" 1.0")
 

@@ -40,6 +40,7 @@ from octavo.text import Text
 log = logging.getLogger("octavo.server")
 
 ANSWER_SECONDS = 10.0  # Prometheus' default scrape timeout
+MAX_NAMED_ADAPTERS = 8  # in the error for an unknown model
 
 Ask = Callable[..., Awaitable[LoopbackResponse]]
 """A loopback request: route, body, owner, more of its scope (loopback.py)."""
@@ -145,8 +146,19 @@ class Service:
             journey.adapter = adapter
             return
         names = " or ".join(map(repr, self.model_names))
-        others = f", or one of {len(self.adapters.names())} adapters (/v1/models)" if self.adapters.is_enabled else ""
-        raise ModelNotFound(f"model {quote(name)} is not served here; use {names}{others}", param="model")
+        raise ModelNotFound(
+            f"model {quote(name)} is not served here; use {names}{self._adapter_words()}", param="model"
+        )
+
+    def _adapter_words(self) -> str:
+        """The adapters that a client may name as its model, after the names of the model itself: the first few of them."""
+        adapters = self.adapters.names() if self.adapters.is_enabled else []
+        if not adapters:
+            return ""
+        shown = ", ".join(quote(each) for each in adapters[:MAX_NAMED_ADAPTERS])
+        more = len(adapters) - MAX_NAMED_ADAPTERS
+        kind = "the adapter" if len(adapters) == 1 else "one of the adapters"
+        return f", or {kind} {shown}" + (f" and {more} more (/v1/models)" if more > 0 else "")
 
     @property
     def answering_name(self) -> str:
