@@ -1,5 +1,5 @@
 """Hints: what other limits would have done for the last minutes' requests, simulated from the recording (plan/advise.py). A process of its own does
-it, at the lowest priority, when somebody asks; its answer is kept for a while."""
+it, at the lowest priority, when a client asks; its answer is kept for a while."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ class Hints:
         self._making: asyncio.Task[bytes] | None = None
 
     async def get(self) -> bytes:
-        """JSON of plan.advise.Hint. Those who ask at the same time get the same. Raises NotFound where nothing is recorded."""
+        """JSON of plan.advise.Hint. Calls at the same time share one simulation. Raises NotFound where nothing is recorded."""
         if not self.recording:
             raise NotFound("there is no recording of one engine to simulate: a fleet, or --record-bytes 0")
         if self._body and time.monotonic() - self._made < KEPT_SECONDS:
