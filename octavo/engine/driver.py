@@ -85,7 +85,7 @@ class Driver:
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
         self._listening: dict[int, str] = {}  # API process → where it listens
-        self._sleepers: list[SleepEngine] = []  # who waits for the engine to sleep
+        self._sleepers: list[SleepEngine] = []  # calls that wait until the engine sleeps
         self._warming = ""  # the request that computes a pinned prefix again
         self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode

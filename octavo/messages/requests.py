@@ -156,7 +156,7 @@ class SleepEngine(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class WakeEngine(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Be ready for requests again. Whoever waits for the engine to sleep is told that it is awake."""
+    """Be ready for requests again. Calls that wait for the engine to sleep are answered with AWAKE."""
 
     call: int
     origin: int = 0

@@ -21,7 +21,7 @@ from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
 from octavo.worker.rows import PageChanges, RowState
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
-from octavo.worker.sleep import Aside, tensors_of
+from octavo.worker.sleep import OffloadedMemory, tensors_of
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, LaunchedStep
 
@@ -56,26 +56,26 @@ class Runner:
         # As many steps as there are stages, and one more, may be uncollected.
         num_samples = most_samples(max_rows)
         self._host_tokens = [device.pinned((num_samples,), torch.int64) for _ in range(model.stage.count + 2)]
-        self._aside: Aside | None = None  # None: awake
+        self._offloaded: OffloadedMemory | None = None  # None: awake
 
     def sleep(self, keeps_pages: bool) -> None:
         """Free a GPU's memory until wake_up(). All steps are done. `keeps_pages`: KV pages hold what is needed."""
-        if not self.device.is_cuda or self._aside is not None:
+        if not self.device.is_cuda or self._offloaded is not None:
             return
         if self.graphs is not None:
             self.graphs.forget()
         with torch.inference_mode():
-            self._aside = Aside(self.device)
-            self._aside.keep(tensors_of(self.model))
+            self._offloaded = OffloadedMemory(self.device)
+            self._offloaded.keep(tensors_of(self.model))
             if not keeps_pages:
-                self._aside.drop(self.pages.layers)
+                self._offloaded.drop(self.pages.layers)
         self.device.memory_use()  # the allocator frees what it would keep for later tensors
 
     def wake_up(self) -> None:
-        if self._aside is not None:
+        if self._offloaded is not None:
             with torch.inference_mode():
-                self._aside.bring_back()
-            self._aside = None
+                self._offloaded.bring_back()
+            self._offloaded = None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step. Sampled tokens stay in the token table, where the next step reads its inputs."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -25,6 +26,8 @@ from octavo.messages.side import (
 from octavo.worker.adapters import RankAdapters
 from octavo.worker.runner import Runner
 
+log = logging.getLogger("octavo.worker")
+
 
 class SideWork:
     def __init__(self, line: "Connection[Any, Any] | SecureConnection", runner: Runner) -> None:
@@ -36,11 +39,19 @@ class SideWork:
         self._checking = ThreadPoolExecutor(1, "octavo-adapter-checks")
 
     def serve(self) -> None:
-        """Do what the executor asks for, until it has closed the line."""
+        """Do what the executor asks for, until it has closed the line. A failure closes it: the executor would wait for the reply."""
         decoder: msgspec.msgpack.Decoder[SideMessage] = msgspec.msgpack.Decoder(SideMessage)
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._do(decoder.decode(self._line.recv_bytes()))
+        while True:
+            try:
+                message = self._line.recv_bytes()
+            except (EOFError, OSError):
+                return
+            try:
+                self._do(decoder.decode(message))
+            except Exception:
+                log.exception("a rank has failed beside its steps")
+                self._line.close()
+                return
 
     def _do(self, message: SideMessage) -> None:
         match message:

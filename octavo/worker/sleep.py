@@ -36,7 +36,7 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
                 yield from _tensors_in(getattr(value, field.name))
 
 
-class Aside:
+class OffloadedMemory:
     """Memory of a device that is freed for a while. Tensors stay valid: each storage, which views share, is emptied and filled again, at
     another address. So nothing that has kept an address may be used afterwards: captured graphs are dropped."""
 

@@ -135,6 +135,12 @@ def test_a_ranks_bug_arrives_with_its_traceback(executor: ProcessExecutor) -> No
         driver.generate([sequence], 1)
 
 
+def test_what_fails_beside_the_steps_is_the_engines_death(executor: ProcessExecutor) -> None:
+    executor.start()
+    with pytest.raises(EngineDead, match="rank 0"):
+        executor.sleep(["no page"], keeps_pages=False)  # type: ignore[list-item]
+
+
 def test_ranks_end_with_a_parent_that_is_killed(source: ModelSource) -> None:
     script = """
         import sys, threading, time

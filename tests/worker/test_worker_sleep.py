@@ -5,7 +5,7 @@ from torch import nn
 
 from octavo.device import Device
 from octavo.weights.methods.base import Held
-from octavo.worker.sleep import Aside, tensors_of
+from octavo.worker.sleep import OffloadedMemory, tensors_of
 
 
 class _Weight(Held):
@@ -34,7 +34,7 @@ class _Layers(nn.Module):
 
 
 def test_weights_come_back_bit_by_bit_and_take_no_memory_meanwhile() -> None:
-    layers, aside = _Layers(), Aside(Device("cpu"))
+    layers, offloaded = _Layers(), OffloadedMemory(Device("cpu"))
     tensors = list(tensors_of(layers))  # type: ignore[arg-type]
     before = [tensor.clone() for tensor in tensors]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 6
@@ -42,10 +42,10 @@ def test_weights_come_back_bit_by_bit_and_take_no_memory_meanwhile() -> None:
         storage.nbytes() for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values()
     )
     for _ in range(2):
-        aside.keep(tensors)
-        assert aside.num_bytes == num_bytes and all(not tensor.untyped_storage().nbytes() for tensor in tensors)
-        aside.bring_back()
-        assert not aside.num_bytes
+        offloaded.keep(tensors)
+        assert offloaded.num_bytes == num_bytes and all(not tensor.untyped_storage().nbytes() for tensor in tensors)
+        offloaded.bring_back()
+        assert not offloaded.num_bytes
         assert all(torch.equal(now, was) for now, was in zip(tensors, before, strict=True))
     layers.table[20] = 7.0
     assert layers.part[4] == 7.0, "views still share their memory"
@@ -54,10 +54,10 @@ def test_weights_come_back_bit_by_bit_and_take_no_memory_meanwhile() -> None:
 
 def test_pages_come_back_as_zeros() -> None:
     together = torch.ones(4, 3, 8)
-    stores, aside = list(together.unbind(1)), Aside(Device("cpu"))
-    aside.drop(stores)
-    assert aside.num_bytes == together.nbytes and not together.untyped_storage().nbytes()
-    aside.bring_back()
+    stores, offloaded = list(together.unbind(1)), OffloadedMemory(Device("cpu"))
+    offloaded.drop(stores)
+    assert offloaded.num_bytes == together.nbytes and not together.untyped_storage().nbytes()
+    offloaded.bring_back()
     assert together.shape == (4, 3, 8) and not together.any()
     stores[1][2] = 5.0
     assert together[2, 1].eq(5.0).all()
