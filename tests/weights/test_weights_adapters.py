@@ -281,3 +281,17 @@ def test_matrices_of_fused_experts_are_counted_before_they_are_listed(folder: Pa
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="changes 1000000 matrices; at most"):
         open_adapter(folder)
+
+
+def test_an_adapter_with_matrices_for_each_of_many_experts_is_read(folder: Path) -> None:
+    """As older versions of PEFT write Qwen3-30B-A3B's: 36,864 tensors. Its header has 5 MB."""
+    change_config(folder, r=1)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}.lora_{side}.weight": torch.zeros(1, 1)
+        for layer in range(48)
+        for expert in range(128)
+        for name in ("gate_proj", "up_proj", "down_proj")
+        for side in "AB"
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    assert len(open_adapter(folder).pairs) == 48 * 128 * 3

@@ -52,10 +52,10 @@ def write_adapters(folder: Path) -> None:
     matrices, other = _matrices(size), _matrices(2 * size)
     many = {
         f"base_model.model.{at}.lora_{side}.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-        for at in range(30_000)
+        for at in range(60_000)
         for side in "AB"
     }
-    most = dict(list(many.items())[:20_000])  # as many as a header may hold
+    most = dict(list(many.items())[:80_000])  # about as many as a header may hold
     huge = {"x.lora_A.weight": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 2**62]}}
     patterns = {f"m{at}": 1 for at in range(35_000)}
     _write(folder / GOOD, config, _safetensors(matrices, 32 * size))
