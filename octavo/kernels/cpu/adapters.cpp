@@ -1,8 +1,8 @@
-// Divides the work of adapters over the threads of a product.
+// Distributes the rows that have adapters over threads. Each piece of work is done by one thread from end to end, so that nothing
+// waits between the two products.
 #include "adapters.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include <algorithm>
 
@@ -12,8 +12,6 @@ namespace octavo {
 namespace {
 
 constexpr int64_t kMost = 32;  // rows of a piece: enough to use what was read of A and B, and few enough to share a prompt
-
-constexpr int64_t kFew = 2;  // rows that are multiplied one by one: a tile's layout is not worth it
 
 // Memory of one thread, aligned for the kernels.
 class Room {
@@ -33,9 +31,23 @@ class Room {
   int64_t size_ = 0;
 };
 
-// Lays out x [num_rows, depth] for products of that kind.
-void prepare(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, uint8_t* prepared) {
-  product_kernels().prepare_share(kind, x, x_stride, num_rows, depth, prepared, 0, 1);
+// Lays out x [num_rows, depth] for products of that kind; weight not null: its RMSNorm.
+void prepare(int kind, const float* x, int64_t x_stride, const float* weight, float epsilon, int64_t num_rows, int64_t depth,
+             float* numbers, uint8_t* prepared) {
+  const ProductKernels& kernels = product_kernels();
+  const int64_t tiles = num_tiles(num_rows, kernels.float_tile_rows), row_bytes = octavo_prepared_bytes(kind, 1, depth);
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
+    for (int64_t row = begin; row < end; ++row) {
+      const float* from = x + row * x_stride;
+      if (weight) {
+        rms_norm_row(from, weight, epsilon, depth, numbers);
+        from = numbers;
+      }
+      uint8_t* records = prepared + begin * row_bytes + (row - begin) * static_cast<int64_t>(sizeof(float)) * kSlice;
+      kernels.prepare_row(kind, from, depth, records, end - begin);
+    }
+  }
 }
 
 void multiply(const OctavoProduct& product) {
@@ -43,109 +55,66 @@ void multiply(const OctavoProduct& product) {
   product_kernels().product_share(&product, nullptr, nullptr, &num_claimed, 0, 1);
 }
 
-int64_t width_of(const OctavoAdapterPart& part) { return round_up(part.rank, kPanel); }
-
-// Rows of x, with their norm, and zeros up to four whole quarters. Kept for the tasks of the same rows.
-struct NormedRows {
-  Room room;
-  const AdaptedRows* rows = nullptr;
-
-  const float* of(const AdaptedProduct& product, const AdaptedRows* wanted) {
-    const int64_t stride = kQuarters * quarter_of(product.depth);
-    float* numbers = reinterpret_cast<float*>(room.of(wanted->count * stride * 4));
-    if (rows == wanted) return numbers;
-    rows = wanted;
-    for (int64_t row = 0; row < wanted->count; ++row) {
-      const float* from = product.x + (wanted->first + row) * product.x_stride;
-      float* to = numbers + row * stride;
-      if (product.norm_weight) rms_norm_row(from, product.norm_weight, product.epsilon, product.depth, to);
-      else memcpy(to, from, sizeof(float) * static_cast<size_t>(product.depth));
-      memset(to + product.depth, 0, sizeof(float) * static_cast<size_t>(stride - product.depth));
-    }
-    return numbers;
-  }
-};
-
-NormedRows& normed_rows() {
-  static thread_local NormedRows rows;
-  return rows;
-}
-
-// The sums of two or four quarters of one part, for all of its rows: [rows, width], halves after each other.
-void shrink_task(const AdaptedProduct& product, const ShrinkTask& task, const float* x) {
-  static thread_local Room sums, prepared;
-  const ProductKernels& kernels = product_kernels();
-  const OctavoAdapterPart& part = *task.of->part;
-  const int64_t quarter = quarter_of(product.depth), stride = kQuarters * quarter, width = width_of(part);
-  const int64_t num_rows = task.of->rows->count, size = num_rows * width;
-  const int64_t quarter_bytes = octavo_packed_bytes(part.kind, part.rank, quarter);
-  const uint8_t* weights = static_cast<const uint8_t*>(part.down) + task.first * quarter_bytes;
-  float* y = task.of->inner + (task.first ? size : 0);
-  if (num_rows <= kFew) {
-    for (int64_t row = 0; row < num_rows; ++row)
-      kernels.shrink_row(part.kind, weights, quarter_bytes, task.count, x + row * stride + task.first * quarter, quarter,
-                         width / kPanel, y + row * width);
-    if (task.count == kQuarters) memset(y + size, 0, sizeof(float) * static_cast<size_t>(size));
-    return;
-  }
-  float* of_quarters = reinterpret_cast<float*>(sums.of(kQuarters * size * 4));
-  uint8_t* records = prepared.of(octavo_prepared_bytes(part.kind, num_rows, quarter));
-  for (int i = 0; i < task.count; ++i) {
-    prepare(part.kind, x + (task.first + i) * quarter, stride, num_rows, quarter, records);
-    OctavoProduct down = {};
-    down.weights = weights + i * quarter_bytes;
-    down.activations = records;
-    down.y = of_quarters + i * size;
-    down.y_stride = width;
-    down.num_rows = num_rows;
-    down.num_columns = width;
-    down.depth = quarter;
-    down.kind = part.kind;
-    multiply(down);
-  }
-  for (int i = 0; i < task.count; i += 2, y += size)
-    for (int64_t at = 0; at < size; ++at) y[at] = of_quarters[i * size + at] + of_quarters[(i + 1) * size + at];
-}
-
-// Columns begin … end − 1 of a part, counted from its first; `begin` is a multiple of kPanel.
-void expand_part(const AdaptedProduct& product, const AdaptedPart& one, int64_t begin, int64_t end) {
-  static thread_local Room sums, prepared;
-  const OctavoAdapterPart& part = *one.part;
-  const int64_t num_rows = one.rows->count, width = width_of(part), size = num_rows * width;
-  float* inner = reinterpret_cast<float*>(sums.of(size * 4));
-  for (int64_t at = 0; at < size; ++at) inner[at] = (one.inner[at] + one.inner[size + at]) * part.scale;
-  const uint8_t* weights = static_cast<const uint8_t*>(part.up) + begin / kPanel * panel_bytes(part.kind, part.rank);
-  float* y = product.y + one.rows->first * product.y_stride + part.first_column + begin;
-  if (num_rows <= kFew) {
-    for (int64_t row = 0; row < num_rows; ++row)
-      product_kernels().expand_row(part.kind, weights, inner + row * width, part.rank, end - begin, y + row * product.y_stride);
-    return;
-  }
-  uint8_t* records = prepared.of(octavo_prepared_bytes(part.kind, num_rows, width));
-  prepare(part.kind, inner, width, num_rows, width, records);
+// One part's columns begin … end − 1, counted from the part's first; `begin` is a multiple of kPanel.
+void add_part(const AdaptedProduct& product, const AdaptedRows& rows, const OctavoAdapterPart& part, int64_t begin, int64_t end,
+              const uint8_t* prepared, uint8_t* room) {
+  const int64_t width = round_up(part.rank, kPanel);
+  float* inner = reinterpret_cast<float*>(room);  // [rows, width]
+  uint8_t* inner_prepared = room + round_up(rows.count * width * 4, 64);
+  OctavoProduct down = {};
+  down.weights = part.down;
+  down.activations = prepared;
+  down.y = inner;
+  down.y_stride = width;
+  down.num_rows = rows.count;
+  down.num_columns = part.rank;
+  down.depth = product.depth;
+  down.kind = part.kind;
+  multiply(down);
+  for (int64_t row = 0; row < rows.count; ++row)
+    for (int64_t k = 0; k < part.rank; ++k) inner[row * width + k] *= part.scale;
+  prepare(part.kind, inner, width, nullptr, 0.0f, rows.count, part.rank, nullptr, inner_prepared);
   OctavoProduct up = {};
-  up.weights = weights;
-  up.activations = records;
-  up.y = y;
-  up.residual = y;
+  up.weights = static_cast<const uint8_t*>(part.up) + begin / kPanel * panel_bytes(part.kind, part.rank);
+  up.activations = inner_prepared;
+  up.y = product.y + rows.first * product.y_stride + part.first_column + begin;
+  up.residual = up.y;
   up.y_stride = product.y_stride;
-  up.num_rows = num_rows;
+  up.num_rows = rows.count;
   up.num_columns = end - begin;
   up.depth = part.rank;
   up.kind = part.kind;
   multiply(up);
 }
 
-// The first lines of what is read next: from there on the hardware prefetches by itself.
-constexpr int64_t kFirstLines = 32;
-
-void fetch_first(const OctavoAdapterPart& part, int64_t begin, int64_t end) {  // columns of the product
-  const int64_t first = part.first_column, last = first + part.num_columns;
-  const int64_t from = begin > first ? begin : first, to = end < last ? end : last;
-  if (from >= to) return;
-  const int64_t bytes = panel_bytes(part.kind, part.rank) / kPanel;
-  const uint8_t *at = static_cast<const uint8_t*>(part.up) + (from - first) * bytes, *limit = at + (to - from) * bytes;
-  for (int64_t line = 0; line < kFirstLines && at + line * 64 < limit; ++line) __builtin_prefetch(at + line * 64, 0, 2);
+// One share of the columns of one piece of rows. Columns are divided over threads where there are fewer pieces than threads: each
+// then computes the inner numbers of its parts anew.
+void add_piece(const AdaptedProduct& product, const AdaptedRows& rows, int share, int num_shares) {
+  static thread_local Room numbers, prepared, inner;
+  const OctavoAdapterSite& site = rows.adapter->sites[product.site];
+  if (!site.num_parts) return;
+  int64_t total = 0, widest = 0;
+  for (int64_t p = 0; p < site.num_parts; ++p) {
+    total += round_up(site.parts[p].num_columns, kPanel);
+    if (site.parts[p].rank > widest) widest = site.parts[p].rank;
+  }
+  const Share panels = share_of(total / kPanel, share, num_shares);
+  if (panels.begin == panels.end) return;
+  const int kind = site.parts[0].kind;  // a layout in float32, the same for both kinds
+  uint8_t* records = prepared.of(octavo_prepared_bytes(kind, rows.count, product.depth));
+  prepare(kind, product.x + rows.first * product.x_stride, product.x_stride, product.norm_weight, product.epsilon, rows.count,
+          product.depth, reinterpret_cast<float*>(numbers.of(4 * product.depth)), records);
+  uint8_t* room = inner.of(round_up(rows.count * round_up(widest, kPanel) * 4, 64) +
+                           octavo_prepared_bytes(kind, rows.count, widest));
+  int64_t before = 0;  // columns of the parts so far, each a whole number of panels
+  for (int64_t p = 0; p < site.num_parts; ++p) {
+    const OctavoAdapterPart& part = site.parts[p];
+    int64_t begin = panels.begin * kPanel - before, end = panels.end * kPanel - before;
+    before += round_up(part.num_columns, kPanel);
+    if (begin < 0) begin = 0;
+    if (end > part.num_columns) end = part.num_columns;
+    if (begin < end) add_part(product, rows, part, begin, end, records, room);
+  }
 }
 
 template <typename Of>
@@ -174,22 +143,22 @@ bool AdaptedStep::plan(const OctavoAdapter* adapters, int64_t num_adapters, cons
 }
 
 void add_to_row(const OctavoAdapter& adapter, int64_t site, int64_t first, int64_t count, const float* x, int64_t depth, float* y) {
+  static thread_local Room prepared, inner;
   if (site >= adapter.num_sites) return;
   const OctavoAdapterSite& of = adapter.sites[site];
-  const OctavoAdapterPart *part = of.parts, *end = of.parts + of.num_parts;
-  part = std::lower_bound(part, end, first, [](const OctavoAdapterPart& one, int64_t column) { return one.first_column < column; });
-  static thread_local Room inner;
+  const OctavoAdapterPart* end = of.parts + of.num_parts;
+  const OctavoAdapterPart* part = std::lower_bound(
+      of.parts, end, first, [](const OctavoAdapterPart& one, int64_t column) { return one.first_column < column; });
+  if (part == end || part->first_column >= first + count) return;
   const AdaptedRows row = {0, 1, &adapter};
   AdaptedProduct product = {};
-  product.x = x;
   product.depth = depth;
   product.y = y - first;
-  NormedRows& numbers = normed_rows();
-  numbers.rows = nullptr;
+  uint8_t* records = prepared.of(octavo_prepared_bytes(part->kind, 1, depth));
+  prepare(part->kind, x, depth, nullptr, 0.0f, 1, depth, nullptr, records);
   for (; part < end && part->first_column < first + count; ++part) {
-    const AdaptedPart one = {&row, part, reinterpret_cast<float*>(inner.of(8 * width_of(*part)))};
-    shrink_task(product, {&one, 0, kQuarters}, numbers.of(product, &row));
-    expand_part(product, one, 0, part->num_columns);
+    uint8_t* room = inner.of(round_up(round_up(part->rank, kPanel) * 4, 64) + octavo_prepared_bytes(part->kind, 1, part->rank));
+    add_part(product, row, *part, 0, part->num_columns, records, room);
   }
 }
 
@@ -200,121 +169,14 @@ bool is_adapted(const std::vector<AdaptedRows>& rows, int64_t site) {
   return false;
 }
 
-void AdaptedStep::plan_work(const std::vector<AdaptedRows>& rows, int64_t site, int num_threads) {
-  parts_.clear();
-  tasks_.clear();
-  for (const AdaptedRows& some : rows) {
-    if (site >= some.adapter->num_sites) continue;
-    const OctavoAdapterSite& of = some.adapter->sites[site];
-    for (int64_t p = 0; p < of.num_parts; ++p) parts_.push_back({&some, of.parts + p, nullptr});
-  }
-  // Few tasks are halved, so that threads have equally much to do.
-  const int num_halves = static_cast<int>(parts_.size()) % num_threads && parts_.size() < 8 ? 2 : 1;
-  int64_t size = 0;
-  for (const AdaptedPart& part : parts_) {
-    size += 2 * part.rows->count * width_of(*part.part);
-    for (int half = 0; half < num_halves; ++half)
-      tasks_.push_back({&part, half * kQuarters / num_halves, kQuarters / num_halves});
-  }
-  if (static_cast<int64_t>(inner_.size()) < size) inner_.resize(static_cast<size_t>(size));
-  float* inner = inner_.data();
-  for (AdaptedPart& part : parts_) {
-    part.inner = inner;
-    inner += 2 * part.rows->count * width_of(*part.part);
-  }
-  claimed_.assign(tasks_.size(), 0);
-  num_done_ = 0;
-}
-
-// The tasks of this range that no other thread has begun.
-void AdaptedStep::shrink(const AdaptedProduct& product, Share tasks) {
-  NormedRows& x = normed_rows();
-  x.rows = nullptr;
-  for (int64_t t = tasks.begin; t < tasks.end; ++t) {
-    if (__atomic_exchange_n(&claimed_[static_cast<size_t>(t)], 1, __ATOMIC_RELAXED)) continue;
-    const ShrinkTask& task = tasks_[static_cast<size_t>(t)];
-    shrink_task(product, task, x.of(product, task.of->rows));
-    __atomic_fetch_add(&num_done_, 1, __ATOMIC_RELEASE);
-  }
-}
-
-// Columns begin … end − 1 of the product, for some of the parts.
-void AdaptedStep::expand(const AdaptedProduct& product, Share parts, int64_t begin, int64_t end) const {
-  for (int64_t p = parts.begin; p < parts.end; ++p) {
-    const AdaptedPart& one = parts_[static_cast<size_t>(p)];
-    const int64_t first = one.part->first_column, last = first + one.part->num_columns;
-    const int64_t from = begin > first ? begin : first, to = end < last ? end : last;
-    if (p + 1 < parts.end) fetch_first(*parts_[static_cast<size_t>(p + 1)].part, begin, end);
-    if (from < to) expand_part(product, one, from - first, to - first);
-  }
-}
-
-void AdaptedStep::run(Threads* threads, const OctavoProduct* base, const OctavoProduct* next, Ahead* ahead,
-                      const AdaptedProduct& product, const std::vector<AdaptedRows>& rows) {
-  const int num_threads = threads->size();
-  plan_work(rows, product.site, num_threads);
-  const int64_t num_tasks = static_cast<int64_t>(tasks_.size()), num_parts = static_cast<int64_t>(parts_.size());
-  const Share all_parts = {0, num_parts};
-  // A thread can expand the columns of its own share at once, if it knows which these are, and panels do not lie across two shares.
-  const Units first = units_of(base, base->num_rows, 0, num_threads);
-  bool is_alone = first.pool == first.count && product.num_before % kPanel == 0;
-  for (const AdaptedPart& part : parts_) is_alone = is_alone && part.part->first_column % kPanel == 0;
-  alignas(64) int64_t num_claimed = 0;
-  const ProductKernels& kernels = product_kernels();
-
-  auto body = [&](int index, int num_shares) {
-    shrink(product, share_of(num_tasks, index, num_shares));
-    const Units own = units_of(base, base->num_rows, index, num_shares);
-    const int64_t half = own.apart ? own.num_panels * kPanel : 0;  // from the columns of gate to those of up
-    const int64_t begin = own.begin * own.per_unit * kPanel, last = own.end * own.per_unit * kPanel;
-    const int64_t end = half && last > half ? half : last < base->num_columns ? last : base->num_columns;
-    const int64_t before = product.num_before;
-    fetch_first(*parts_[0].part, before + begin, before + end);
-    kernels.product_share(base, next, ahead ? ahead + index : nullptr, &num_claimed, index, num_shares);
-    if (!is_alone) return;
-    shrink(product, {0, num_tasks});
-    wait_until([&] { return __atomic_load_n(&num_done_, __ATOMIC_ACQUIRE) == num_tasks; });
-    if (before) {
-      const Share panels = share_of(before / kPanel, index, num_shares);
-      expand(product, all_parts, panels.begin * kPanel, panels.end * kPanel);
-    }
-    if (begin >= end) return;
-    expand(product, all_parts, before + begin, before + end);
-    if (half) expand(product, all_parts, before + half + begin, before + half + end);
-    finish_columns(base, product, begin, end);
+void add_adapters(Threads* threads, const AdaptedProduct& product, const std::vector<AdaptedRows>& rows) {
+  const int num_pieces = static_cast<int>(rows.size());
+  const int num_shares = num_pieces >= threads->size() ? 1 : threads->size();
+  auto body = [&](int index, int) {
+    const AdaptedRows& some = rows[static_cast<size_t>(index / num_shares)];
+    if (product.site < some.adapter->num_sites) add_piece(product, some, index % num_shares, num_shares);
   };
-  run_on(threads, body);
-  if (is_alone) return;
-  // Rows are divided instead, which are whole.
-  auto expand_rows = [&](int index, int num_shares) {
-    const Share pieces = share_of(static_cast<int64_t>(rows.size()), index, num_shares);
-    Share parts = {0, 0};
-    for (int64_t p = 0; p < num_parts; ++p) {
-      const int64_t piece = parts_[static_cast<size_t>(p)].rows - rows.data();
-      if (piece < pieces.begin) parts.begin = p + 1;
-      if (piece < pieces.end) parts.end = p + 1;
-    }
-    if (parts.begin < parts.end) expand(product, parts, 0, INT64_MAX);
-  };
-  run_on(threads, expand_rows);
-  const int64_t num_columns = is_gated(product.finish) ? base->num_columns / 2 : base->num_columns;
-  auto finish_some = [&](int index, int num_shares) {
-    const Share panels = share_of((num_columns + kPanel - 1) / kPanel, index, num_shares);
-    const int64_t end = panels.end * kPanel;
-    finish_columns(base, product, panels.begin * kPanel, end < num_columns ? end : num_columns);
-  };
-  if (product.finish != OCTAVO_FINISH_PLAIN) run_on(threads, finish_some);
-}
-
-// Columns begin … end − 1 of all rows; of a gated product, counted in gate.
-void AdaptedStep::finish_columns(const OctavoProduct* base, const AdaptedProduct& product, int64_t begin, int64_t end) const {
-  if (product.finish == OCTAVO_FINISH_PLAIN) return;
-  const int64_t half = is_gated(product.finish) ? base->num_columns / 2 : 0;
-  for (int64_t row = 0; row < base->num_rows; ++row) {
-    const float* x = product.y + row * product.y_stride + begin;
-    product_kernels().finish_row(product.finish, x, x + half, end - begin,
-                                 product.finished + row * product.finished_stride + begin);
-  }
+  run_on(threads, body, num_pieces * num_shares);
 }
 
 }  // namespace octavo

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.library import PANEL, Kind, Threads, aligned, check, pack, packed_bytes
+from octavo.kernels.cpu.library import Kind, Threads, aligned, check, pack, packed_bytes
 from octavo.kernels.cpu.ops import Step
 
 NO_SITE = -1  # no adapter changes this product
 NO_ADAPTER = -1  # of a row
-QUARTERS = 4  # of A's K-values, each packed by itself (adapters.h)
 _KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}
 
 
@@ -48,70 +47,41 @@ class NativeAdapter:
         self, threads: Threads, sites: Mapping[int, Sequence[AdapterPart]], num_sites: int, dtype: torch.dtype
     ) -> None:
         """`dtype`: float32 or bfloat16. `threads`: not those of a running step: a pool has one caller at a time."""
+        self._arrays: list[object] = []  # what the structures point to
         self._kind, self._dtype, self._threads = _KINDS[dtype], dtype, threads
-        # In the order of steps: each product's A, then its B. One piece of memory for all, so that it is free again when the adapter is
-        # dropped.
-        ordered = sorted(sites.items())
-        self._memory = aligned(sum(self._size(part) for _, parts in ordered for part in parts))
+        matrices = [matrix for parts in sites.values() for part in parts for matrix in (part.down, part.up)]
+        # One piece of memory for all, so that it is free again when the adapter is dropped.
+        self._memory = aligned(sum(self._size(matrix) for matrix in matrices))
         self._taken = 0
-        # The structures lie beside each other, too: a step reads them in this order.
         table = (_Site * max(num_sites, 1))()
-        array = (_Part * sum(len(parts) for _, parts in ordered))()
-        first = 0
-        for number, parts in ordered:
+        for number, parts in sites.items():
             check(0 <= number < num_sites, f"there is no product {number} for an adapter")
-            address = ctypes.addressof(array) + first * ctypes.sizeof(_Part)
-            table[number] = _Site(ctypes.cast(address, ctypes.POINTER(_Part)), len(parts))
-            for part in self._parts(sorted(parts, key=lambda part: part.first_column)):
-                array[first] = part
-                first += 1
-        self._arrays = array, table  # what the structures point to
+            array = (_Part * len(parts))(
+                *(self._part(part) for part in sorted(parts, key=lambda part: part.first_column))
+            )
+            table[number] = _Site(array, len(parts))
+            self._arrays.append(array)
+        self._arrays.append(table)
         self.entry = _Adapter(table, num_sites)
 
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes
 
-    def _size(self, part: AdapterPart) -> int:
-        rank, depth = part.down.shape
-        return packed_bytes(self._kind, QUARTERS * _up(rank, PANEL), _quarter(depth)) + packed_bytes(
-            self._kind, *part.up.shape
-        )
+    def _size(self, matrix: Tensor) -> int:
+        return packed_bytes(self._kind, *matrix.shape)
 
-    def _parts(self, parts: Sequence[AdapterPart]) -> list[_Part]:
-        for part in parts:
-            check(
-                part.up.shape[1] == part.down.shape[0],
-                f"an adapter's A has rank {part.down.shape[0]}, and its B {part.up.shape[1]}",
-            )
-        downs = [self._pack(_in_quarters(part.down)) for part in parts]
-        ups = [self._pack(part.up) for part in parts]
-        return [
-            _Part(down, up, part.first_column, *part.up.shape, part.scale, self._kind)
-            for part, down, up in zip(parts, downs, ups, strict=True)
-        ]
+    def _part(self, part: AdapterPart) -> _Part:
+        rank = part.down.shape[0]
+        check(part.up.shape[1] == rank, f"an adapter's A has rank {rank}, and its B {part.up.shape[1]}")
+        addresses = self._pack(part.down), self._pack(part.up)
+        return _Part(*addresses, part.first_column, part.up.shape[0], rank, part.scale, self._kind)
 
     def _pack(self, matrix: Tensor) -> int:
-        room = self._memory[self._taken : self._taken + packed_bytes(self._kind, *matrix.shape)]
+        room = self._memory[self._taken : self._taken + self._size(matrix)]
         self._taken += len(room)
         pack(self._threads, matrix.to(self._dtype).contiguous(), self._kind, room)
         return room.data_ptr()
-
-
-def _up(number: int, to: int) -> int:
-    return -(-number // to) * to
-
-
-def _quarter(depth: int) -> int:
-    return _up(depth, QUARTERS * PANEL) // QUARTERS
-
-
-def _in_quarters(down: Tensor) -> Tensor:
-    """A [rank, depth] → its quarters of the K-values one below the other, [4 · rank, quarter], with zeros up to whole panels."""
-    rank, depth = down.shape
-    quarter = _quarter(depth)
-    padded = torch.nn.functional.pad(down, (0, QUARTERS * quarter - depth, 0, _up(rank, PANEL) - rank))
-    return padded.view(-1, QUARTERS, quarter).transpose(0, 1).reshape(-1, quarter)
 
 
 class AdapterRows:

@@ -247,7 +247,7 @@ void run_experts(Threads* threads, const OctavoExperts& c, int64_t num_tokens, c
     const float* gate = room.gate_up + place * 2 * c.inner;
     float* inner = room.inner + place * c.inner;
     // What the fused product would have stored: rows without an adapter keep their bits.
-    if (is_plain) finish_row(OCTAVO_FINISH_GATED, gate, gate + c.inner, c.inner, inner);
+    if (is_plain) finish_row(OCTAVO_FINISH_GATED, gate, c.inner, inner);
     else gate_row(gate, gate + c.inner, c.alpha, c.limit, c.offset, c.inner, inner);
   });
   multiply(threads, room, num_used, c.down, room.rows, c.depth, OCTAVO_FINISH_PLAIN);

@@ -53,9 +53,7 @@ const ProductKernels& product_kernels() {
 void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead) {
   const auto share = product_kernels().product_share;
   alignas(64) int64_t num_claimed = 0;
-  auto body = [&](int index, int num_shares) {
-    share(product, next, ahead ? ahead + index : nullptr, &num_claimed, index, num_shares);
-  };
+  auto body = [&](int index, int num_shares) { share(product, next, ahead, &num_claimed, index, num_shares); };
   run_on(threads, body);
 }
 

@@ -57,7 +57,6 @@ enum OctavoFinish {
   OCTAVO_FINISH_GATED_GELU = 3,
   OCTAVO_FINISH_RELU = 4,        // as GELU, with max(x, 0)
   OCTAVO_FINISH_EXACT_GELU = 5,  // as GELU, by erf
-  OCTAVO_FINISH_PAIRED = 6,      // as PLAIN, divided over threads as GATED: one thread computes a gate and its up
   // Gated: W has the columns of gate, then of up, each a multiple of 16; neither bias nor residual.
 };
 
@@ -141,19 +140,11 @@ struct ProductKernels {
   // x [depth] as records `step` apart: quantised if the kind takes codes.
   void (*prepare_row)(int kind, const float* x, int64_t depth, void* records, int64_t step);
   // next: the product after this one, whose weights are prefetched towards the end; or null.
-  // ahead: other memory for this share to prefetch; or null. num_claimed: one counter for all shares, 0 at first.
+  // ahead: other memory to prefetch, per share; or null. num_claimed: one counter for all shares, 0 at first.
   void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
                         int index, int num_shares);
-  // y [size] = what a product with this finish would have stored, of the plain product's x [size], and up [size] if it is gated.
-  void (*finish_row)(int finish, const float* x, const float* up, int64_t size, float* y);
-  // For adapters (adapters.h), one row of x with zeros up to a multiple of kSlice, and weights of a plain kind: the same bits as
-  // product_share gives a row.
-  // y [num_panels · kPanel] = the sum of num_parts (2 or 4) products of depth K-values each: neighbours first, then their sums.
-  // Part i has panels at weights + i · part_bytes, and x + i · depth.
-  void (*shrink_row)(int kind, const void* weights, int64_t part_bytes, int num_parts, const float* x, int64_t depth,
-                     int64_t num_panels, float* y);
-  // y [num_columns] += x · Wᵀ
-  void (*expand_row)(int kind, const void* weights, const float* x, int64_t depth, int64_t num_columns, float* y);
+  // y [size] = what a product with this finish would have stored, of the plain product's x [size], or [2 · size] if it is gated.
+  void (*finish_row)(int finish, const float* x, int64_t size, float* y);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);
   int64_t (*dot_all)(int64_t num_dots);
 };
@@ -164,8 +155,6 @@ const ProductKernels& product_kernels();
 void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead = nullptr);
 
 static inline bool is_gated(int finish) { return finish == OCTAVO_FINISH_GATED || finish == OCTAVO_FINISH_GATED_GELU; }
-// Whether a column of the first half is computed together with the same one of the second.
-static inline bool has_pairs(int finish) { return is_gated(finish) || finish == OCTAVO_FINISH_PAIRED; }
 
 static inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
@@ -259,39 +248,5 @@ static inline int64_t panel_bytes(int kind, int64_t depth) {
 // The first row of tile `tile` of a batch, for 0 … num_tiles: heights differ by at most one.
 static inline int64_t num_tiles(int64_t num_rows, int tile_rows) { return (num_rows + tile_rows - 1) / tile_rows; }
 static inline int64_t tile_begin(int64_t tile, int64_t tiles, int64_t num_rows) { return num_rows * tile / tiles; }
-
-// One row is bound by memory: one panel at a time is one stream of addresses. Except if it must decode: two panels then give two
-// independent chains of sums.
-static inline bool is_stream(int kind, int64_t num_rows) { return num_rows == 1 && stored_as(kind) == kind; }
-
-// A product of more multiplications takes a millisecond or more: long enough for other processes to slow down one thread.
-constexpr int64_t kLong = int64_t{1} << 28;
-
-// The panels of a product; for a gated one those of gate, with those of up `apart` bytes further. They are multiplied per_unit
-// at a time. A share owns the units [begin, end); those from `pool` on are claimed one by one.
-struct Units {
-  const uint8_t* weights;
-  int64_t num_panels, num_bytes, apart, per_unit, count;
-  int64_t begin, end, pool;
-};
-
-static inline Units units_of(const OctavoProduct* product, int64_t num_rows, int index, int num_shares) {
-  const bool gated = has_pairs(product->finish);
-  Units units;
-  units.weights = static_cast<const uint8_t*>(product->weights);
-  units.num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
-  units.num_bytes = panel_bytes(product->kind, product->depth);
-  units.apart = gated ? units.num_panels * units.num_bytes : 0;
-  units.per_unit = gated || is_stream(product->kind, num_rows) ? 1 : 2;
-  units.count = (units.num_panels + units.per_unit - 1) / units.per_unit;
-  // A pool lets threads finish together even if some got less CPU time. It breaks runs of addresses, which costs a short
-  // product (and one row, bound by memory) more than it gains.
-  const bool has_pool = num_rows > 1 && num_shares > 1 && num_rows * product->num_columns * product->depth > kLong;
-  units.pool = has_pool ? units.count / 2 : units.count;
-  const Share own = share_of(units.pool, index, num_shares);
-  units.begin = own.begin;
-  units.end = own.end;
-  return units;
-}
 
 }  // namespace octavo

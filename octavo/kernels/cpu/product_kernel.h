@@ -99,14 +99,14 @@ __attribute__((noinline)) void finish(const OctavoProduct* product, int64_t row,
   }
 }
 
-// The same for a row whose plain product was stored and then changed: x [size], and up [size] if it is gated.
-void finish_row(int finish, const float* x, const float* up, int64_t size, float* y) {
+// The same for a row whose plain product was stored and then changed: x [size], or gate and up [2 · size].
+void finish_row(int finish, const float* x, int64_t size, float* y) {
   for (int64_t at = 0; at < size; at += kPanel) {
     const int64_t num_left = size - at;
     Floats value = load_some(x + at, num_left);
     if (is_gated(finish)) {
       const Floats gate = finish == OCTAVO_FINISH_GATED ? silu(value) : gelu(value);
-      value = L::mul(gate, load_some(up + at, num_left));
+      value = L::mul(gate, load_some(x + size + at, num_left));
     } else {
       value = activated(finish, value);
     }
@@ -118,83 +118,6 @@ void finish_row(int finish, const float* x, const float* up, int64_t size, float
     L::store(lanes, value);
     for (int64_t lane = 0; lane < num_left; ++lane) y[at + lane] = lanes[lane];
   }
-}
-
-// ── one row of an adapter ───────────────────────────────────────────────────────────────────────────
-
-// CHAINS independent sums, each of K-values in order, as FloatTile makes them. Interleaved: one alone would wait for its last fma.
-template <int KIND, int CHAINS>
-inline __attribute__((always_inline)) void sum_chains(const uint8_t* const (&weights)[CHAINS], const float* const (&x)[CHAINS],
-                                                      int64_t depth, Floats (&total)[CHAINS]) {
-  constexpr int kWidth = FloatTile<KIND>::kWidth;
-  for (int c = 0; c < CHAINS; ++c) total[c] = L::splat(0.0f);
-  for (int64_t k = 0; k < depth; k += 2) {
-    for (int c = 0; c < CHAINS; ++c) {
-      Floats even, odd;
-      FloatTile<KIND>::load_two(weights[c] + k * kPanel * kWidth, even, odd);
-      total[c] = L::fma(L::splat(x[c][k]), even, total[c]);
-      total[c] = L::fma(L::splat(x[c][k + 1]), odd, total[c]);
-    }
-  }
-}
-
-template <int KIND, int PARTS>
-void shrink_parts(const uint8_t* weights, int64_t part_bytes, const float* x, int64_t depth, int64_t num_panels, float* y) {
-  for (int64_t panel = 0; panel < num_panels; ++panel) {
-    const uint8_t* at[PARTS];
-    const float* of[PARTS];
-    for (int part = 0; part < PARTS; ++part) {
-      at[part] = weights + part * part_bytes + panel * panel_bytes(KIND, depth);
-      of[part] = x + part * depth;
-    }
-    Floats total[PARTS];
-    sum_chains<KIND, PARTS>(at, of, depth, total);
-    Floats sum = L::add(total[0], total[1]);
-    if constexpr (PARTS == 4) sum = L::add(sum, L::add(total[2], total[3]));
-    L::store(y + panel * kPanel, sum);
-  }
-}
-
-void shrink_row(int kind, const void* weights, int64_t part_bytes, int num_parts, const float* x, int64_t depth,
-                int64_t num_panels, float* y) {
-  const auto* at = static_cast<const uint8_t*>(weights);
-  const bool is_float = kind == OCTAVO_FLOAT32;
-  if (num_parts == 4)
-    (is_float ? shrink_parts<OCTAVO_FLOAT32, 4> : shrink_parts<OCTAVO_BFLOAT16, 4>)(at, part_bytes, x, depth, num_panels, y);
-  else
-    (is_float ? shrink_parts<OCTAVO_FLOAT32, 2> : shrink_parts<OCTAVO_BFLOAT16, 2>)(at, part_bytes, x, depth, num_panels, y);
-}
-
-inline void add_some(float* y, int64_t num_left, Floats value) {  // to a panel's width, or to num_left numbers
-  value = L::add(value, load_some(y, num_left));
-  if (num_left >= kPanel) return L::store(y, value);
-  float lanes[kPanel];
-  L::store(lanes, value);
-  for (int64_t lane = 0; lane < num_left; ++lane) y[lane] = lanes[lane];
-}
-
-template <int KIND>
-void expand(const uint8_t* weights, const float* x, int64_t depth, int64_t num_columns, float* y) {
-  constexpr int kChains = 4;
-  const int64_t num_panels = (num_columns + kPanel - 1) / kPanel, num_bytes = panel_bytes(KIND, depth);
-  for (int64_t panel = 0; panel < num_panels; panel += kChains) {
-    const uint8_t* at[kChains];
-    const float* of[kChains];
-    const int64_t num_left = num_panels - panel;
-    for (int c = 0; c < kChains; ++c) {  // at the end, the last panel again
-      at[c] = weights + (panel + (c < num_left ? c : num_left - 1)) * num_bytes;
-      of[c] = x;
-    }
-    Floats total[kChains];
-    sum_chains<KIND, kChains>(at, of, depth, total);
-    for (int c = 0; c < kChains && c < num_left; ++c)
-      add_some(y + (panel + c) * kPanel, num_columns - (panel + c) * kPanel, total[c]);
-  }
-}
-
-void expand_row(int kind, const void* weights, const float* x, int64_t depth, int64_t num_columns, float* y) {
-  (kind == OCTAVO_FLOAT32 ? expand<OCTAVO_FLOAT32> : expand<OCTAVO_BFLOAT16>)(static_cast<const uint8_t*>(weights), x,
-                                                                              round_up(depth, kSlice), num_columns, y);
 }
 
 // PANELS is 2, except for a stream of one row. With 2, an odd panel at the end is multiplied twice.
@@ -222,8 +145,40 @@ struct RunTiles<Tile, 0> {
 
 // ── a thread's share of a product ───────────────────────────────────────────────────────────────────
 
-// One row's panels are prefetched this many bytes ahead.
+// One row is bound by memory: one panel at a time is one stream of addresses, prefetched this many bytes ahead. Except if it
+// must decode: two panels then give two independent chains of sums.
 constexpr int64_t kAhead = 8192;
+inline bool is_stream(int kind, int64_t num_rows) { return num_rows == 1 && stored_as(kind) == kind; }
+
+// A product of more multiplications takes a millisecond or more: long enough for other processes to slow down one thread.
+constexpr int64_t kLong = int64_t{1} << 28;
+
+// The panels of a product; for a gated one those of gate, with those of up `apart` bytes further. They are multiplied per_unit
+// at a time. A share owns the units [begin, end); those from `pool` on are claimed one by one.
+struct Units {
+  const uint8_t* weights;
+  int64_t num_panels, num_bytes, apart, per_unit, count;
+  int64_t begin, end, pool;
+};
+
+inline Units units_of(const OctavoProduct* product, int64_t num_rows, int index, int num_shares) {
+  const bool gated = is_gated(product->finish);
+  Units units;
+  units.weights = static_cast<const uint8_t*>(product->weights);
+  units.num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
+  units.num_bytes = panel_bytes(product->kind, product->depth);
+  units.apart = gated ? units.num_panels * units.num_bytes : 0;
+  units.per_unit = gated || is_stream(product->kind, num_rows) ? 1 : 2;
+  units.count = (units.num_panels + units.per_unit - 1) / units.per_unit;
+  // A pool lets threads finish together even if some got less CPU time. It breaks runs of addresses, which costs a short
+  // product (and one row, bound by memory) more than it gains.
+  const bool has_pool = num_rows > 1 && num_shares > 1 && num_rows * product->num_columns * product->depth > kLong;
+  units.pool = has_pool ? units.count / 2 : units.count;
+  const Share own = share_of(units.pool, index, num_shares);
+  units.begin = own.begin;
+  units.end = own.end;
+  return units;
+}
 
 // What to prefetch while the unit at `panel` is multiplied: the next unit, or the next product.
 inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bool streams, const Fetch& after) {
@@ -254,7 +209,7 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, A
   const auto* records = static_cast<const typename Tile::Record*>(product->activations);
 
   Fetch after = {};
-  after.ahead = ahead;
+  if (ahead) after.ahead = ahead + index;
   after.num_lines = mine.per_unit * mine.num_bytes / 64 / (num_steps * tiles) + 1;  // a part with every tile
   if (next) {
     const Units then = units_of(next, num_rows, index, num_shares);

@@ -86,32 +86,32 @@ void normalise(Threads* threads, const OctavoNorm& norm, const float* x, int64_t
   });
 }
 
-// A product that has more to do than to be stored is in `unfinished` until adapters have changed it.
-AdaptedProduct adapted_product(const OctavoLinear& op, const OctavoProduct& last) {
+// Adds what adapters add to a product's rows. A product that has more to do than to be stored is in `unfinished` until then.
+void adapt(Threads* threads, const OctavoLinear& op, int64_t num_rows, const std::vector<AdaptedRows>& rows) {
+  const OctavoProduct& first = op.products[0];
+  const bool is_finished = first.finish == OCTAVO_FINISH_PLAIN;
   AdaptedProduct product = {};
   product.x = op.norm.bias ? op.normed : op.x;
   product.x_stride = op.norm.bias ? op.depth : op.x_stride;
   product.depth = op.depth;
   product.norm_weight = op.norm.bias ? nullptr : op.norm.weight;
   product.epsilon = op.norm.epsilon;
+  product.y = is_finished ? first.y - op.first_column : op.unfinished;
+  product.y_stride = is_finished ? first.y_stride : first.num_columns;
   product.site = op.site;
-  product.finish = last.finish;
-  if (last.finish == OCTAVO_FINISH_PLAIN) {
-    product.y = op.products[0].y - op.first_column;
-    product.y_stride = last.y_stride;
-    product.num_before = last.y - product.y;
-  } else {
-    product.y = op.unfinished;
-    product.y_stride = last.num_columns;
-    product.finished = last.y;
-    product.finished_stride = last.y_stride;
-  }
-  return product;
+  add_adapters(threads, product, rows);
+  if (is_finished) return;
+  const auto finish_row = product_kernels().finish_row;
+  const int64_t size = is_gated(first.finish) ? first.num_columns / 2 : first.num_columns;
+  for_tokens(threads, num_rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      finish_row(first.finish, op.unfinished + row * first.num_columns, size, first.y + row * first.y_stride);
+  });
 }
 
-// rows: those that have adapters.
+// adapted: the rows that have adapters.
 void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const OctavoProduct* after, Ahead* ahead,
-            AdaptedStep& adapted, const std::vector<AdaptedRows>& rows) {
+            const std::vector<AdaptedRows>& adapted) {
   const int32_t kind = op.products[0].kind;
   if (op.norm.bias) {
     normalise(threads, op.norm, op.x, op.x_stride, num_rows, op.depth, op.normed, op.depth);
@@ -120,25 +120,22 @@ void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const Oc
     octavo_rms_norm_prepare(threads, kind, op.x, op.x_stride, op.norm.weight, op.norm.epsilon, num_rows, op.depth,
                             octavo_tile_rows(kind), op.prepared);
   }
-  const bool changes = is_adapted(rows, op.site);
+  const bool changes = op.site >= 0 && !adapted.empty() && is_adapted(adapted, op.site);
   for (int64_t i = 0; i < op.num_products; ++i) {
     OctavoProduct product = op.products[i];
     product.num_rows = num_rows;
     product.activations = op.prepared;
-    const bool is_last = i + 1 == op.num_products;
-    const OctavoProduct* next = is_last ? after : op.products + i + 1;
-    if (!is_last || !changes) {
+    const OctavoProduct* next = i + 1 < op.num_products ? op.products + i + 1 : after;
+    if (!changes || product.finish == OCTAVO_FINISH_PLAIN) {
       run_product(threads, &product, next, ahead);
       continue;
     }
-    const AdaptedProduct change = adapted_product(op, product);
-    if (product.finish != OCTAVO_FINISH_PLAIN) {
-      product.y = change.y;
-      product.y_stride = change.y_stride;
-      product.finish = is_gated(product.finish) ? OCTAVO_FINISH_PAIRED : OCTAVO_FINISH_PLAIN;
-    }
-    adapted.run(threads, &product, next, ahead, change, rows);
+    product.y = op.unfinished;
+    product.y_stride = product.num_columns;
+    product.finish = OCTAVO_FINISH_PLAIN;
+    run_product(threads, &product, next, ahead);
   }
+  if (changes) adapt(threads, op, num_rows, adapted);
 }
 
 int gather(Threads* threads, const OctavoMove& op, const OctavoStep& step) {
@@ -186,7 +183,8 @@ void plan_ahead(PagesAhead& ahead, int num_threads, const OctavoOp* op, const Oc
   ahead.plan(op->attention, page_table, step.table_stride, step.seq_lens, step.num_rows, num_threads);
 }
 
-int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step, Ahead* ahead, AdaptedStep& adapted) {
+int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step, Ahead* ahead,
+        const AdaptedStep& adapted) {
   const int64_t count = op->count == OCTAVO_PER_TOKEN ? step.num_tokens : step.num_samples;
   const OctavoMove& move = op->move;
   switch (op->code) {
@@ -195,7 +193,7 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_LINEAR:
       if (count > 0) {
         const auto& rows = op->count == OCTAVO_PER_TOKEN ? adapted.tokens : adapted.samples;
-        linear(threads, op->linear, count, next_product(op, end), ahead, adapted, rows);
+        linear(threads, op->linear, count, next_product(op, end), ahead, rows);
       }
       return 0;
     case OCTAVO_GATE:

@@ -12,6 +12,28 @@ namespace {
 // A worker spins for this many pauses (about 50 µs) before it sleeps: longer than the serial parts of a step, far shorter than
 // the idle time of a server.
 constexpr int kPausesBeforeSleep = 4000;
+// A caller that waits for a preempted thread yields its CPU after this many pauses.
+constexpr int kPausesBeforeYield = 20000;
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+template <typename Done>
+void wait_until(Done done) {
+  for (int pauses = 0; !done(); ++pauses) {
+    if (pauses < kPausesBeforeYield) {
+      pause_briefly();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
 std::vector<int> allowed_cpus() {
   std::vector<int> cpus;
 #if defined(__linux__)

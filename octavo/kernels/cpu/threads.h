@@ -20,28 +20,6 @@ static inline Share share_of(int64_t count, int share, int num_shares) {
   return {count * share / num_shares, count * (share + 1) / num_shares};
 }
 
-// A thread that waits for a preempted one yields its CPU after this many pauses.
-constexpr int kPausesBeforeYield = 20000;
-
-static inline void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
-template <typename Done>
-static inline void wait_until(Done done) {
-  for (int pauses = 0; !done(); ++pauses) {
-    if (pauses < kPausesBeforeYield) {
-      pause_briefly();
-    } else {
-      std::this_thread::yield();
-    }
-  }
-}
-
 class Threads {
  public:
   using Work = void (*)(void* context, int share, int num_shares);
