@@ -42,6 +42,7 @@ class Experts(nn.Module):
         self.inner_size = share_size(inner_size, self._sharing)
         self._is_first = group.rank == 0  # adds the residual, which ranks must count once
         self.has_bias = bias
+        self.alternates = False  # a checkpoint's fused gate_up has rows of gate and up in turn, not one after the other
         self.gate_up_bias = context.empty(num_held, 2 * self.inner_size) if bias else None
         # Of the ranks that share an expert, one adds the bias of down.
         self.down_bias = context.empty(num_held, hidden_size) if bias and self._sharing.rank == 0 else None
@@ -66,6 +67,10 @@ class Experts(nn.Module):
         mine = residual if self._is_first else None
         y = self.weights.weighted_sum(x, logits, num_chosen, is_normalised, mine)
         return y if self.group.size == 1 else self.group.all_reduce(y)
+
+    def inner_numbers(self) -> torch.Tensor:
+        """Which of an expert's inner numbers this rank computes."""
+        return share(torch.arange(self.full_inner), 0, self._sharing)
 
     # ── filling ─────────────────────────────────────────────────────────────────────────────────────
 

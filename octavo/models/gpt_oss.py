@@ -88,7 +88,7 @@ class Layer(llama.Layer):
         self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
     ) -> SparseMLP:
         assert norm is not None
-        return SparseMLP(
+        mlp = SparseMLP(
             spec.hidden_size,
             spec.intermediate_size,
             routing(config),
@@ -98,6 +98,8 @@ class Layer(llama.Layer):
             bias=True,
             packed_type="MXFP4" if is_mxfp4(config) else "",
         )
+        mlp.experts.alternates = True
+        return mlp
 
     def weight_slots(self, name: str) -> WeightSlots:
         def store(tensor: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """A rank's adapters: where a model's layers take them, those that are in memory, and which row has which."""
 
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.adapters import AdapterPart
+from octavo.layers.experts import Experts
 from octavo.layers.linear import Linear, RowLinear
 from octavo.layers.model import DecoderModel
 from octavo.messages import AdapterLoaded, AdapterRef
@@ -62,6 +64,12 @@ def linears_of(model: DecoderModel) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
+def experts_of(model: DecoderModel) -> list[tuple[int, Experts]]:
+    """The experts of this stage, with the numbers of their layers."""
+    found = zip(model.layer_numbers, model.layers, strict=True)
+    return [(number, one) for number, layer in found for one in layer.modules() if isinstance(one, Experts)]
+
+
 class NoRoom(Exception):
     """What is free lies in pieces that are too small: other adapters must go first."""
 
@@ -87,6 +95,9 @@ class AdapterHolder(Protocol[Adapter]):
     def site_of(self, linear: Linear) -> int | None:
         """The number of its product for adapters; None: none can change it."""
 
+    def sites_of(self, experts: Experts) -> tuple[int, int] | None:
+        """The numbers of gate_up and of down for adapters; None: none can change them."""
+
     def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> Adapter:
         """Copy an adapter there; `sites`: its parts by the number of the product. One thread at a time, beside steps. Raises NoRoom."""
         ...
@@ -106,14 +117,21 @@ class AdapterHolder(Protocol[Adapter]):
 
 def with_other_stages(targets: dict[str, Target], whole: DecoderModel) -> dict[str, Target]:
     """These of one stage, and those of other stages, without placements. `whole`: the model of one rank, without memory."""
-    every = targets_of(whole, [0 if linear.request.use is Use.PRODUCT else None for linear in linears_of(whole)])
+    every = targets_of(
+        whole,
+        [0 if linear.request.use is Use.PRODUCT else None for linear in linears_of(whole)],
+        [(0, 0)] * len(experts_of(whole)),
+    )
     return {name: Target(target.shape, []) for name, target in every.items()} | targets
 
 
-def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str, Target]:
+def targets_of(
+    outline: DecoderModel, numbers: Sequence[int | None], of_experts: Sequence[tuple[int, int] | None] = ()
+) -> dict[str, Target]:
     """The modules of a model that adapters may change, by the name of their weight. Found by storing numbers of rows and columns in
     place of weights: an adapter's rows then go the way that the weight's own rows went. `outline`: the model without memory, in which
-    nothing can be overwritten. `numbers`: the site of each of its linears; None: it has none."""
+    nothing can be overwritten. `numbers`: the site of each of its linears; None: it has none. `of_experts`: the sites of gate_up and down of each of
+    its experts; empty: adapters change none."""
     filled: list[tuple[Linear, int, Tensor]] = []
     sites: dict[int, int] = {}
     for linear, site in zip(linears_of(outline), numbers, strict=True):
@@ -142,6 +160,39 @@ def targets_of(outline: DecoderModel, numbers: Sequence[int | None]) -> dict[str
             placement = Placement(sites[id(linear)], first, _as_slice(rows[:, 0].clone()), len(rows), columns, depth)
             placements.append(placement)
         targets[name.removesuffix(".weight")] = Target(slot.shape, placements)
+    for (layer, experts), pair in zip(experts_of(outline) if of_experts else (), of_experts, strict=True):
+        if pair is not None:
+            targets |= _expert_targets(f"model.layers.{layer}.mlp.experts", experts, pair)
+    return targets
+
+
+def _expert_targets(name: str, experts: Experts, sites: tuple[int, int]) -> dict[str, Target]:
+    """Each expert's gate, up and down, and its gate and up as one matrix. Columns of a site are those of all experts of this rank."""
+    hidden, inner, width = experts.hidden_size, experts.full_inner, experts.inner_size
+    mine = experts.inner_numbers()
+    count = len(mine)
+    rows = (2 * mine, 2 * mine + 1) if experts.alternates else (mine, inner + mine)
+    targets: dict[str, Target] = {}
+    for expert in range(experts.num_experts):
+        of_gate_up: list[Placement] = []
+        of_parts: list[list[Placement]] = [[], []]
+        of_down: list[Placement] = []
+        if expert in experts.held and count:
+            first = (expert - experts.held.start) * 2 * width
+            if count == width:  # no padding between the two: one part, which reads A once
+                of_gate_up.append(Placement(sites[0], first, _as_slice(torch.cat(rows)), 2 * count, None, hidden))
+            for part in range(2):
+                column = first + part * width
+                if count != width:
+                    of_gate_up.append(Placement(sites[0], column, _as_slice(rows[part]), count, None, hidden))
+                of_parts[part].append(Placement(sites[0], column, _as_slice(mine), count, None, hidden))
+            columns = None if count == inner else _as_slice(mine)
+            first = (expert - experts.held.start) * hidden
+            of_down.append(Placement(sites[1], first, slice(0, hidden), hidden, columns, count))
+        targets[f"{name}.{expert}.gate_up_proj"] = Target((2 * inner, hidden), of_gate_up)
+        targets[f"{name}.{expert}.gate_proj"] = Target((inner, hidden), of_parts[0])
+        targets[f"{name}.{expert}.up_proj"] = Target((inner, hidden), of_parts[1])
+        targets[f"{name}.{expert}.down_proj"] = Target((hidden, inner), of_down)
     return targets
 
 
@@ -173,12 +224,18 @@ def _probed(
     return list(filled) if filled and is_right else None
 
 
+_EXPERT = re.compile(r"(?P<layer>.+\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<part>\w+)")
+_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's
+
+
 def translated(file: AdapterFile, name: str, model: DecoderModel, family: ModuleType) -> str:
     """A module's name in the model's slots; a name that is none of them where it has none."""
     if isinstance(file, GGUFAdapter):
         gguf_name = getattr(family, "gguf_name", None)
         found = None if gguf_name is None else gguf_name(f"{name}.weight")
         return (found or "").removesuffix(".weight")
+    if (expert := _EXPERT.fullmatch(name)) is not None:
+        return f"{expert['layer']}.mlp.experts.{expert['number']}.{_EXPERT_NAMES.get(expert['part'], expert['part'])}"
     return model.hf_name(f"{name}.weight").removesuffix(".weight")
 
 
@@ -198,6 +255,7 @@ def check_fit(
                 f"{file.path}: {name} changes a matrix of {pair.out_features} × {pair.in_features}, and this model's has "
                 f"{target.shape[0]} × {target.shape[1]}: it was trained on another base{_trained_on(file)}"
             )
+    _check_experts(file, targets, translate)
 
 
 class RankAdapters:
@@ -212,7 +270,11 @@ class RankAdapters:
     ) -> None:
         """`outline`: the model without memory. `config`: the model's. `whole`: the outline of all stages, where this rank has one of several."""
         self._model, self._family, self._config, self._holder = model, family, config, holder
-        self.targets = targets_of(outline, [holder.site_of(linear) for linear in linears_of(model)])
+        self.targets = targets_of(
+            outline,
+            [holder.site_of(linear) for linear in linears_of(model)],
+            [holder.sites_of(experts) for _, experts in experts_of(model)],
+        )
         if whole is not None:
             self.targets = with_other_stages(self.targets, whole)
         self._loaded: dict[str, HeldAdapter] = {}  # by id
@@ -352,6 +414,15 @@ class RankAdapters:
 
     def _these(self, names: Sequence[str]) -> list[Any]:
         return [self._loaded[name] for name in names]
+
+
+def _check_experts(file: AdapterFile, targets: dict[str, Target], translate: Callable[[AdapterFile, str], str]) -> None:
+    """Where an adapter has all experts in one tensor, their number must be the model's."""
+    for module, count in file.num_experts.items():
+        if translate(file, module) in targets:  # the one after the last
+            raise ConfigError(
+                f"{file.path} has {count} experts, and this model has more: it was trained on another base{_trained_on(file)}"
+            )
 
 
 def _trained_on(file: AdapterFile) -> str:

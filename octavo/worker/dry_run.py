@@ -15,9 +15,10 @@ from octavo.spec import ModelSpec
 from octavo.weights.adapters.adapter_file import check_rank, open_adapter
 from octavo.weights.formats.checkpoint import Checkpoint
 from octavo.weights.methods.base import Use
+from octavo.weights.methods.cpu_native_experts import NativeExperts
 from octavo.weights.methods.registry import Methods
 from octavo.weights.sources.source import ModelSource
-from octavo.worker.adapters import check_fit, linears_of, targets_of, translated
+from octavo.worker.adapters import check_fit, experts_of, linears_of, targets_of, translated
 from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import in_words, settle
 from octavo.worker.outline import outline_of
@@ -104,7 +105,8 @@ class DryRun:
         check_rank(file, max_rank)
         model, family = self._loader.model, load_family(self._checkpoint.config["model_type"])
         numbers = [0 if linear.request.use is Use.PRODUCT else None for linear in linears_of(model)]
-        targets = targets_of(outline_of(self._checkpoint, self.spec, self._context), numbers)
+        of_experts = [(0, 0) if isinstance(one.weights, NativeExperts) else None for _, one in experts_of(model)]
+        targets = targets_of(outline_of(self._checkpoint, self.spec, self._context), numbers, of_experts)
         check_fit(file, targets, lambda its, name: translated(its, name, model, family), self.spec.family)
         ranks = sorted({pair.rank for pair in file.pairs.values()})
         kinds = sorted({name.rsplit(".", 1)[-1] for name in file.pairs})

@@ -15,6 +15,7 @@ from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.cpu.adapters import AdapterPart
 from octavo.kernels.triton.gemm.adapters import FIELDS, block_plan
+from octavo.layers.experts import Experts
 from octavo.layers.linear import Linear
 from octavo.weights.adapters.adapter_file import padded_rank
 from octavo.weights.methods.triton_adapters import AdaptedWeight, AdapterSites
@@ -109,6 +110,10 @@ class GpuHolder:
     def site_of(self, linear: Linear) -> int | None:
         weight = linear.weight
         return weight.site if isinstance(weight, AdaptedWeight) else None
+
+    def sites_of(self, experts: Experts) -> tuple[int, int] | None:
+        """Experts have no kernels for adapters here."""
+        return None
 
     # ── loading, by one thread at a time, beside steps ──
 

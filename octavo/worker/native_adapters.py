@@ -8,8 +8,10 @@ from octavo.batch import Batch
 from octavo.kernels.cpu.adapters import AdapterPart, AdapterRows, NativeAdapter
 from octavo.kernels.cpu.library import Threads
 from octavo.kernels.cpu.native import Native
+from octavo.layers.experts import Experts
 from octavo.layers.linear import Linear
 from octavo.weights.methods.cpu_native import NativeWeight
+from octavo.weights.methods.cpu_native_experts import NativeExperts
 from octavo.worker.staging import Staging
 
 
@@ -28,6 +30,10 @@ class NativeHolder:
     def site_of(self, linear: Linear) -> int | None:
         weight = linear.weight
         return weight.site if isinstance(weight, NativeWeight) and weight.site >= 0 else None
+
+    def sites_of(self, experts: Experts) -> tuple[int, int] | None:
+        weights = experts.weights
+        return weights.sites if isinstance(weights, NativeExperts) and weights.sites[0] >= 0 else None
 
     def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> NativeAdapter:
         return NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype)

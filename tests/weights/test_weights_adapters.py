@@ -77,7 +77,7 @@ def test_names_with_the_adapters_own(folder: Path) -> None:
         ({"bias": "all"}, "trained biases"),
         ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts"),
+        ({"target_parameters": ["self_attn.q_proj.weight"]}, "only experts' gate_up_proj and down_proj"),
         ({"layer_replication": [[0, 4]]}, "layer_replication"),
         ({"init_lora_weights": "pissa"}, "changes the base's weights"),
         ({"peft_type": "IA3"}, "only LORA"),

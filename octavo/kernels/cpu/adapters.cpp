@@ -4,6 +4,8 @@
 
 #include <stdlib.h>
 
+#include <algorithm>
+
 #include "elementwise.h"
 
 namespace octavo {
@@ -140,7 +142,28 @@ bool AdaptedStep::plan(const OctavoAdapter* adapters, int64_t num_adapters, cons
          plan_rows(samples, adapters, num_adapters, num_samples, [&](int64_t row) { return of_tokens[sample_at[row]]; });
 }
 
+void add_to_row(const OctavoAdapter& adapter, int64_t site, int64_t first, int64_t count, const float* x, int64_t depth, float* y) {
+  static thread_local Room prepared, inner;
+  if (site >= adapter.num_sites) return;
+  const OctavoAdapterSite& of = adapter.sites[site];
+  const OctavoAdapterPart* end = of.parts + of.num_parts;
+  const OctavoAdapterPart* part = std::lower_bound(
+      of.parts, end, first, [](const OctavoAdapterPart& one, int64_t column) { return one.first_column < column; });
+  if (part == end || part->first_column >= first + count) return;
+  const AdaptedRows row = {0, 1, &adapter};
+  AdaptedProduct product = {};
+  product.depth = depth;
+  product.y = y - first;
+  uint8_t* records = prepared.of(octavo_prepared_bytes(part->kind, 1, depth));
+  prepare(part->kind, x, depth, nullptr, 0.0f, 1, depth, nullptr, records);
+  for (; part < end && part->first_column < first + count; ++part) {
+    uint8_t* room = inner.of(round_up(round_up(part->rank, kPanel) * 4, 64) + octavo_prepared_bytes(part->kind, 1, part->rank));
+    add_part(product, row, *part, 0, part->num_columns, records, room);
+  }
+}
+
 bool is_adapted(const std::vector<AdaptedRows>& rows, int64_t site) {
+  if (site < 0) return false;
   for (const AdaptedRows& some : rows)
     if (site < some.adapter->num_sites && some.adapter->sites[site].num_parts) return true;
   return false;

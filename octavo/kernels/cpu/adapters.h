@@ -55,7 +55,11 @@ struct AdaptedStep {
   }
 };
 
-// Whether an adapter of these rows changes the product of this site.
+// y [count] += what the adapter adds to the columns first … first + count − 1 of a site, for one row x [depth]. Its parts are in the
+// order of their columns. The caller's thread does it alone.
+void add_to_row(const OctavoAdapter& adapter, int64_t site, int64_t first, int64_t count, const float* x, int64_t depth, float* y);
+
+// Whether an adapter of these rows changes the product of this site; −1: none does.
 bool is_adapted(const std::vector<AdaptedRows>& rows, int64_t site);
 
 struct AdaptedProduct {

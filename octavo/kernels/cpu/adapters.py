@@ -56,7 +56,9 @@ class NativeAdapter:
         table = (_Site * max(num_sites, 1))()
         for number, parts in sites.items():
             check(0 <= number < num_sites, f"there is no product {number} for an adapter")
-            array = (_Part * len(parts))(*(self._part(part) for part in parts))
+            array = (_Part * len(parts))(
+                *(self._part(part) for part in sorted(parts, key=lambda part: part.first_column))
+            )
             table[number] = _Site(array, len(parts))
             self._arrays.append(array)
         self._arrays.append(table)

@@ -27,7 +27,7 @@ struct Room {
   OctavoProduct* products;  // [num_experts]: of the used experts
   float* rows;         // [P, depth] by place: the inputs, later the outputs
   float* inner;        // [P, inner]
-  float* gate_up;      // [P, 2 · inner], if the gate is not fused into the product
+  float* gate_up;      // [P, 2 · inner], if the gate is not fused into the product, or adapters may come between the two
   void* prepared;      // the activations of one product
   int64_t num_bytes;
 };
@@ -68,7 +68,7 @@ Room room_of(const OctavoExperts& call, int64_t num_tokens) {
   room.products = reinterpret_cast<OctavoProduct*>(take(static_cast<int64_t>(sizeof(OctavoProduct)) * call.num_experts));
   room.rows = reinterpret_cast<float*>(take(4 * num_pairs * depth));
   room.inner = reinterpret_cast<float*>(take(4 * num_pairs * inner));
-  room.gate_up = reinterpret_cast<float*>(take(is_fused(call) ? 0 : 8 * num_pairs * inner));
+  room.gate_up = reinterpret_cast<float*>(take(is_fused(call) && call.gate_up_site < 0 ? 0 : 8 * num_pairs * inner));
   room.prepared = take(first > second ? first : second);
   room.num_bytes = at;
   return room;
@@ -169,6 +169,21 @@ void multiply(Threads* threads, const Room& room, int64_t num_used, const Octavo
   run_on(threads, body);
 }
 
+// y [P, width] by place += what the adapter of each pair's token adds to its expert's product of x [P, depth].
+void adapt(Threads* threads, const Room& room, int64_t num_used, int64_t site, const OctavoAdapter* const* of_tokens, const float* x,
+           int64_t depth, float* y, int64_t width) {
+  const int64_t num_places = num_used ? room.starts[room.used[num_used - 1] + 1] : 0;
+  parallel_for(threads, num_places, [&](int64_t begin, int64_t end) {
+    for (int64_t i = 0; i < num_used; ++i) {
+      const int64_t expert = room.used[i], first = room.starts[expert], last = room.starts[expert + 1];
+      for (int64_t place = first > begin ? first : begin; place < last && place < end; ++place) {
+        const OctavoAdapter* adapter = of_tokens[room.tokens[place]];
+        if (adapter) add_to_row(*adapter, site, expert * width, width, x + place * depth, depth, y + place * width);
+      }
+    }
+  });
+}
+
 // y (+)= Σ weight · row, in the order of choice.
 void combine(const OctavoExperts& call, const Room& room, int64_t token) {
   float* y = call.y + token * call.y_stride;
@@ -194,9 +209,17 @@ int64_t octavo_experts_bytes(const OctavoExperts* call, int64_t num_tokens) {
   return room_of(*call, num_tokens).num_bytes;
 }
 
-void octavo_experts(Threads* threads, const OctavoExperts* call, int64_t num_tokens) {
-  const OctavoExperts& c = *call;
+namespace octavo {
+
+void run_experts(Threads* threads, const OctavoExperts& c, int64_t num_tokens, const std::vector<AdaptedRows>& rows) {
   if (num_tokens == 0) return;
+  static thread_local std::vector<const OctavoAdapter*> of_tokens;
+  const bool adapts_gate_up = is_adapted(rows, c.gate_up_site), adapts_down = is_adapted(rows, c.down_site);
+  if (adapts_gate_up || adapts_down) {
+    of_tokens.assign(static_cast<size_t>(num_tokens), nullptr);
+    for (const AdaptedRows& some : rows)
+      for (int64_t row = 0; row < some.count; ++row) of_tokens[static_cast<size_t>(some.first + row)] = some.adapter;
+  }
   const Room room = room_of(c, num_tokens);
   for_tokens(threads, num_tokens, [&](int64_t token) {
     const float* logits = c.logits + token * c.logits_stride;
@@ -213,14 +236,23 @@ void octavo_experts(Threads* threads, const OctavoExperts* call, int64_t num_tok
   prepare(threads, room, num_used, c.gate_up[0].kind, room.rows, c.depth, [&](int64_t place) {
     memcpy(room.rows + place * c.depth, c.x + room.tokens[place] * c.x_stride, sizeof(float) * static_cast<size_t>(c.depth));
   });
-  const bool fused = is_fused(c);
+  const bool is_plain = is_fused(c), fused = is_plain && !adapts_gate_up;
   if (fused) multiply(threads, room, num_used, c.gate_up, room.inner, c.inner, OCTAVO_FINISH_GATED);
   else multiply(threads, room, num_used, c.gate_up, room.gate_up, 2 * c.inner, OCTAVO_FINISH_PLAIN);
+  if (adapts_gate_up)
+    adapt(threads, room, num_used, c.gate_up_site, of_tokens.data(), room.rows, c.depth, room.gate_up, 2 * c.inner);
+  const auto finish_row = product_kernels().finish_row;
   prepare(threads, room, num_used, c.down[0].kind, room.inner, c.inner, [&](int64_t place) {
     if (fused) return;
     const float* gate = room.gate_up + place * 2 * c.inner;
-    gate_row(gate, gate + c.inner, c.alpha, c.limit, c.offset, c.inner, room.inner + place * c.inner);
+    float* inner = room.inner + place * c.inner;
+    // What the fused product would have stored: rows without an adapter keep their bits.
+    if (is_plain) finish_row(OCTAVO_FINISH_GATED, gate, c.inner, inner);
+    else gate_row(gate, gate + c.inner, c.alpha, c.limit, c.offset, c.inner, inner);
   });
   multiply(threads, room, num_used, c.down, room.rows, c.depth, OCTAVO_FINISH_PLAIN);
+  if (adapts_down) adapt(threads, room, num_used, c.down_site, of_tokens.data(), room.inner, c.inner, room.rows, c.depth);
   for_tokens(threads, num_tokens, [&](int64_t token) { combine(c, room, token); });
 }
+
+}  // namespace octavo

@@ -5,6 +5,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "adapters.h"
 #include "product.h"
 #include "threads.h"
 
@@ -27,8 +28,17 @@ typedef struct {
   int32_t adds;
   float alpha, limit, offset;
   void* room;  // scratch memory of octavo_experts_bytes, 64-byte aligned
+  // Numbers of the products for adapters, −1: none changes them. An expert's columns follow those of the expert before it, counted
+  // from the first that is held: 2 · inner of each, and depth of each.
+  int64_t gate_up_site, down_site;
 } OctavoExperts;
 
 int64_t octavo_experts_bytes(const OctavoExperts* call, int64_t num_tokens);
-void octavo_experts(octavo::Threads* threads, const OctavoExperts* call, int64_t num_tokens);
 }
+
+namespace octavo {
+
+// rows: those of the tokens that have adapters.
+void run_experts(Threads* threads, const OctavoExperts& call, int64_t num_tokens, const std::vector<AdaptedRows>& rows);
+
+}  // namespace octavo

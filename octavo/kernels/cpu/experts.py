@@ -19,6 +19,7 @@ class ExpertsCall(ctypes.Structure):
         ("y_stride", c_int64), ("gate_up", POINTER(Product)), ("down", POINTER(Product)), ("depth", c_int64),
         ("inner", c_int64), ("num_experts", c_int32), ("num_chosen", c_int32), ("first_held", c_int32),
         ("num_held", c_int32), ("is_normalised", c_int32), ("adds", c_int32), ("alpha", c_float), ("limit", c_float), ("offset", c_float), ("room", c_void_p),
+        ("gate_up_site", c_int64), ("down_site", c_int64),
     )  # fmt: skip
 
 

@@ -159,7 +159,14 @@ class Native:
         self._do(op, [(op.cap, "x")], [(op.cap, "x")], _rows(len(x)))
         return x
 
-    def experts(self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        weights: ExpertWeights,
+        residual: Tensor | None,
+        sites: tuple[int, int] = (NO_SITE, NO_SITE),  # numbers of gate_up and of down for adapters
+    ) -> Tensor:
         """x [rows, depth], logits [rows, experts] → (residual +) the weighted sum over the chosen experts, [rows, depth]; the
         residual is changed, and is the result."""
         is_right = logits.shape == (len(x), weights.num_experts) and logits.stride(1) == 1
@@ -170,6 +177,7 @@ class Native:
         op = Op(Code.EXPERTS, count)
         call = op.experts
         weights.describe(call)
+        call.gate_up_site, call.down_site = sites
         call.x, call.logits, call.y, call.adds = _address(x), _address(logits), _address(y), residual is not None
         call.x_stride, call.logits_stride, call.y_stride = x.stride(0), logits.stride(0), y.stride(0)
         call.room = self._scratch("experts", room_bytes(call, len(x)))
@@ -296,7 +304,7 @@ class Native:
         if self._tape is not None:
             self._tape.add(op, reads, writes, keep)
         else:
-            if self._adapters is not None and op.code == Code.LINEAR and op.linear.site >= 0:
+            if self._adapters is not None and _is_changed(op):
                 self._adapters.set_on(step)
             ops.run(self.threads, ops.array([op]), step)
 
@@ -322,6 +330,13 @@ class Native:
         step = _rows(len(column))
         setattr(step, name, _address(column))
         return step
+
+
+def _is_changed(op: Op) -> bool:
+    """Whether adapters may change its products."""
+    if op.code == Code.EXPERTS:
+        return bool(op.experts.gate_up_site >= 0)
+    return bool(op.code == Code.LINEAR and op.linear.site >= 0)
 
 
 def _rows(count: int) -> Step:

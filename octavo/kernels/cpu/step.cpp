@@ -208,7 +208,9 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_CAP:
       octavo_cap(threads, op->cap.x, op->cap.x_stride, count, op->cap.size, op->cap.limit);
       return 0;
-    case OCTAVO_EXPERTS: octavo_experts(threads, &op->experts, count); return 0;
+    case OCTAVO_EXPERTS:
+      run_experts(threads, op->experts, count, op->count == OCTAVO_PER_TOKEN ? adapted.tokens : adapted.samples);
+      return 0;
     default: return -1;
   }
 }

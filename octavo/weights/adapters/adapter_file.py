@@ -43,6 +43,9 @@ class AdapterFile(ABC):
 
     def __init__(self, path: Path, pairs: dict[str, Pair]) -> None:
         self.path, self.pairs = path, pairs
+        self.num_experts: dict[
+            str, int
+        ] = {}  # where one tensor has all experts: the name of the one after the last → how many
         if not pairs:
             raise ConfigError(f"{path} holds no matrices of an adapter: it is empty")
         if len(pairs) > MAX_PAIRS:

@@ -22,7 +22,11 @@ _PICKLE = "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-_PLAIN_NAME = re.compile(r"\^?[\w.\\]+\$?")
+_PLAIN_NAME = re.compile(r"(?:\.\*\\\.)?\^?[\w.\\]+\$?")
+# All experts' gate and up, and all experts' down, as one tensor each, in the order in which the model has them: PEFT wraps the module for the first,
+# and what it then has for the second.
+_FUSED = ("gate_up_proj", "down_proj")
+_WRAPPED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>(?:\.base_layer)*)")
 # Settings that change what is computed, by name: what they may be, and what they are.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((False, None), "DoRA"),
@@ -31,7 +35,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bias": (("none", None), "trained biases"),
     "modules_to_save": ((None, []), "modules that are saved whole"),
     "trainable_token_indices": ((None, [], {}), "trained token embeddings"),
-    "target_parameters": ((None, []), "adapters of bare parameters, such as fused experts"),
     "layer_replication": ((None, []), "replicated layers"),
     "alora_invocation_tokens": ((None, []), "activated LoRA"),
     "arrow_config": ((None,), "Arrow routing"),
@@ -60,19 +63,84 @@ class PeftAdapter(AdapterFile):
             if found["side"] in sides:
                 raise ConfigError(f"{self._file} has lora_{found['side']} of {module} twice")
             sides[found["side"]] = name
-        super().__init__(path, {module: self._pair(module, entries) for module in sorted(self._tensors)})
+        wrapped = self._fused_experts()
+        pairs = {module: self._pair(module, entries) for module in sorted(self._tensors) if module not in wrapped}
+        counts: dict[str, int] = {}
+        self._of_experts: dict[str, tuple[str, int, int]] = {}  # name → module in the file, expert, experts
+        for module, (experts, parameter) in sorted(wrapped.items()):
+            name = f"{experts}.{parameter}"
+            pair, count = self._expert_pair(module, name, entries)
+            counts[f"{experts}.{count}.{parameter}"] = count
+            for expert in range(count):
+                pairs[f"{experts}.{expert}.{parameter}"] = pair
+                self._of_experts[f"{experts}.{expert}.{parameter}"] = module, expert, count
+        super().__init__(path, pairs)
+        self.num_experts = counts
+
+    def _fused_experts(self) -> dict[str, tuple[str, str]]:
+        """Modules of the file that are a parameter with all experts: the module's name in the model, and the parameter's."""
+        wanted = self._config.get("target_parameters") or []
+        if not wanted:
+            return {}
+        depths: dict[str, dict[int, str]] = {}  # the experts' module → how deep it is wrapped → the module in the file
+        for module in self._tensors:
+            if (found := _WRAPPED.fullmatch(module)) is not None:
+                depths.setdefault(found["experts"], {})[found["inner"].count(".")] = module
+        found_ones: dict[str, tuple[str, str]] = {}
+        for experts, by_depth in depths.items():
+            targeted = [
+                one for one in _FUSED if any(f".{experts}.{one}".endswith(f".{each.lstrip('.')}") for each in wanted)
+            ]
+            if sorted(by_depth) != list(range(len(targeted))):
+                raise ConfigError(
+                    f"{self._file}: {experts} has {len(by_depth)} parameters, and target_parameters of {CONFIG} names {len(targeted)} of "
+                    f"{' and '.join(_FUSED)}: they do not belong together"
+                )
+            # The first is wrapped first, so it is deepest.
+            for depth, parameter in enumerate(reversed(targeted)):
+                found_ones[by_depth[depth]] = experts, parameter
+        return found_ones
 
     @property
     def base(self) -> str:
         return str(self._config.get("base_model_name_or_path") or "")
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
-        sides = self._tensors[name]
+        module, expert, count = self._of_experts.get(name, (name, 0, 0))
+        sides = self._tensors[module]
         if self._open is None:
             self._open = TensorFile(self._file)
-        return self._open[sides["A"]], self._open[sides["B"]]
+        down, up = self._open[sides["A"]], self._open[sides["B"]]
+        if not count:
+            return down, up
+        # A [experts · rank, in], an expert after the other; B [out, rank · experts], the experts of a rank's number beside each other.
+        return down.view(count, -1, down.shape[1])[expert], up.view(up.shape[0], -1, count)[:, :, expert]
+
+    def _expert_pair(self, module: str, name: str, entries: dict[str, Entry]) -> tuple[Pair, int]:
+        """One expert's matrices, and how many experts there are. `name`: of the parameter."""
+        all_ranks, in_features, out_features = self._shapes(module, entries)
+        rank = int(_of_pattern(self._config, "rank_pattern", name, self._config["r"]))
+        if rank < 1 or all_ranks % rank:
+            raise ConfigError(
+                f"{self._file}: {name} has {all_ranks} rows in lora_A, and {CONFIG} says rank {rank}: they do not belong together"
+            )
+        return Pair(rank, in_features, out_features, self._scale(name, rank)), all_ranks // rank
 
     def _pair(self, module: str, entries: dict[str, Entry]) -> Pair:
+        rank, in_features, out_features = self._shapes(module, entries)
+        expected = int(_of_pattern(self._config, "rank_pattern", module, self._config["r"]))
+        if rank != expected:
+            raise ConfigError(
+                f"{self._file}: {module} has rank {rank}, and {CONFIG} says {expected}: they do not belong together"
+            )
+        return Pair(rank, in_features, out_features, self._scale(module, rank))
+
+    def _scale(self, module: str, rank: int) -> float:
+        alpha = float(_of_pattern(self._config, "alpha_pattern", module, self._config["lora_alpha"]))
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _shapes(self, module: str, entries: dict[str, Entry]) -> tuple[int, int, int]:
+        """The rows of A, which are the columns of B; the columns of A; the rows of B."""
         sides = self._tensors[module]
         if len(sides) != 2:
             raise ConfigError(f"{self._file} has only lora_{next(iter(sides))} of {module}: it is incomplete")
@@ -87,14 +155,7 @@ class PeftAdapter(AdapterFile):
             raise ConfigError(
                 f"{self._file}: {module} has {rank} rows in lora_A and {up.shape[1]} columns in lora_B: both are its rank"
             )
-        expected = int(_of_pattern(self._config, "rank_pattern", module, self._config["r"]))
-        if rank != expected:
-            raise ConfigError(
-                f"{self._file}: {module} has rank {rank}, and {CONFIG} says {expected}: they do not belong together"
-            )
-        alpha = float(_of_pattern(self._config, "alpha_pattern", module, self._config["lora_alpha"]))
-        scale = alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
-        return Pair(rank, down.shape[1], up.shape[0], scale)
+        return rank, down.shape[1], up.shape[0]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -131,6 +192,14 @@ def _check_config(folder: Path, config: dict[str, Any]) -> None:
         raise ConfigError(f"{path}: r is {_shown(rank)}; it must be a whole number of at least 1")
     if not _is_number(alpha):
         raise ConfigError(f"{path}: lora_alpha is {_shown(alpha)}; it must be a number")
+    targeted = config.get("target_parameters") or []
+    if not isinstance(targeted, list) or not all(isinstance(name, str) for name in targeted):
+        raise ConfigError(f"{path}: target_parameters must be a list of names")
+    for name in targeted:
+        if name.rsplit(".", 1)[-1] not in _FUSED:
+            raise ConfigError(
+                f"{path}: target_parameters has {_shown(name)}: of bare parameters, only experts' {' and '.join(_FUSED)} are supported"
+            )
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(key) or {}
         if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
@@ -143,7 +212,7 @@ def _check_config(folder: Path, config: dict[str, Any]) -> None:
 def _of_pattern(config: dict[str, Any], key: str, module: str, otherwise: Any) -> Any:
     """The value of the first name that the module's ends with."""
     for name, value in (config.get(key) or {}).items():
-        plain = name.replace("\\", "").removesuffix("$")
+        plain = name.removeprefix(r".*\.").replace("\\", "").removesuffix("$")
         is_whole = plain.startswith("^")
         plain = plain.removeprefix("^")
         if module == plain or (not is_whole and module.endswith("." + plain)):

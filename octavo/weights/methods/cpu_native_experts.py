@@ -4,6 +4,7 @@ from collections import Counter
 
 from torch import Tensor
 
+from octavo.kernels.cpu.adapters import NO_SITE
 from octavo.kernels.cpu.experts import ExpertChoice, ExpertWeights
 from octavo.kernels.cpu.library import Kind, PackedWeight
 from octavo.quants import Quants, Weight
@@ -20,6 +21,9 @@ class NativeExperts(NativeHeld, HeldExperts):
         self.down = [self._room((request.hidden_size,), settings) for _ in experts]
         self._weights: ExpertWeights | None = None  # as the call reads them, made by the first call
         self._num_missing = 3 * request.num_experts  # gates, ups and downs
+        self.sites = (NO_SITE, NO_SITE)  # numbers of gate_up and of down for adapters
+        if settings.adapts:
+            self.sites = (self._native.new_site(), self._native.new_site())
 
     @staticmethod
     def _room(part_sizes: tuple[int, ...], settings: Settings) -> NativeWeight:
@@ -76,7 +80,7 @@ class NativeExperts(NativeHeld, HeldExperts):
                     request.first,
                 ),
             )
-        return self._native.experts(x, logits, self._weights, residual)
+        return self._native.experts(x, logits, self._weights, residual, self.sites)
 
 
 def _single(weight: NativeWeight) -> PackedWeight:
