@@ -3,6 +3,7 @@
     python -m benchmarks.adapters train --model FOLDER --out FOLDER
     python -m benchmarks.adapters compare --model FOLDER --adapters FOLDER
     python -m benchmarks.adapters speed [--model MODEL] [--rounds 3]
+    python -m benchmarks.adapters many [--parts stall,zipf] [--rounds 3]
     python -m benchmarks.adapters gpu [--parts speed,stall,zipf] [--rounds 3] [--result FILE.json]
 
 train and compare need `peft` and `transformers`; FOLDER is a model in Hugging Face layout. train makes three adapters (q and v; all seven
@@ -12,6 +13,9 @@ merged, for the logprobs of the same tokens: alone, mixed in one batch, preempte
 
 speed: tokens per second of decoding with random rank-16 adapters, beside the base in the same engine and beside an engine without
 --enable-lora, in turn; the medians of the ratios of a round. It prints what the adapters' bytes and products must cost: the limit.
+
+many: on a CPU, a model of SmolLM2's shape with random weights: what loading 40 MB adds to the time between other requests' tokens, and 1,000
+registered adapters (q, k, v, o; 3.7 MB each) with Zipf traffic and a budget for 100, beside a budget for all.
 
 gpu: an 8B model with random weights and 64 rows: 8 adapters on all matrices, 64 different ones on q, k, v and o, and the flag unused, beside the base; what
 loading 40 MB adds to the time between other requests' tokens; and 1,000 registered adapters (27 GB on disk) with Zipf traffic and a budget for 100. `--tiny` tries it on a CPU."""
@@ -28,6 +32,7 @@ def main() -> int:
     train.add_options(commands.add_parser("train"))
     compare.add_options(commands.add_parser("compare"))
     speed.add_options(commands.add_parser("speed"))
+    gpu.add_cpu_options(commands.add_parser("many"))
     gpu.add_options(commands.add_parser("gpu"))
     options = parser.parse_args()
     return int(options.run(options))

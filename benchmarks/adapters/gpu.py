@@ -1,5 +1,6 @@
 """What adapters cost on a GPU: decoding with 64 rows of an 8B model with random weights, beside the base, in turn in one process; many
-registered adapters with a budget for a tenth of them; and what loading one adds to other requests' tokens."""
+registered adapters with a budget for a tenth of them; and what loading one adds to other requests' tokens. The last two on a CPU, too
+(many), with the shape of SmolLM2 135M."""
 
 import argparse
 import json
@@ -39,7 +40,32 @@ TINY = {
     "num_key_value_heads": 2,
 }
 TINY |= {"head_dim": 16, "vocab_size": 500, "max_position_embeddings": 512}
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 RANK = 16
+
+
+def add_cpu_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--registered", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=600, help="of the Zipf traffic")
+    parser.add_argument("--quantization", default="int8")
+    parser.add_argument("--parts", default="stall,zipf", help="which to run")
+    parser.add_argument(
+        "--folder", default="", help="where adapters are written, 3.7 MB each; empty: a temporary folder"
+    )
+    parser.add_argument("--result", default="", help="a JSON file for the figures")
+    parser.set_defaults(run=run, tiny=False, cpu=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +81,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU: tries the script, measures nothing")
     parser.add_argument("--result", default="", help="a JSON file for the figures")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, cpu=False)
 
 
 class Bench:
     def __init__(self, options: argparse.Namespace, place: Path) -> None:
         self.options, self.place = options, place
-        self.shape: dict[str, Any] = LLAMA_8B | (TINY if options.tiny else {})
+        self.is_small = options.tiny or options.cpu
+        self.shape: dict[str, Any] = LLAMA_8B | (TINY if options.tiny else SMOLLM2 if options.cpu else {})
         self.model = place / "model"
         self.model.mkdir()
         (self.model / "config.json").write_text(json.dumps(self.shape))
@@ -72,12 +99,12 @@ class Bench:
 
         common: dict[str, Any] = {
             "load_format": "dummy",
-            "dtype": "bfloat16",
-            "device": "cpu" if self.options.tiny else "cuda",
+            "dtype": "auto" if self.options.cpu else "bfloat16",
+            "device": "cpu" if self.is_small else "cuda",
             "quantization": self.options.quantization,
             "max_model_len": 512,
             "max_num_seqs": self.options.rows,
-            "kv_cache_memory_bytes": 2**26 if self.options.tiny else 2**33,
+            "kv_cache_memory_bytes": 2**27 if self.is_small else 2**33,
             "speculative_config": {"method": "none"},
             "enable_prefix_caching": False,
         }
@@ -198,11 +225,11 @@ def speed(bench: Bench) -> None:
 
 def stall(bench: Bench) -> None:
     """What loading an adapter of about 40 MB adds to the time between two tokens of requests that run."""
-    rank = 24
+    rank = 176 if bench.options.cpu else 24
     new = bench.adapters("new", 6, ATTENTION, rank)
     rows = min(32, bench.options.rows)
     room = 20 * bench.num_bytes(ATTENTION, rank) + 2**22
-    with bench.engine(enable_lora=True, lora_memory=room, max_lora_rank=32) as llm:
+    with bench.engine(enable_lora=True, lora_memory=room, max_lora_rank=256) as llm:
         prompts = [[5 + number, *range(10, 40)] for number in range(rows)]
         llm.generate(prompts, params(40), use_tqdm=False)
         llm.generate(prompts[:1], params(4), use_tqdm=False, lora_request=new[0])
