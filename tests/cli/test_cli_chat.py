@@ -389,10 +389,11 @@ class Slow(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """Children get SIGINT, also where the tests run in the background of a shell, which has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Children get SIGINT and SIGHUP, also where the tests run in the background of a shell or under nohup, which have them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGHUP, before[1])
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(interrupts: None, tmp_path: Path) -> None:
