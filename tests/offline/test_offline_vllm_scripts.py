@@ -67,7 +67,7 @@ def test_the_options_of_a_vllm_script(folder: str) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"speculative_config": {"method": "eagle3"}}, "--speculative-config: the method 'eagle3' is not supported: use"),
+        ({"speculative_config": {"method": "medusa"}}, "--speculative-config: the method 'medusa' is not supported: use"),
         ({"max_model_len": "8kk"}, "max_model_len: '8kk' is not a count"),
         ({"kv_cache_memory_bytes": "64MB"}, "kv_cache_memory_bytes: '64MB' is not a size"),
         ({"max_num_seq": 8}, "unknown option 'max_num_seq'; did you mean 'max_num_seqs'?"),
