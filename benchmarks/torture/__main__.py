@@ -171,7 +171,7 @@ def run_soak(arguments: argparse.Namespace) -> int:
     print(f"soak of {arguments.minutes:g} minutes, {arguments.clients} clients, seed {arguments.seed}")
     print(
         "  minute  all resident  without files  open files  threads  pages used/cached/free  most used  preempted  "
-        "engine + API + supervisor",
+        "engine + its grammars + API + its sandboxes + supervisor",
         flush=True,
     )
     flags = (*SOAK_FLAGS, *HOSTILE_FLAGS) if arguments.hostile else SOAK_FLAGS

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from benchmarks.torture.attacks import CATALOGUE
 from benchmarks.torture.attacks.base import Attack, Door, Send, several
 from benchmarks.torture.hostile import Hostile, hostile
-from benchmarks.torture.house import Held, House, held, read_metric
+from benchmarks.torture.house import Held, House, family, held, read_metric
 from benchmarks.torture.mixed import ask
 from benchmarks.torture.strike import Battle
 from octavo.cli.bench.http_stream import Client, HTTPFailure
@@ -108,7 +108,14 @@ class Soak:
         engine = self._house.engine()
         self._note(engine, text)
         most, self._most_pages = self._most_pages, 0
-        kinds = {"engine": [engine], "API": self._house.servers(), "supervisor": [self._house.process.pid]}
+        servers = self._house.servers()
+        kinds = {
+            "engine": [engine],
+            "its grammars": family(engine)[1:],
+            "API": servers,
+            "its sandboxes": [pid for server in servers for pid in family(server)[1:]],
+            "supervisor": [self._house.process.pid],
+        }
         parts = {kind: held(pids).private for kind, pids in kinds.items()}
         return Look(minute, engine, self._house.held(), parts, pages, most, self.count.preemptions)
 
