@@ -55,8 +55,8 @@ class TimedSteps:
             time.sleep(wait)
         return result
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        done()
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
+        done(0)
 
     def close(self) -> None:
         pass

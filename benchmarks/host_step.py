@@ -54,8 +54,8 @@ class NoModel:
     def collect(self) -> StepResult:
         return self._results.popleft()
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        done()
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
+        done(0)
 
     def close(self) -> None:
         pass

@@ -76,8 +76,8 @@ class Device:
         self.now += self._seconds(shape_of(self._plan, sum(self._plan.counts)))
         return StepResult(self._plan.step, [7] * sum(self._plan.samples))
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        done()
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
+        done(0)
 
     def close(self) -> None:
         pass

@@ -702,6 +702,14 @@ class BudgetConfig:
     grammar_memory_bytes: int | str = knob(
         192 * 2**20, "most memory for the same", kind="bytes", flag="grammar-memory", least=2**20
     )
+    compiled_grammar_bytes: int | str = knob(
+        2 * 2**30,
+        "memory that the compiled grammars of open requests may take together in the engine, on each rank, before requests with "
+        "other grammars wait; a sixteenth of it is for grammars that no request uses at the moment",
+        kind="bytes",
+        flag="compiled-grammar-memory",
+        least=2**20,
+    )
     grammar_processes: int = knob(
         2, "processes of each API process that do the same, started with the first grammar", least=1, most=64
     )

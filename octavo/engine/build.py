@@ -119,6 +119,7 @@ def start_engine(
         speculation=speculation(report.speculation),
         num_stages=report.num_stages,
         fairness=Fairness(report.max_num_seqs, report.max_num_batched_tokens) if report.is_fair else None,
+        max_grammar_bytes=int(config.budget.compiled_grammar_bytes),
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)

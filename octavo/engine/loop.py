@@ -41,7 +41,8 @@ class EngineLoop:
         self._idle_memory = idle_memory
         self.holds = holds
         self.on_grammar_ready: Callable[[], None] = lambda: None  # called by any thread: there is work again
-        self._ready_grammars: queue.SimpleQueue[str] = queue.SimpleQueue()  # compiled; the scheduler does not know yet
+        # Compiled, with the bytes that each takes; the scheduler does not know yet.
+        self._ready_grammars: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._in_flight: deque[StepPlan] = deque()
         self.tier: TierTraffic | None = None  # None: prefixes live in the KV store alone
         self.adapters: AdapterTraffic | None = None  # None: no request has one (--enable-lora)
@@ -272,9 +273,10 @@ class EngineLoop:
         must_wait = scheduler.rows.awaiting_grammar and not (self._in_flight or scheduler.has_work)
         if ready.empty() and not must_wait:
             return
-        grammars = [ready.get()]
+        grammars = dict([ready.get()])
         while not ready.empty():
-            grammars.append(ready.get())
+            grammar, num_bytes = ready.get()
+            grammars[grammar] = num_bytes
         happened = scheduler.prepared(grammars)
         self.observers.grammars_ready(happened)
         for job in happened.jobs:
@@ -283,7 +285,8 @@ class EngineLoop:
     def _start(self, job: GrammarJob) -> None:
         self.executor.prepare(job.grammar, job.forgets, functools.partial(self._grammar_ready, job.grammar))
 
-    def _grammar_ready(self, grammar: str) -> None:
+    def _grammar_ready(self, grammar: str, num_bytes: int) -> None:
         """Called by the thread that compiled it."""
-        self._ready_grammars.put(grammar)
-        self.on_grammar_ready()
+        if grammar:  # else others were forgotten, and that is all
+            self._ready_grammars.put((grammar, num_bytes))
+            self.on_grammar_ready()

@@ -83,9 +83,9 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest uncollected step and return its result. Raises EngineDead if a worker has ended."""
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        """Compile a grammar in the background, so that no step waits for it, and drop the grammars in `forgets`. `done` is called,
-        from any thread, when it is ready or has failed."""
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
+        """Compile a grammar (empty: none) in the background, so that no step waits for it, and drop the grammars in `forgets`.
+        `done` is called, from any thread, when it is ready or has failed, with the bytes that it takes on one rank."""
 
     def give_back(self, pages: list[int]) -> None:
         """Give the memory of blank pages back to the system, where this executor can: they are zero when they are used again."""

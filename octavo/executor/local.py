@@ -56,7 +56,7 @@ class LocalExecutor:
     def collect(self) -> StepResult:
         return self._steps.popleft().result()
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
         assert self._runner is not None, "closed"
         self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
 

@@ -91,10 +91,14 @@ class ProcessExecutor:
     def collect(self) -> StepResult:
         return self._results.decode(self._next_reply()[1])
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
         """Where a rank has ended it is done at once: the next step reports that."""
         sampling = range(self._config.parallel.result_rank, len(self._ranks))  # the last stage's
-        self._asking().ask(sampling, lambda number: PrepareGrammar(number, grammar, forgets), lambda replies: done())
+        self._asking().ask(
+            sampling,
+            lambda number: PrepareGrammar(number, grammar, forgets),
+            lambda replies: done(max((reply.num_bytes for reply in replies or ()), default=0)),
+        )
 
     def adapter_itemsize(self) -> int:
         return self._adapter_itemsize

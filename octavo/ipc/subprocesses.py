@@ -1,16 +1,19 @@
 """Starts Octavo's own child processes, and describes how they ended."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from octavo.config import KEY_VARIABLES
 
+_KILL_FIRST = 1000  # the highest oom_score_adj
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,6 +43,12 @@ def signal_at_parents_end(number: signal.Signals) -> None:
     but a process that is stopped or whose threads hang does not read it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def offer_to_oom_killer() -> None:
+    """Have the kernel kill this process and its children first when the machine runs out of memory."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(f"{_KILL_FIRST}\n")
 
 
 def describe_exit(code: int) -> str:

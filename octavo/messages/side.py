@@ -6,7 +6,7 @@ from octavo.messages.requests import AdapterRef
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Compile a grammar, and drop others."""
+    """Compile a grammar (empty: none), and drop others."""
 
     number: int
     grammar: str
@@ -57,4 +57,4 @@ class SideReply(msgspec.Struct, frozen=True, gc=False):
     number: int
     error: str = ""  # why it could not
     id: str = ""  # of an adapter that was read
-    num_bytes: int = 0  # that it takes on this rank
+    num_bytes: int = 0  # that the adapter or grammar takes on this rank

@@ -89,6 +89,7 @@ class Prepared(msgspec.Struct, array_like=True, tag=8, gc=False):
 
     micros: int
     grammar: str
+    num_bytes: int = 0  # that it takes
 
 
 class Costed(msgspec.Struct, array_like=True, tag=9, gc=False):

@@ -125,8 +125,8 @@ class Recorder(StepObserver):
         self._put(Aborted(int(now * 1e6), abort.request_id, abort.index, abort.reason))
 
     def grammars_ready(self, ready: GrammarsReady, now: float) -> None:
-        for grammar in ready.grammars:
-            self._put(Prepared(int(now * 1e6), self._name(grammar)))
+        for grammar, num_bytes in ready.grammars.items():
+            self._put(Prepared(int(now * 1e6), self._name(grammar), num_bytes))
 
     def prefixes_reset(self, now: float) -> None:
         self._put(Forgotten(int(now * 1e6)))

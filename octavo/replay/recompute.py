@@ -125,7 +125,7 @@ class Recomputation:
 
     def _prepare(self, grammar: str, forgets: list[str]) -> None:
         is_done = threading.Event()
-        self._executor.prepare(grammar, forgets, is_done.set)
+        self._executor.prepare(grammar, forgets, lambda num_bytes: is_done.set())
         is_done.wait()
 
     def _check(self, report: EngineReport) -> None:

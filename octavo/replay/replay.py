@@ -235,7 +235,7 @@ class Replay:
                     yield record
                 case Prepared():
                     yield record
-                    self._start_all(self.scheduler.prepared([record.grammar]).jobs)
+                    self._start_all(self.scheduler.prepared({record.grammar: record.num_bytes}).jobs)
                 case Costed():
                     self.scheduler.learn(record.costs)
                     yield record

@@ -105,7 +105,7 @@ class SimulatedRun:
     def _prepare(self) -> None:
         """Grammars are ready at once: the settings do not change how long compiling takes."""
         while self._jobs:
-            self._jobs = self._scheduler.prepared([job.grammar for job in self._jobs]).jobs
+            self._jobs = self._scheduler.prepared({job.grammar: 0 for job in self._jobs if job.grammar}).jobs
 
     def _abort(self, name: str, index: int = -1) -> None:
         removed = self._scheduler.abort(name, index)

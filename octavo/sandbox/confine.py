@@ -13,13 +13,6 @@ from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.sandbox.seccomp import restrict_system_calls
 
 _PR_SET_DUMPABLE = 4
-_KILL_FIRST = 1000  # the highest oom_score_adj
-
-
-def offer_to_oom_killer() -> None:
-    """Have the kernel kill this process and its children first when the machine runs out of memory."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(f"{_KILL_FIRST}\n")
 
 
 def confine(seconds: float, memory_bytes: int, parent: int) -> bool:

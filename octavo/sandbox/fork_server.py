@@ -23,7 +23,8 @@ import msgspec
 
 from octavo.errors import RequestError
 from octavo.ipc.memory_trim import keep_one_heap, trim_heap
-from octavo.sandbox.confine import confine, offer_to_oom_killer
+from octavo.ipc.subprocesses import offer_to_oom_killer
+from octavo.sandbox.confine import confine
 from octavo.sandbox.errors_as_data import error_data
 from octavo.sandbox.protocol import (
     COMMAND,

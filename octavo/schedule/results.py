@@ -42,7 +42,7 @@ class Removed(msgspec.Struct):
 class GrammarsReady(msgspec.Struct):
     """prepared(): grammars are ready."""
 
-    grammars: list[str]
+    grammars: dict[str, int]  # with the bytes that each takes
     let_in: list[Request]
     jobs: list[GrammarJob]
 

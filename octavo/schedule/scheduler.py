@@ -47,7 +47,7 @@ from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.drafts.base import Speculation
 from octavo.schedule.extras import prefill_progress, prompt_scores, scored, take_scores
 from octavo.schedule.fairness import Fairness
-from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
+from octavo.schedule.grammar_cache import MAX_BYTES, MAX_UNUSED, GrammarCache
 from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
@@ -83,10 +83,12 @@ class Scheduler:
         num_stages: int = 1,
         speculation: Speculation | None = None,
         fairness: Fairness | None = None,
+        max_grammar_bytes: int = MAX_BYTES,
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped. `stall_limit`: None:
         a step may take any time. `num_stages`: that every plan goes through; as many plans may be in flight while the next is made.
-        `speculation`: None: no request drafts; nor does any with several stages. `fairness`: None: tenants are not told apart."""
+        `speculation`: None: no request drafts; nor does any with several stages. `fairness`: None: tenants are not told apart.
+        `max_grammar_bytes`: that the grammars of open requests take before others wait."""
         assert fairness is None or policy is arrival, (
             "within a tenant, requests are served in the order of their arrival"
         )
@@ -96,7 +98,7 @@ class Scheduler:
         self.fairness = fairness
         self.rows = Rows(max_rows, None if fairness is None else fairness.waiting)
         self.siblings = Siblings()
-        self.grammar_cache = GrammarCache(max_rows + MAX_UNUSED)
+        self.grammar_cache = GrammarCache(max_rows + MAX_UNUSED, max_bytes=max_grammar_bytes)
         self.num_preemptions = 0
         # Why the queue's head was not admitted by the last plan. All behind it wait for it.
         self.head_waits_for: HeadWaitReason | None = None
@@ -175,11 +177,11 @@ class Scheduler:
             self._finish(request, removed)
         return removed
 
-    def prepared(self, grammars: list[str]) -> GrammarsReady:
-        """Grammars are ready, and with them the requests that wait for nothing else."""
+    def prepared(self, grammars: dict[str, int]) -> GrammarsReady:
+        """Grammars are ready, and with them the requests that wait for nothing else. Each with the bytes that it takes."""
         ready = GrammarsReady(grammars, [], [])
-        for grammar in grammars:
-            job = self.grammar_cache.prepared(grammar)
+        for grammar, num_bytes in grammars.items():
+            job = self.grammar_cache.prepared(grammar, num_bytes)
             ready.jobs += [] if job is None else [job]
             same = [request for request in self.rows.awaiting_grammar.values() if request.params.grammar == grammar]
             ready.let_in += self._let_in(same)

@@ -17,7 +17,7 @@ from octavo.schedule.beams.search import BeamSearch, Ended, Path
 from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.model import State as DrafterState
 from octavo.schedule.fairness import FairnessState
-from octavo.schedule.grammar_cache import GrammarCache
+from octavo.schedule.grammar_cache import MAX_BYTES, GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
 from octavo.schedule.request import Request
 from octavo.schedule.results import HeadWaitReason
@@ -97,6 +97,8 @@ class GrammarCacheState(msgspec.Struct, array_like=True, gc=False):
     compiling: list[str]
     ready: list[str]
     unused: list[str]  # longest unused first
+    max_bytes: int = MAX_BYTES
+    ready_bytes: list[int] = []  # of `ready`; empty: not recorded
 
 
 class SchedulerState(msgspec.Struct, array_like=True, gc=False):
@@ -239,18 +241,23 @@ def _grammar_cache_state(grammar_cache: GrammarCache, name: Callable[[str], str]
         [name(grammar) for grammar in grammar_cache._compiling],
         [name(grammar) for grammar in grammar_cache._ready],
         [name(grammar) for grammar in grammar_cache._unused],
+        grammar_cache._max_bytes,
+        [*grammar_cache._ready.values()],
     )
 
 
 def _grammar_cache(state: GrammarCacheState) -> GrammarCache:
-    grammar_cache = GrammarCache(state.max_used, state.max_unused)
+    grammar_cache = GrammarCache(state.max_used, state.max_unused, state.max_bytes)
     grammar_cache._held, grammar_cache._later, grammar_cache._users = (
         dict(state.held),
         dict(state.later),
         dict(state.users),
     )
-    grammar_cache._compiling, grammar_cache._ready = set(state.compiling), set(state.ready)
-    grammar_cache._unused = OrderedDict.fromkeys(state.unused)
+    sizes = state.ready_bytes or [0] * len(state.ready)
+    ready = grammar_cache._ready = dict(zip(state.ready, sizes, strict=True))
+    grammar_cache._compiling, grammar_cache._unused = set(state.compiling), OrderedDict.fromkeys(state.unused)
+    grammar_cache._unused_bytes = sum(ready[grammar] for grammar in state.unused)
+    grammar_cache._used_bytes = sum(sizes) - grammar_cache._unused_bytes
     return grammar_cache
 
 

@@ -1,7 +1,6 @@
 """What a rank does beside its steps: it compiles grammars, and reads and frees adapters, while plans go on (messages/side.py)."""
 
 import contextlib
-import functools
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -56,8 +55,9 @@ class SideWork:
     def _do(self, message: SideMessage) -> None:
         match message:
             case PrepareGrammar(number, grammar, forgets):
-                done = functools.partial(self._reply, SideReply(number))
-                self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
+                self._runner.rows.sampling.grammars.prepare(
+                    grammar, forgets, lambda num_bytes: self._reply(SideReply(number, num_bytes=num_bytes))
+                )
             case CheckAdapter(number, adapter):
                 self._checking.submit(self._check, number, adapter)
             case ReadAdapter(number, adapter):

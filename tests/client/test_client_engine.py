@@ -46,8 +46,8 @@ class CountingExecutor:
         columns = zip(plan.starts, plan.counts, plan.samples, strict=True)
         return StepResult(plan.step, [start + count for start, count, samples in columns if samples])
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        done()
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
+        done(0)
 
     def close(self) -> None:
         pass

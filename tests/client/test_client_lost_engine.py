@@ -56,7 +56,7 @@ class Mortal(CountingExecutor):
             raise EngineDead("poisoned")
         super().submit(plan)
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
         if grammar == self.deadly_grammar:
             raise Killed
         super().prepare(grammar, forgets, done)
@@ -364,10 +364,10 @@ def test_a_request_is_named_while_its_grammar_is_compiled():
     """Also while others are computed: what compiles it in a thread may end the engine."""
 
     class Compiles(CountingExecutor):
-        def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
             compiled.append(done)
 
-    compiled: list[Callable[[], None]] = []
+    compiled: list[Callable[[int], None]] = []
     heartbeat = Heartbeat()
     engine = make_engine(executor=Compiles(False), heartbeat=heartbeat)
     loop = engine.loop
@@ -383,7 +383,7 @@ def test_a_request_is_named_while_its_grammar_is_compiled():
     assert sorted(heartbeat.seated()) == ["a", "b", "plain"]
     loop.abort(Abort("b"))
     assert sorted(heartbeat.seated()) == ["a", "plain"]
-    compiled[0]()
+    compiled[0](0)
     loop.step()
     assert sorted(heartbeat.seated()) == ["a", "plain"]
     loop.abort(Abort("a"))

@@ -34,7 +34,7 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
                     pass
             super().submit(plan)
 
-        def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
             if DEADLY.strip() in grammar:
                 os.abort()
             super().prepare(grammar, forgets, done)

@@ -48,7 +48,7 @@ class VirtualPipeline:
         self.now = max(self.now, ready)
         return StepResult(plan.step, [7] * sum(plan.samples))
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -42,10 +42,10 @@ class Tokens:
             return StepResult(plan.step, [], [b"1234"] * num_samples)
         return StepResult(plan.step, [7] * num_samples)
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
         self.prepared = done
         if grammar != "slow":
-            done()
+            done(0)
 
     def close(self) -> None:
         pass
@@ -129,7 +129,7 @@ def test_a_grammar_that_is_not_ready_is_what_is_waited_for() -> None:
     for _ in range(4):
         engine.loop.step()
     assert "b" in engine.ended and engine.control.state().waiting_by_reason["grammar"] == 1
-    engine.loop.executor.prepared()  # type: ignore[attr-defined]
+    engine.loop.executor.prepared(0)  # type: ignore[attr-defined]
     engine.run()
     for track in engine.ended["a"].tracks:
         adds_up(track, 3)

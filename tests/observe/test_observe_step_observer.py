@@ -64,7 +64,7 @@ def load_and_limit(recorded: Recorded) -> None:
 
 
 def run(folder: Path, *observers: StepObserver) -> Recorded:
-    recorded = Recorded(Workload(63, has_beams=True, has_grammars=True, has_limit=True), folder, False)
+    recorded = Recorded(Workload(70, has_beams=True, has_grammars=True, has_limit=True), folder, False)
     for observer in observers:
         recorded.loop.observers.add(observer)
     load_and_limit(recorded)
@@ -104,7 +104,7 @@ def test_without_its_heartbeat_an_engine_ends(tmp_path: Path, monkeypatch: pytes
 
 def test_a_recording_ends_where_its_recorder_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written before can be replayed; the cache no longer keeps the keys that nothing takes away."""
-    recorded = Recorded(Workload(63, has_beams=True, has_grammars=True, has_limit=True), tmp_path, False)
+    recorded = Recorded(Workload(70, has_beams=True, has_grammars=True, has_limit=True), tmp_path, False)
     recorded.run(most_turns=30)
     monkeypatch.setattr(type(recorded.recorder), "_outcome", Faulty.hear)
     monkeypatch.setattr(type(recorded.recorder), "num_calls", 0, raising=False)

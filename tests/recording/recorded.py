@@ -33,7 +33,7 @@ class OracleExecutor:
         self.overlap, self._device = overlap, device
         self._results: deque[StepResult] = deque()
         self.tokens: list[list[int]] = []
-        self.preparing: deque[Callable[[], None]] = deque()
+        self.preparing: deque[Callable[[int], None]] = deque()
         self.grammars: list[str] = []  # grammars to prepare, in order
         self._started, self._seconds = time.monotonic(), 0.0
         self._durations: deque[float] = deque()  # of steps in flight
@@ -52,7 +52,7 @@ class OracleExecutor:
         self._seconds += self._durations.popleft()
         return self._results.popleft()
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
         self.preparing.append(done)
         self.grammars.append(grammar)
 
@@ -173,7 +173,7 @@ class Recorded:
     def run(self, most_turns: int = 10**6) -> None:
         """Run the whole workload, with aborts and resets as in the scheduler's own tests."""
         load, loop = self.load, self.loop
-        r = random.Random(load.seed + 4 * 10**9)
+        r, sizes = random.Random(load.seed + 4 * 10**9), random.Random(load.seed)
         turn = 0
         preparing = self.executor.preparing
         while (load.arrivals or loop.has_work or preparing) and turn < most_turns:
@@ -187,6 +187,6 @@ class Recorded:
             if r.random() < self._roll:
                 self.recorder.is_due = True
             if preparing and (r.random() < 0.4 or not loop.has_work):
-                preparing.popleft()()
+                preparing.popleft()(sizes.randrange(2**30))  # two or more of them are all that fits
             loop.step()
             turn += 1

@@ -356,7 +356,7 @@ def test_no_text_is_recorded_unless_asked_for(tmp_path):
             grammar="start: /buried/", repetition_detection=RepetitionDetectionParams(max_pattern_size=2, min_count=2),
         )  # fmt: skip
         recorded.loop.add(GenerateRequest("r", [4711, 4712, 4713], params, []))
-        recorded.executor.preparing.popleft()()
+        recorded.executor.preparing.popleft()(0)
         while recorded.loop.has_work:
             recorded.loop.step()
         recorded.loop.close()
@@ -485,7 +485,7 @@ def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(tmp_path):
     params = SamplingParams(max_tokens=3, seed=0, grammar="start: /a/")
     recorded.loop.add(GenerateRequest("r", [1, 2], params, []))
     recorded.loop.abort(Abort("r"))
-    recorded.executor.preparing.popleft()()
+    recorded.executor.preparing.popleft()(0)
     assert recorded.loop.has_work and recorded.loop.step() == [] and not recorded.loop.has_work
     recorded.loop.close()
 
@@ -507,7 +507,7 @@ def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits
     recorded.recorder.take(loop.scheduler)  # a file that begins while some grammars are not even requested
     assert executor.grammars == ["large 0", "small 0"]
     while executor.preparing:
-        executor.preparing.popleft()()
+        executor.preparing.popleft()(0)
         while loop.has_work:
             loop.step()
     assert executor.grammars == ["large 0", "small 0", "small 20", "small 40"] and loop.scheduler.is_idle
@@ -516,7 +516,7 @@ def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits
     for path in (tmp_path, max(tmp_path.glob("*.segment"))):  # from the beginning, and from that file
         replay = replayed(read(path))
         assert replay.scheduler.is_idle and replay.num_same == replay.num_steps == loop.scheduler.num_steps > 0
-        assert replay.scheduler.grammar_cache._ready == names and not replay.scheduler.grammar_cache._compiling
+        assert replay.scheduler.grammar_cache._ready.keys() == names and not replay.scheduler.grammar_cache._compiling
 
 
 def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):

@@ -4,10 +4,12 @@ import ctypes
 import itertools
 import json
 import os
+import queue
 import signal
-import threading
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -330,10 +332,11 @@ def test_what_goes_wrong_goes_wrong_for_its_row_alone(found):
     assert (masks.bits[:2] == -1).all() and masks.bits[2].any() and not (masks.bits[2] == -1).all()
 
 
-def prepared(own: Grammars, grammar: str, forgets: Sequence[str] = ()) -> None:
-    is_done = threading.Event()
-    own.prepare(grammar, list(forgets), is_done.set)
-    assert is_done.wait(120)
+def prepared(own: Grammars, grammar: str, forgets: Sequence[str] = ()) -> int:
+    """Returns the bytes that it takes."""
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    own.prepare(grammar, list(forgets), done.put)
+    return done.get(timeout=120)
 
 
 def pid_of(own: Grammars, grammar: str) -> int:
@@ -377,6 +380,20 @@ def test_what_was_prepared_is_at_hand_until_it_may_go(make_grammars):
     prepared(own, second, [first])
     wait_until(lambda: not is_alive(pid))
     assert first not in own._processes and is_alive(pid_of(own, second))
+    pid = pid_of(own, second)
+    prepared(own, "", [second])  # nothing is compiled, and one goes
+    wait_until(lambda: not is_alive(pid))
+    assert not own._processes.keys() & {"", second}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say it")
+def test_a_compiled_grammar_says_how_much_memory_it_takes(make_grammars):
+    own = make_grammars()
+    small, large = prepared(own, ABC), prepared(own, SLOW)
+    assert 2**19 < small < 2**24 and large > small + 2**20
+    adjusted = Path(f"/proc/{pid_of(own, ABC)}/oom_score_adj").read_text()
+    assert int(adjusted) == 1000, "without memory the kernel ends it, and not the engine"
+    assert prepared(own, "start: /[/") == 0, "it has no process"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

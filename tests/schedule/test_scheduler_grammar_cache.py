@@ -8,7 +8,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
+from octavo.schedule.grammar_cache import MAX_JOBS, UNUSED_SHARE, GrammarCache, GrammarJob
 
 
 class Watched:
@@ -55,7 +55,7 @@ class Watched:
     def make(self) -> None:
         if self.making:
             self.num_made += 1
-            self._begin([self.grammar_cache.prepared(self.making.popleft())])
+            self._begin([self.grammar_cache.prepared(self.making.popleft(), 0)])
             self._look()
 
     def _promise(self, name: str) -> None:
@@ -67,11 +67,11 @@ class Watched:
             if other == name:
                 break
             ahead.append(its)
-        missing = {*ahead, grammar} - {*self.making} - self.grammar_cache._ready
+        missing = {*ahead, grammar} - {*self.making} - self.grammar_cache._ready.keys()
         self.made_by[name] = self.num_made + len(self.making) + len(missing)
 
     def _begin(self, jobs: list[GrammarJob | None]) -> None:
-        self.making += [job.grammar for job in jobs if job is not None]
+        self.making += [job.grammar for job in jobs if job is not None and job.grammar]
 
     def _look(self) -> None:
         assert len(self.making) <= MAX_JOBS
@@ -119,3 +119,98 @@ def test_the_bound_is_met():
     while watched.making:
         watched.make()
     assert watched.closest == 0 and watched.num_made == 10
+
+
+LIMIT = 160
+SIZES = {"a": 3, "b": 9, "c": 11, "d": 30, "e": 60, "f": 100, "g": 159, "h": 200}
+"""Bytes of each grammar. Unused ones may take ten."""
+
+
+class Sized:
+    """A cache with a limit on bytes, and the processes that carrying out its jobs leaves."""
+
+    def __init__(self) -> None:
+        self.cache = GrammarCache(100, 4, LIMIT)
+        self.open: dict[str, str] = {}
+        self.alive: set[str] = set()
+        self.making: deque[str] = deque()
+        self.num_requests = 0
+
+    def come(self, grammar: str) -> None:
+        self.num_requests += 1
+        self.open[name := f"r{self.num_requests}"] = grammar
+        self._begin([self.cache.hold(name, grammar)])
+
+    def go(self, name: str) -> None:
+        del self.open[name]
+        self._begin(self.cache.drop(name).jobs)
+
+    def make(self) -> None:
+        grammar = self.making.popleft()
+        self.alive.add(grammar)
+        self._begin([self.cache.prepared(grammar, SIZES[grammar])])
+
+    def _begin(self, jobs: list[GrammarJob | None]) -> None:
+        used = {*self.open.values()}
+        for job in filter(None, jobs):
+            assert not used & {*job.forgets} and {*job.forgets} <= self.alive
+            self.alive -= {*job.forgets}
+            if job.grammar:
+                assert self.used_bytes < LIMIT and job.grammar in used and job.grammar not in self.alive
+                self.making.append(job.grammar)
+        assert self.used_bytes < LIMIT + MAX_JOBS * max(SIZES.values())
+        missing = used - self.alive - {*self.making}
+        assert not missing or len(self.making) == MAX_JOBS or self.used_bytes >= LIMIT, "it waits for nothing"
+        unused = [*self.cache._unused]
+        assert {*unused} == self.alive - used, "each is counted"
+        assert len(unused) <= 1 or sum(SIZES[grammar] for grammar in unused) <= LIMIT // UNUSED_SHARE
+        for name, grammar in self.open.items():
+            assert self.cache.is_ready(name) == (grammar in self.alive)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(SIZES[grammar] for grammar in self.alive & {*self.open.values()})
+
+
+@settings(max_examples=300, deadline=None)
+@given(EVENTS)
+def test_grammars_keep_to_their_bytes_and_none_waits_without_need(events):
+    sized = Sized()
+    for event, number in events:
+        match event:
+            case "c":
+                sized.come("abcdefgh"[number % 8])
+            case "g" if sized.open:
+                sized.go([*sized.open][number % len(sized.open)])
+            case "m" if sized.making:
+                sized.make()
+    while sized.open:  # the oldest that is ready ends, until all were
+        while sized.making:
+            sized.make()
+        sized.go(next(name for name in sized.open if sized.cache.is_ready(name)))
+    assert len(sized.alive) <= 4
+
+
+def test_a_large_grammar_goes_once_others_are_unused_after_it():
+    sized = Sized()
+    for grammar in "ha":
+        sized.come(grammar)
+        while sized.making:
+            sized.make()
+        sized.go(next(iter(sized.open)))
+        assert "h" in sized.alive or grammar == "a", "it is likely to come again"
+    assert sized.alive == {"a"}, "the next job need not be waited for"
+
+
+def test_a_grammar_waits_until_the_others_take_less():
+    sized = Sized()
+    for grammar in "fe":
+        sized.come(grammar)
+        sized.make()
+    assert sized.used_bytes == LIMIT
+    sized.come("a")
+    assert not sized.making
+    sized.go("r2")
+    assert [*sized.making] == ["a"] and sized.alive == {"f", "e"}, (
+        "its bytes are free for others before it is forgotten"
+    )

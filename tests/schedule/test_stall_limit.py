@@ -189,7 +189,7 @@ def test_prompts_leave_streams_their_tokens_of_the_budget():
     )
     for number in range(10):
         engine.stream("s" * (number + 1))
-    engine.scheduler.prepared(["g"])
+    engine.scheduler.prepared({"g": 0})
     counts = engine.step()
     assert counts["old"] == 30 and sum(name.startswith("s") for name in counts) == 10
 

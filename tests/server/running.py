@@ -37,8 +37,8 @@ class SaysA:
         plan = self._plans.pop(0)
         return StepResult(plan.step, [ord("a")] * sum(plan.samples))
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        done()
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
+        done(0)
 
     def close(self) -> None:
         pass

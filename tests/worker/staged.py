@@ -54,7 +54,7 @@ class StagedExecutor:
     def collect(self) -> StepResult:
         return self._steps.popleft().result()
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
         self.runners[-1].rows.sampling.grammars.prepare(grammar, forgets, done)
 
     def close(self) -> None:

@@ -213,10 +213,11 @@ class Grammars:
         self._pool = ThreadPoolExecutor(2, "octavo-grammar")
         self._background = ThreadPoolExecutor(2, "octavo-grammar-background")
 
-    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        """Compile `grammar` in its own process and drop those in `forgets`. `done` is called in another thread, also on
-        failure."""
-        self._pool.submit(self._prepare, grammar, forgets).add_done_callback(lambda future: done())
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
+        """Compile `grammar` (empty: none) in its own process and drop those in `forgets`. `done` is called in another thread, also
+        on failure, with the bytes that the process takes."""
+        job = self._pool.submit(self._prepare, grammar, forgets)
+        job.add_done_callback(lambda future: done(0 if future.exception() else future.result()))
 
     def enter(
         self, row: int, params: SamplingParams, prompt_len: int, output_ids: Sequence[int], stop_ids: Sequence[int]
@@ -664,19 +665,22 @@ class Grammars:
         process = self._processes.setdefault(grammar, new)
         return process, process is new
 
-    def _prepare(self, grammar: str, forgets: list[str]) -> None:
+    def _prepare(self, grammar: str, forgets: list[str]) -> int:
         for other in forgets:
             process = self._processes.pop(other, None)
             if process is not None:  # it has no rows, but may still compute for one that has left
                 process.end(self._server)
                 process.close()
                 self._forgotten.put(process)
+        if not grammar:
+            return 0
         process, is_new = self._claim(grammar)
         if is_new:
             process.compile(self._server, self._limits.compile_seconds)
         process.started.wait()
         if process.was_killed:  # by no fault of the grammar: the row that needs it starts another
             self._processes.pop(grammar, None)
+        return 0 if process.is_over else process.num_bytes
 
     # ── done once, takes a while ──
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.ipc.subprocesses import signal_at_parents_end
+from octavo.ipc.subprocesses import offer_to_oom_killer, signal_at_parents_end
 from octavo.sampling.grammar.mask_slots import MaskSlots
 from octavo.sampling.grammar.matching import Matching, SharedVocabulary
 from octavo.sampling.grammar.protocol import (
@@ -104,6 +104,7 @@ def _fork(line: socket.socket, shared: SharedVocabulary, slots: MaskSlots) -> in
     signal_at_parents_end(signal.SIGKILL)
     theirs.close()
     line.close()
+    offer_to_oom_killer()
     _limit_memory(shared.begin.memory_bytes)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_run_commands, args=(own, shared, slots))
@@ -122,7 +123,7 @@ def _run_commands(line: socket.socket, shared: SharedVocabulary, slots: MaskSlot
             match commands.decode(receive(line)):
                 case Compile(grammar):
                     compiled = matching.compile(grammar)
-                    line.sendall(framed(compiled))
+                    line.sendall(framed(msgspec.structs.replace(compiled, num_bytes=_own_bytes())))
                     if compiled.error:
                         os._exit(0)
                 case Enter() as command:
@@ -152,6 +153,15 @@ def _limit_memory(num_bytes: int) -> None:
     limit = now + _STACK_BYTES + _OTHER_STACK_BYTES + num_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
+
+
+def _own_bytes() -> int:
+    """Bytes of memory that this process has written to and does not share."""
+    try:
+        sizes = Path("/proc/self/smaps_rollup").read_text()
+    except OSError:  # not Linux
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in sizes.splitlines() if line.startswith("Private_Dirty:")), 0)
 
 
 if __name__ == "__main__":

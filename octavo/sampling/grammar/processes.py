@@ -123,7 +123,7 @@ class GrammarProcess:
         self.end_words = "its process has ended"
         # Row that has left → its slots, which the process may still write to, and how often it has yet to answer for the row.
         self.retired: dict[int, tuple[list[int], int]] = {}
-        self.looks_from = 0
+        self.looks_from = self.num_bytes = 0
         self.num_unanswered = 0  # Fill commands
         self._asked: deque[Fill] = deque()  # those commands
         self.plainly_filled: Fill | None = (
@@ -154,7 +154,8 @@ class GrammarProcess:
                 self.lower()
             compiled = msgspec.msgpack.decode(receive(line), type=Compiled)
             line.setblocking(False)
-            self.looks_from, self.was_ready = compiled.looks_from, not compiled.error
+            self.looks_from, self.num_bytes = compiled.looks_from, compiled.num_bytes
+            self.was_ready = not compiled.error
             if compiled.error:
                 self.fail(f"the grammar could not be compiled: {compiled.error}")
         except (EOFError, OSError) as error:

@@ -54,6 +54,7 @@ class Compile(msgspec.Struct, array_like=True, frozen=True, tag=1):
 class Compiled(msgspec.Struct, array_like=True, frozen=True):
     error: str  # empty: it is ready
     looks_from: int  # tokens left at which the end of an answer is first searched for
+    num_bytes: int = 0  # of memory that this process alone has; 0: not known
 
 
 class Enter(msgspec.Struct, array_like=True, frozen=True, tag=2):
