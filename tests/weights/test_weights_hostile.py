@@ -19,6 +19,7 @@ from octavo.gguf import GGUFFile
 from octavo.quants import PACKED_TYPES, Quants
 from octavo.weights.formats.checkpoint import open_checkpoint
 from octavo.weights.formats.gguf_tensors import GGUFTensors
+from octavo.weights.formats.safetensors_files import read_entries
 from octavo.weights.sources.source import local
 from octavo.worker.load import Loader
 from tests.models import checkpoints
@@ -98,6 +99,8 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, head: bytes, header_len: 
     ("head", "problem"),
     [
         ('{"a": %s, "a": %s}', "it names a twice"),
+        ('{"a": %s, "\\u0061": %s}', "it names a twice"),
+        ('{"a": %s, "a": {"dtype": "F32", "shape": [4], "data\\u005foffsets": [0, 16]}}', "it names a twice"),
         ('{"a": %s, "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}', "corrupt"),
         ('{"a": {"dtype": "F32", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 16]}}', "corrupt"),
         ('{"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}}', "corrupt"),
@@ -108,6 +111,13 @@ def test_what_headers_must_not_say(tmp_path: Path, head: str, problem: str) -> N
     head = head.replace("%s", '{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}')
     message = read_or_refuse(write_safetensors(tmp_path, head.encode(), bytes(16)))
     assert problem in message and "model.safetensors" in message
+
+
+@pytest.mark.parametrize("metadata", ['{"shape": "data_offsets"}', '{"dtype": "\\"data_offsets\\""}', "{}"])
+def test_words_in_metadata_describe_no_tensor(tmp_path: Path, metadata: str) -> None:
+    head = '{"__metadata__": ' + metadata + ', "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
+    found = read_entries(write_safetensors(tmp_path, head.encode(), bytes(16)) / "model.safetensors", 1000)
+    assert [*found] == ["a"] and found["a"].shape == (4,)
 
 
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
