@@ -66,7 +66,7 @@ def router(service: Service) -> APIRouter:
     async def change(request: Request) -> Response:
         service.accept()
         fields = await read_fields(request, ROUTE, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         _check(fields)
         owner = owner_of(request)
         if fields.action == "unpin":
