@@ -392,10 +392,14 @@ class AdapterTraffic(StepObserver):
         """For metrics."""
         loaded = [adapter for adapter in self._adapters.values() if adapter.id]
         stats = self.stats
-        over = {request_id for _, request_id in self._ending}  # given up with the next plan: an idle engine makes none
+        rows = self._scheduler.rows
+        running, waiting = set[str](), {held.adapter.ref.name for held in self._held.values()}
+        for request_id, adapter in self._of_request.items():  # one that is over has no choices
+            for choice in self._scheduler.choices(request_id):
+                (waiting if rows.waits(choice) else running).add(adapter.ref.name)
         return AdapterState(
-            tuple(sorted({adapter.ref.name for adapter in loaded if adapter.users - over})),
-            tuple(sorted({held.adapter.ref.name for held in self._held.values()})),
+            tuple(sorted(running)),
+            tuple(sorted(waiting)),
             self._max_used,
             len(loaded),
             sum(adapter.num_bytes for adapter in loaded),
