@@ -87,7 +87,8 @@ class _Ended(msgspec.Struct):
 
 
 def merged_journeys(answers: Sequence[ReplicaAnswer], limit: int) -> str:
-    """Open ones first, then the latest. Several replicas have the journey of an ended request if another one keeps them since: it is the same in all."""
+    """Open ones first, then the latest. Several replicas have the journey of an ended request if another one keeps them
+    since: it is the same in all."""
     found = dict.fromkeys(
         bytes(each) for answer in answers for each in msgspec.json.decode(answer.body, type=list[msgspec.Raw])
     )

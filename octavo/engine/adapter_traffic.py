@@ -92,8 +92,8 @@ class AdapterTraffic(StepObserver):
         max_loaded: int = 0,
         itemsize: int = 4,
     ) -> None:
-        """`budget`: bytes for all adapters in memory; `itemsize`: of a number. `max_used`: adapters that open requests may have at one time; `max_loaded`: that
-        may be in memory; 0: as many as fit."""
+        """`budget`: bytes for all adapters in memory; `itemsize`: of a number. `max_used`: adapters that open requests
+        may have at one time; `max_loaded`: that may be in memory; 0: as many as fit."""
         self._scheduler, self._loader, self._budget, self._clock = scheduler, loader, budget, clock
         self._max_used, self._max_loaded, self._itemsize = max_used, max_loaded, itemsize
         self._adapters: dict[Key, _Adapter] = {}  # in memory, being loaded, or waited for

@@ -1,10 +1,11 @@
 """PrefixHolds: prefixes whose pages are evicted last: those of conversations for a time after their last turn, and those that a client has pinned.
 
-It runs on the stepping thread. A hold is a wish: where running requests need the pages, they get them. What is held changes between two steps, as an input
-of the cache that is recorded, because it steers which pages are taken (decision 057); the clock stays here.
+It runs on the stepping thread. A hold is a wish: where running requests need the pages, they get them. What is held
+changes between two steps, as an input of the cache that is recorded, because it steers which pages are taken (decision
+057); the clock stays here.
 
-Pins are saved in files. When an engine dies, the next one holds them again, and computes them again, or loads them from a tier, behind the requests that
-it takes over (decision 061)."""
+Pins are saved in files. When an engine dies, the next one holds them again, and computes them again, or loads them from
+a tier, behind the requests that it takes over (decision 061)."""
 
 import logging
 import math

@@ -1,5 +1,5 @@
-"""POST /v1/prefix: compute a prefix before the first request needs it (warm), and keep its pages (pin) until it is unpinned. GET /v1/prefix: what the key
-has pinned."""
+"""POST /v1/prefix: compute a prefix before the first request needs it (warm), and keep its pages (pin) until it is
+unpinned. GET /v1/prefix: what the key has pinned."""
 
 import time
 from typing import Any, Literal
