@@ -4,9 +4,9 @@
     python -m benchmarks.evictions --trace mooncake_synthetic_trace.jsonl    … and a file of requests with the ids of their blocks (Mooncake's format)
     python -m benchmarks.evictions --held-out --trace FILE              traces, and the second half of the file, that no threshold was chosen by
 
-A page stands for a block of a prompt. Every trace runs in stores of several sizes, as shares of all its different blocks, with one request at a time
-and with several open ones. `best`: what a cache finds that knows the future, and evicts what is needed last. The last line counts where the policy found
-less than lru."""
+A page stands for a block of a prompt. Every trace runs in stores of several sizes, as shares of all its different
+blocks, with one request at a time and with several open ones. `best`: what a cache finds that knows the future, and
+evicts what is needed last. The last line counts where the policy found less than lru."""
 
 import argparse
 import json

@@ -9,7 +9,8 @@ model is fitted to (octavo plan --measure) are of other requests.
     python -m benchmarks.plan_check speed
     python -m benchmarks.plan_check fleet --replicas 1000 --seconds 600
 
-Every run takes about five minutes, on an otherwise idle machine: three times it measures steps, and sends each load. speed: simulated requests a second on one core, with eight replicas."""
+Every run takes about five minutes, on an otherwise idle machine: three times it measures steps, and sends each load.
+speed: simulated requests a second on one core, with eight replicas."""
 
 import argparse
 import asyncio

@@ -302,8 +302,9 @@ def kill(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def identity(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Prompts that share beginnings of any length, half of them sampled, in a store that is too small for them. `flipping`: in every part of the run the
-    server is another one, with the tier and without it in turn, and every other one was killed."""
+    """Prompts that share beginnings of any length, half of them sampled, in a store that is too small for them.
+    `flipping`: in every part of the run the server is another one, with the tier and without it in turn, and every
+    other one was killed."""
     low, high = arguments.vocabulary
     dice = random.Random(arguments.seed)
     beginnings = [[dice.randrange(low, high) for _ in range(arguments.tokens)] for _ in range(arguments.sessions * 4)]

@@ -1,4 +1,5 @@
-"""Flags, commands and variables of other servers: what becomes of each flag of vLLM, and of the common ones of SGLang and llama.cpp, that is not our own.
+"""Flags, commands and variables of other servers: what becomes of each flag of vLLM, and of the common ones of SGLang
+and llama.cpp, that is not our own.
 
 A flag is renamed to ours, or it is taken with a note that says why it has no effect, or it is refused with one sentence that
 names the alternative. docs/reference/other-flags.md is generated from these tables."""

@@ -17,8 +17,9 @@ speed: tokens per second of decoding with random rank-16 adapters, beside the ba
 many: on a CPU, a model of SmolLM2's shape with random weights: what loading 40 MB adds to the time between other requests' tokens, and 1,000
 registered adapters (q, k, v, o; 3.7 MB each) with Zipf traffic and a budget for 100, beside a budget for all.
 
-gpu: an 8B model with random weights and 64 rows: 8 adapters on all matrices, 64 different ones on q, k, v and o, and the flag unused, beside the base; what
-loading 40 MB adds to the time between other requests' tokens; and 1,000 registered adapters (27 GB on disk) with Zipf traffic and a budget for 100. `--tiny` tries it on a CPU."""
+gpu: an 8B model with random weights and 64 rows: 8 adapters on all matrices, 64 different ones on q, k, v and o, and
+the flag unused, beside the base; what loading 40 MB adds to the time between other requests' tokens; and 1,000
+registered adapters (27 GB on disk) with Zipf traffic and a budget for 100. `--tiny` tries it on a CPU."""
 
 import argparse
 import sys

@@ -1,5 +1,6 @@
-"""The policy `cache_aware` of sglang-router, by its documentation and with its defaults, beside ours: a tree of the prompts that were sent, which does not know
-what replicas have evicted, and the number of requests in progress as load."""
+"""The policy `cache_aware` of sglang-router, by its documentation and with its defaults, beside ours: a tree of the
+prompts that were sent, which does not know what replicas have evicted, and the number of requests in progress as
+load."""
 
 from octavo.cache.page_keys import keys_of
 

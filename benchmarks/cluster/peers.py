@@ -1,5 +1,5 @@
-"""Other projects' routers before Octavo servers: sglang-router and vllm-router, which proxy HTTP (pip install sglang-router==0.3.2 vllm-router==0.1.16, in an
-environment of their own)."""
+"""Other projects' routers before Octavo servers: sglang-router and vllm-router, which proxy HTTP (pip install
+sglang-router==0.3.2 vllm-router==0.1.16, in an environment of their own)."""
 
 import contextlib
 import json

@@ -1,5 +1,5 @@
-"""A model over ranks on the nodes of a Ray cluster on this machine, a node for each rank: its tokens beside those of one rank without Ray, and what its
-processes take while nothing is asked."""
+"""A model over ranks on the nodes of a Ray cluster on this machine, a node for each rank: its tokens beside those of
+one rank without Ray, and what its processes take while nothing is asked."""
 
 import argparse
 import contextlib

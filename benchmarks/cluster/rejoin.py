@@ -1,5 +1,5 @@
-"""How long a new API process takes to know the pages of all replicas: a real client of a fleet, over real sockets, and replicas that answer its Hello with their
-snapshots."""
+"""How long a new API process takes to know the pages of all replicas: a real client of a fleet, over real sockets, and
+replicas that answer its Hello with their snapshots."""
 
 import argparse
 import asyncio

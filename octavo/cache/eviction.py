@@ -1,13 +1,14 @@
 """IdlePages: the pages of the prefix cache that have no owner, and which of them is evicted next.
 
-In this order: pages that are unlikely to be shared; pages in the order of their last use, or of their worth; pages that are kept for a while because a
-client asked for it.
+In this order: pages that are unlikely to be shared; pages in the order of their last use, or of their worth; pages that
+are kept for a while because a client asked for it.
 
-A page's worth is how often it was found again, times what a page of a prompt of that length costs to compute. It is counted from the worth of the page
-that was evicted last, so pages that are found no more are overtaken by others, however often they were found once. This order keeps prefixes that come
-again after more other pages than the store holds; where only the latest prefixes come again, the order of last use finds more. So both are tried
-out on keys alone: two small caches that hold a sample of the keys, one in each order, count what they would have found, and the pages follow the better
-one. Nothing here depends on a clock: the same requests in the same order evict the same pages."""
+A page's worth is how often it was found again, times what a page of a prompt of that length costs to compute. It is
+counted from the worth of the page that was evicted last, so pages that are found no more are overtaken by others,
+however often they were found once. This order keeps prefixes that come again after more other pages than the store
+holds; where only the latest prefixes come again, the order of last use finds more. So both are tried out on keys alone:
+two small caches that hold a sample of the keys, one in each order, count what they would have found, and the pages
+follow the better one. Nothing here depends on a clock: the same requests in the same order evict the same pages."""
 
 from array import array
 from collections import OrderedDict

@@ -17,9 +17,10 @@ from octavo.cache.span import first_seen, most_held
 ROOT = b""  # key of the empty prefix
 
 MissReason = Literal["", "new", "evicted", "window", "short", "needed", "off"]
-"""Why the prefix cache had no more of a prompt. Empty: it had all that can be shared. new: no prompt since the start had the same tokens up to there, as
-far as is remembered. evicted: it had them, and needed their page. window: layers with a window have freed them. short: the prompt does not fill a
-page. needed: the request's prompt must be computed (logprobs of the prompt, or an embedding). off: there is no prefix cache."""
+"""Why the prefix cache had no more of a prompt. Empty: it had all that can be shared. new: no prompt since the start
+had the same tokens up to there, as far as is remembered. evicted: it had them, and needed their page. window: layers
+with a window have freed them. short: the prompt does not fill a page. needed: the request's prompt must be computed
+(logprobs of the prompt, or an embedding). off: there is no prefix cache."""
 
 
 class Admission(NamedTuple):

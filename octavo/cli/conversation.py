@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ MAX_HISTORY_LINES = 1000
 UNKNOWN_COLUMNS = 80  # of a terminal that does not tell
 QUOTES = '"""'
 ROLES = ("system", "user", "assistant")
+GREETING = "/help lists commands. Ctrl-C stops an answer, Ctrl-D quits."
 HELP = f"""\
   /help           show this
   /system TEXT    set the system message; /system alone shows it, /system clear removes it
@@ -28,6 +30,7 @@ HELP = f"""\
   /exit           quit (also /bye, /quit and Ctrl-D)
   {QUOTES}             begin and end a text of several lines; a line that ends with \\ continues, too
   Ctrl-C          stop the answer; what was said stays in the conversation"""
+_HELP_INDENT = 18  # columns before the explanations of HELP
 
 
 class Conversation:
@@ -68,10 +71,7 @@ class Conversation:
         return TerminalText(self._columns) if is_terminal else None
 
     def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(self._out.fileno()).columns or UNKNOWN_COLUMNS
-        except (OSError, ValueError):
-            return UNKNOWN_COLUMNS
+        return _columns(self._out)
 
     def run_command(self, line: str) -> bool:
         """Run a line that begins with a slash. False: the conversation is to end."""
@@ -81,7 +81,7 @@ class Conversation:
             case "/exit" | "/bye" | "/quit":
                 return False
             case "/help" | "/?":
-                self._say(HELP)
+                self._show(_help(self._out))
             case "/system":
                 self._system_command(rest)
             case "/retry":
@@ -153,11 +153,42 @@ class Conversation:
 
     def _say(self, text: str) -> None:
         """Print a line about the conversation, apart from answers."""
+        self._show(_wrapped(text, self._out))
+
+    def _show(self, text: str) -> None:
+        """Print text whose lines are broken already."""
         self._write(f"{DIM}{text}{RESET}\n" if self._is_styled else f"{text}\n")
 
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+
+def _columns(out: IO[str]) -> int:
+    """Columns of a terminal."""
+    try:
+        return os.get_terminal_size(out.fileno()).columns or UNKNOWN_COLUMNS
+    except (OSError, ValueError):
+        return UNKNOWN_COLUMNS
+
+
+def _wrapped(text: str, out: IO[str]) -> str:
+    """Text with its lines broken between words where `out` is a terminal."""
+    if not out.isatty():
+        return text
+    wrap = TerminalText(lambda: _columns(out))
+    return wrap.feed(text) + wrap.finish()
+
+
+def _help(out: IO[str]) -> str:
+    """HELP with explanations that continue below where they began."""
+    if not out.isatty():
+        return HELP
+    columns = _columns(out)
+    indent = " " * min(_HELP_INDENT, columns // 3)
+    width = max(columns - 1, len(indent) + 1)
+    wrap = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrap.fill, HELP.splitlines()))
 
 
 def _read_messages(path: Path) -> list[Message] | None:
@@ -258,7 +289,7 @@ def converse(model: TalkModel, system: str | None, first: str | None = None) -> 
     if not sys.stdin.isatty():
         answered = [talk.ask(question) for line in sys.stdin if (question := line.rstrip("\n")).strip()]
         return 0 if all(answered) else 1  # a script does not see a failure that a person has seen
-    print("/help lists commands. Ctrl-C stops an answer, Ctrl-D quits.", file=sys.stderr)
+    print(_wrapped(GREETING, sys.stderr), file=sys.stderr)
     keyboard = Keyboard(is_styled, history_file())
     try:
         while (question := keyboard.read()) is not None:

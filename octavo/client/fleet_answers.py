@@ -65,12 +65,13 @@ def merged_progress(answers: Sequence[ReplicaAnswer]) -> str:
 def merged_prefixes(answers: Sequence[ReplicaAnswer]) -> str:
     """All replicas hold the same prefixes. Of their tokens in the prefix cache, those of the replica that has most; an error of any."""
     replies = [msgspec.json.decode(answer.body, type=PrefixReply) for answer in answers]
-    best = {
-        pin.name: pin
-        for pin in sorted((pin for reply in replies for pin in reply.pinned), key=lambda pin: pin.cached_tokens)
-    }
+    found = [each for reply in replies for each in zip(reply.owners, reply.pinned, strict=True)]
+    found.sort(key=lambda each: each[1].cached_tokens)
+    best = {(pin.name, owner): pin for owner, pin in found}
+    names = sorted(best)
     error = next((reply.error for reply in replies if reply.error), "")
-    return msgspec.json.encode(PrefixReply([best[name] for name in sorted(best)], error)).decode()
+    merged = PrefixReply([best[name] for name in names], error, [owner for _, owner in names])
+    return msgspec.json.encode(merged).decode()
 
 
 class _Ended(msgspec.Struct):
@@ -86,7 +87,8 @@ class _Ended(msgspec.Struct):
 
 
 def merged_journeys(answers: Sequence[ReplicaAnswer], limit: int) -> str:
-    """Open ones first, then the latest. Several replicas have the journey of an ended request if another one keeps them since: it is the same in all."""
+    """Open ones first, then the latest. Several replicas have the journey of an ended request if another one keeps them
+    since: it is the same in all."""
     found = dict.fromkeys(
         bytes(each) for answer in answers for each in msgspec.json.decode(answer.body, type=list[msgspec.Raw])
     )

@@ -1,8 +1,8 @@
-"""The agent of a rank, on its node: it connects to its replica's relay, and runs what that asks for. The first rank's agent runs the engine, and stands for
-supervisor and API processes there; with several ranks, each agent runs its rank.
+"""The agent of a rank, on its node: it connects to its replica's relay, and runs what that asks for. The first rank's
+agent runs the engine, and stands for supervisor and API processes there; with several ranks, each agent runs its rank.
 
-Started by a Ray actor as `python -m octavo.cluster.agent HOST:PORT RANK LOG_FORMAT`, with the replica's secret in OCTAVO_AGENT_SECRET. When the connection is
-lost, or the actor ends, everything that it has started ends, too."""
+Started by a Ray actor as `python -m octavo.cluster.agent HOST:PORT RANK LOG_FORMAT`, with the replica's secret in
+OCTAVO_AGENT_SECRET. When the connection is lost, or the actor ends, everything that it has started ends, too."""
 
 import contextlib
 import hmac

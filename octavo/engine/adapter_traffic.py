@@ -92,8 +92,8 @@ class AdapterTraffic(StepObserver):
         max_loaded: int = 0,
         itemsize: int = 4,
     ) -> None:
-        """`budget`: bytes for all adapters in memory; `itemsize`: of a number. `max_used`: adapters that open requests may have at one time; `max_loaded`: that
-        may be in memory; 0: as many as fit."""
+        """`budget`: bytes for all adapters in memory; `itemsize`: of a number. `max_used`: adapters that open requests
+        may have at one time; `max_loaded`: that may be in memory; 0: as many as fit."""
         self._scheduler, self._loader, self._budget, self._clock = scheduler, loader, budget, clock
         self._max_used, self._max_loaded, self._itemsize = max_used, max_loaded, itemsize
         self._adapters: dict[Key, _Adapter] = {}  # in memory, being loaded, or waited for
@@ -392,10 +392,14 @@ class AdapterTraffic(StepObserver):
         """For metrics."""
         loaded = [adapter for adapter in self._adapters.values() if adapter.id]
         stats = self.stats
-        over = {request_id for _, request_id in self._ending}  # given up with the next plan: an idle engine makes none
+        rows = self._scheduler.rows
+        running, waiting = set[str](), {held.adapter.ref.name for held in self._held.values()}
+        for request_id, adapter in self._of_request.items():  # one that is over has no choices
+            for choice in self._scheduler.choices(request_id):
+                (waiting if rows.waits(choice) else running).add(adapter.ref.name)
         return AdapterState(
-            tuple(sorted({adapter.ref.name for adapter in loaded if adapter.users - over})),
-            tuple(sorted({held.adapter.ref.name for held in self._held.values()})),
+            tuple(sorted(running)),
+            tuple(sorted(waiting)),
             self._max_used,
             len(loaded),
             sum(adapter.num_bytes for adapter in loaded),

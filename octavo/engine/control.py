@@ -133,7 +133,7 @@ class EngineControl:
             case ReleasePrefix():
                 return holds.unpin(control)
             case ReadPrefixes():
-                return PrefixReply(holds.pins(control.owner))
+                return holds.reply(control.owner)
 
     def responded(self, responded: Responded) -> None:
         """An API process is done with an HTTP request. What became of it is kept here, where every API process can ask for it."""

@@ -1,5 +1,5 @@
-"""PinFiles: pinned prefixes in the server's own folder, a file each, so that the next engine of this server has them when one dies. They are removed with
-the server."""
+"""PinFiles: pinned prefixes in the server's own folder, a file each, so that the next engine of this server has them
+when one dies. They are removed with the server."""
 
 import contextlib
 import logging

@@ -1,10 +1,11 @@
 """PrefixHolds: prefixes whose pages are evicted last: those of conversations for a time after their last turn, and those that a client has pinned.
 
-It runs on the stepping thread. A hold is a wish: where running requests need the pages, they get them. What is held changes between two steps, as an input
-of the cache that is recorded, because it steers which pages are taken (decision 057); the clock stays here.
+It runs on the stepping thread. A hold is a wish: where running requests need the pages, they get them. What is held
+changes between two steps, as an input of the cache that is recorded, because it steers which pages are taken (decision
+057); the clock stays here.
 
-Pins are saved in files. When an engine dies, the next one holds them again, and computes them again, or loads them from a tier, behind the requests that
-it takes over (decision 061)."""
+Pins are saved in files. When an engine dies, the next one holds them again, and computes them again, or loads them from
+a tier, behind the requests that it takes over (decision 061)."""
 
 import logging
 import math
@@ -121,7 +122,7 @@ class PrefixHolds(StepObserver):
             return PrefixReply(error=error)
         if self._files is not None:
             self._files.save(SavedPin(wish, until))
-        return PrefixReply(self.pins(wish.owner))
+        return self.reply(wish.owner)
 
     def _pin(self, wish: HoldPrefix, until: float) -> str:
         """Hold these pages. → why not; empty: they are held."""
@@ -206,11 +207,16 @@ class PrefixHolds(StepObserver):
         self.take()
         name: Name = (wish.owner, wish.name, b"")
         if name not in self._pins:
-            return PrefixReply(self.pins(wish.owner), error=f"no prefix is pinned under the name {wish.name!r}")
+            return self.reply(wish.owner, error=f"no prefix is pinned under the name {wish.name!r}")
         self._drop(self._pins, name)
         self._find_next()
         self._forget_file(wish.owner, wish.name)
-        return PrefixReply(self.pins(wish.owner))
+        return self.reply(wish.owner)
+
+    def reply(self, owner: bytes | None, error: str = "") -> PrefixReply:
+        """What is pinned by one owner. None: by all owners."""
+        owners = [its_owner for its_owner, _, _ in self._pins if owner in (None, its_owner)]
+        return PrefixReply(self.pins(owner), error, owners)
 
     def pins(self, owner: bytes | None) -> list[PinnedPrefix]:
         """What is pinned by one owner, and how much of it is in the prefix cache now. None: by all owners."""

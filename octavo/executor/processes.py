@@ -1,5 +1,5 @@
-"""ProcessExecutor: every rank is a process: a child of this one, or wherever a launcher starts it. The same plan bytes go to each, and the first rank of the last stage returns the
-result."""
+"""ProcessExecutor: every rank is a process: a child of this one, or wherever a launcher starts it. The same plan bytes
+go to each, and the first rank of the last stage returns the result."""
 
 import os
 import selectors

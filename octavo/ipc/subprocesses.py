@@ -20,9 +20,10 @@ _PR_SET_PDEATHSIG = 1
 def spawn(
     module: str, launch: msgspec.Struct, pass_fds: tuple[int, ...] = (), environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a module as a child process and send it `launch`. It runs in its own session, so that Ctrl-C reaches the supervisor
-    alone. Its standard input stays open for as long as this process lives: end of file tells it that we have died, or, after a line, that it is to stop. `launch` has the
-    API keys where it needs them: neither its command line nor its environment does. `environment`: None for this process's own."""
+    """Start a module as a child process and send it `launch`. It runs in its own session, so that Ctrl-C reaches the
+    supervisor alone. Its standard input stays open for as long as this process lives: end of file tells it that we have
+    died, or, after a line, that it is to stop. `launch` has the API keys where it needs them: neither its command line
+    nor its environment does. `environment`: None for this process's own."""
     given = os.environ if environment is None else environment
     process = subprocess.Popen(
         [sys.executable, "-m", module],

@@ -44,3 +44,4 @@ class PinnedPrefix(msgspec.Struct, frozen=True, gc=False):
 class PrefixReply(msgspec.Struct, frozen=True, gc=False):
     pinned: list[PinnedPrefix] = []
     error: str = ""
+    owners: list[bytes] = []  # of `pinned`, in this order: two keys may use the same name

@@ -372,8 +372,9 @@ def answer(
     other_ranks: Mapping[int, FleetSettings] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """`replicas`: so many; 0: the fewest that keep the levels. `error`: of step times, as a share. `price`: of a replica for an hour.
-    `searches`: also try other flags; `ranks`, `other_ranks`: chips of a replica, and settings with other numbers of them. `fails_at`: when a replica ends; −1: at the peak; None: none does."""
+    """`replicas`: so many; 0: the fewest that keep the levels. `error`: of step times, as a share. `price`: of a
+    replica for an hour. `searches`: also try other flags; `ranks`, `other_ranks`: chips of a replica, and settings with
+    other numbers of them. `fails_at`: when a replica ends; −1: at the peak; None: none does."""
     note("finding the number of replicas")
     is_fixed = bool(replicas)
     if replicas:

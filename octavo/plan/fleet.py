@@ -52,7 +52,8 @@ class Simulation:
         on_plan: Callable[[int, Planned], None] | None = None,
         pace: Callable[[int], float] | None = None,
     ) -> None:
-        """`pace`: of SimulatedReplica. `moments_every`: seconds between two moments; 0: none. `on_plan`: hears of the plans that are made one by one, by replica."""
+        """`pace`: of SimulatedReplica. `moments_every`: seconds between two moments; 0: none. `on_plan`: hears of the
+        plans that are made one by one, by replica."""
         self._trace, self._settings, self._levels = trace, settings, levels
         self._with_jumps, self._on_plan, self._pace = with_jumps, on_plan, pace
         self._contents = Contents(trace, settings.replica.page_size)

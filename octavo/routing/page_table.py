@@ -18,8 +18,8 @@ CHUNK = 1 << 14  # pages that are changed at once: their temporary arrays stay i
 GROW_CHUNK = 1 << 12  # buckets that are moved at once
 EMPTY = 0  # number of the empty set of replicas; as a page id: a free slot
 
-# Eight flags of a bucket are one word, whose lowest byte is that of the first slot. If one flag is set, TO_PLACE moves its place into the highest byte;
-# COUNT moves the number of set flags there.
+# Eight flags of a bucket are one word, whose lowest byte is that of the first slot. If one flag is set, TO_PLACE moves
+# its place into the highest byte; COUNT moves the number of set flags there.
 ALL_SET = np.uint64(0x0101010101010101)
 TO_PLACE = np.uint64(0x0001020304050607)
 COUNT = np.uint64(0x0101010101010101)

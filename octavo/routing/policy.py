@@ -27,8 +27,9 @@ Policy = Callable[[Sequence[Option], float], tuple[Option, Reason]]
 
 
 def _quietest(options: Iterable[Option], saturation: float) -> Option:
-    """The replica with the least work that waits; of those with about the same, the one with the fewest requests: they share its steps for as long as
-    they produce tokens, which is no work that waits. Then the one that was chosen longest ago, so that a burst does not meet equal replicas in one order."""
+    """The replica with the least work that waits; of those with about the same, the one with the fewest requests: they
+    share its steps for as long as they produce tokens, which is no work that waits. Then the one that was chosen
+    longest ago, so that a burst does not meet equal replicas in one order."""
     unit = NEGLIGIBLE * saturation or 1.0
     return min(options, key=lambda each: (each.seconds // unit, each.num_open, each.seconds, each.last_chosen))
 

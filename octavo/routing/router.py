@@ -43,9 +43,10 @@ class Router:
         num_pages: int = 0,
         page_keys: Callable[[bytes, list[int], int], list[bytes]] = keys_of,
     ) -> None:
-        """`root`, `page_size`: of the page keys of replicas that do not say otherwise. `saturation`: seconds of work. `origin`: this router's number among several; they begin
-        their turns at different replicas. `num_pages`: of the whole fleet, to make room at once. `page_keys`: as cache.page_keys.keys_of();
-        a simulation has keys of its own."""
+        """`root`, `page_size`: of the page keys of replicas that do not say otherwise. `saturation`: seconds of work.
+        `origin`: this router's number among several; they begin their turns at different replicas. `num_pages`: of the
+        whole fleet, to make room at once. `page_keys`: as cache.page_keys.keys_of(); a simulation has keys of its
+        own."""
         self.index = PrefixIndex(num_pages)
         self._pages = PageScheme(root, page_size)
         self._page_keys = page_keys

@@ -41,6 +41,7 @@ from octavo.observe import logs
 from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit
 from octavo.supervisor.api_processes import ApiProcess, ApiProcesses, EngineAddress
 from octavo.supervisor.autoscale import Autoscale
+from octavo.supervisor.fewer_replicas import Standing, next_to_restart, numbers_to_stop
 from octavo.supervisor.launcher import Launcher, LocalLauncher
 from octavo.supervisor.listen import (
     access_note,
@@ -539,8 +540,10 @@ class _Supervisor:
                 self._say(f"replicas: {self._target} → {target}, because {sum(backlogs):.1f} s of work wait")
                 self._target = target
         live = self._live()
-        for replica in sorted(live, key=lambda each: -each.number)[: max(0, len(live) - self._target)]:
-            self._drain_replica(replica, "stop")
+        self._to_restart = [number for number in self._to_restart if any(each.number == number for each in live)]
+        standings = [Standing(each.number, each.status == "ready", self._takes_requests(each)) for each in live]
+        for number in numbers_to_stop(standings, self._target, self._to_restart):
+            self._drain_replica(self._replicas[number], "stop")
         free = (
             number
             for number in range(MAX_REPLICAS)
@@ -548,10 +551,10 @@ class _Supervisor:
         )
         for _ in range(self._target - len(live)):
             self._start_replica(next(free))
-        if self._to_restart and all(self._takes_requests(each) for each in self._live()):
-            following = self._replicas.get(self._to_restart.pop(0))
-            if following is not None and following.status == "ready":
-                self._drain_replica(following, "restart")
+        following = next_to_restart(standings, self._target, self._to_restart)
+        if following is not None and all(self._takes_requests(each) for each in self._live()):
+            self._to_restart.remove(following)
+            self._drain_replica(self._replicas[following], "restart")
         for replica in [*self._replicas.values()]:
             if (
                 replica.after_drain

@@ -15,7 +15,8 @@ from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoin
 from octavo.weights.sources.source import resolve as resolve_source
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.draft_head import FeaturePages, HeadDrafter
-from octavo.worker.load import DraftLoader, Loader
+from octavo.worker.load import Loader
+from octavo.worker.load_draft import DraftLoader
 from octavo.worker.pages import Pages
 from octavo.worker.runner import Runner
 from octavo.worker.weights import RankWeights

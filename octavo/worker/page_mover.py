@@ -3,7 +3,8 @@
 A load fills pages that its caller has taken for it. A store copies pages first, and asks its caller whether they still
 held what they were to hold when the copy was done; only then they count. So no page is locked, and no step ever waits.
 
-On a CPU, files are read straight into pages. On a GPU pages go through pinned memory of the host (page_transfer.py), and some stay there: the level "ram"."""
+On a CPU, files are read straight into pages. On a GPU pages go through pinned memory of the host (page_transfer.py),
+and some stay there: the level "ram"."""
 
 import contextlib
 import logging

@@ -1,4 +1,5 @@
-"""Which idle pages are evicted first: the least recently used, or those of the least worth where that finds more; and last those that a client asked to keep."""
+"""Which idle pages are evicted first: the least recently used, or those of the least worth where that finds more; and
+last those that a client asked to keep."""
 
 import pickle
 import random

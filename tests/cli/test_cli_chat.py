@@ -3,10 +3,12 @@
 import http.server
 import io
 import json
+import os
 import random
 import re
 import signal
 import ssl
+import sys
 import termios
 import threading
 import time
@@ -17,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 
 from octavo.cli.chat import RemoteModel
-from octavo.cli.conversation import Conversation, Keyboard
+from octavo.cli.conversation import GREETING, HELP, Conversation, Keyboard, converse
 from octavo.cli.models import OLLAMA_SAMPLING
 from octavo.cli.terminal_markdown import BOLD, CODE, RESET, TerminalMarkdown, TerminalText, clean
 from octavo.errors import EngineUnavailable, RequestFailed
@@ -275,6 +277,28 @@ def test_a_conversation_is_saved_and_continued(tmp_path: Path) -> None:
     assert "octavo run MODEL --temperature 0" in other.say("/set parameter temperature 0")
     assert "/retry" in other.say("/help") and other.it.messages == before
     assert not other.it.run_command("/exit") and not other.it.run_command("/bye")
+
+
+@pytest.mark.parametrize("columns", [12, 30, 80])
+def test_what_octavo_says_is_wrapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int) -> None:
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    system = "answer in words that a child of five knows, and in no more than three sentences"
+    with os.fdopen(theirs, "w", buffering=1) as terminal, os.fdopen(ours, "rb", buffering=0) as screen:
+        monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+        monkeypatch.setenv("NO_COLOR", "1")
+        for name in ("stdin", "stdout", "stderr"):
+            monkeypatch.setattr(sys, name, terminal)
+        lines = iter(["/help", "/system", "/exit"])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+        assert converse(Echo(), system) == 0
+        shown = screen.read(8192).decode()
+    assert " ".join(shown.split()) == " ".join(f"{GREETING} {HELP} system message: {system}".split())
+    longest = max(len(word) for word in shown.split())
+    for line in shown.split("\r\n"):
+        assert len(line) < max(columns, longest + columns // 3 + 1), line
+    if columns == 80:
+        assert "\r\n" + " " * 18 + "removes it\r\n" in shown, "an explanation goes on below its beginning"
 
 
 def test_questions_of_several_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

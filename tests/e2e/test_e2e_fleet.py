@@ -158,6 +158,24 @@ def test_a_replica_is_drained_only_when_all_api_processes_use_the_one_before_it(
     assert not has("API process")  # it was not replaced
 
 
+def test_fewer_replicas_during_a_rolling_restart_leave_one_that_takes_requests(server):
+    wait_for_all(server)
+    first, engine = len(server.lines), replicas(server)[0]["pid"]
+    assert server.post("/v1/fleet", {"restart": True})[0] == 202
+    deadline = time.monotonic() + 60
+    while engine in engines(server):  # the first replica is being started again
+        assert time.monotonic() < deadline, server.lines[first:]
+        time.sleep(0.01)
+    try:
+        done = scale(server, "1")
+        assert done.returncode == 0 and "0 of" not in done.stderr, done.stderr
+        said = "\n".join(server.lines[first:])
+        assert said.index("replica 0 is back") < said.index("draining replica 1") < said.index("replica 1 is removed")
+        assert said.count("draining") == 2, "the second one is removed, and not started again before"
+    finally:
+        assert scale(server, "2").returncode == 0
+
+
 def test_a_wish_that_cannot_be_met_is_refused(server):
     for body, words in (
         ({}, "give replicas"),

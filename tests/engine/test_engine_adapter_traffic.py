@@ -52,8 +52,8 @@ class Loader:
 class Engine:
     """A scheduler whose every step is committed at once, unless it is held in flight."""
 
-    def __init__(self, budget: int = 30, max_used: int = 0, max_loaded: int = 0) -> None:
-        self.scheduler = Scheduler(KVCache(400, 4), 64, 4096)
+    def __init__(self, budget: int = 30, max_used: int = 0, max_loaded: int = 0, max_num_seqs: int = 64) -> None:
+        self.scheduler = Scheduler(KVCache(400, 4), max_num_seqs, 4096)
         self.loader, self.now = Loader(), 0.0
         self.traffic = AdapterTraffic(
             self.scheduler, self.loader, budget, lambda: self.now, max_used, max_loaded, itemsize=1
@@ -112,11 +112,33 @@ def test_a_request_waits_for_its_adapter_alone() -> None:
     assert engine.runs(base) and not engine.runs(first)
     assert [*engine.loader.asked] == ["a", "b"]
     engine.load("b")
-    assert engine.runs(other) and not engine.runs(first) and engine.traffic.state().waiting == ("a",)
+    assert engine.runs(other) and not engine.runs(first) and engine.traffic.state().waiting == ("a", "b")
     again = engine.ask("b")  # which is in memory
     assert engine.runs(again)
     engine.load("a")
-    assert engine.runs(first) and engine.traffic.state().running == ("a", "b")
+    assert engine.runs(first)
+    assert engine.traffic.state().running == (), "none has a row yet"
+    engine.step()
+    assert engine.traffic.state().running == ("a", "b") and engine.traffic.state().waiting == ()
+
+
+def test_an_adapter_runs_while_a_request_with_it_has_a_row() -> None:
+    """As vLLM's lora_requests_info: requests that wait in the queue count as waiting, and an adapter may do both."""
+    engine = Engine(max_num_seqs=2)
+    first, second = engine.ask("a"), engine.ask("a")
+    engine.load("a")
+    engine.step()
+    third, fourth = engine.ask("a"), engine.ask("b")
+    engine.load("b")
+    engine.step()
+    assert all(map(engine.runs, (first, second, third, fourth)))
+    assert (engine.traffic.state().running, engine.traffic.state().waiting) == (("a",), ("a", "b"))
+    for name in (first, second):
+        removed = engine.scheduler.abort(name)
+        assert removed is not None
+        engine.traffic.removed(Abort(name), removed, 0.0)
+    engine.step()
+    assert (engine.traffic.state().running, engine.traffic.state().waiting) == (("a", "b"), ())
 
 
 def test_memory_is_freed_when_no_plan_in_flight_names_it() -> None:

@@ -161,6 +161,7 @@ def test_a_key_pins_no_more_than_its_budget_and_sees_its_own(clock: Clock) -> No
     assert pin("b", 3, 4, b"y").error == ""
     assert [each.name for each in reply(engine, ReadPrefixes(0, b"x")).pinned] == ["a"]
     assert [each.name for each in reply(engine, ReadPrefixes(0)).pinned] == ["a", "b"]
+    assert reply(engine, ReadPrefixes(0)).owners == [b"x", b"y"]
     assert reply(engine, ReleasePrefix(0, "b", b"x")).error, "another key's pin"
 
 

@@ -13,6 +13,7 @@ from octavo.errors import EngineUnavailable, NotFound
 from octavo.plan.advise import Hint, advise
 from octavo.recording.format import read
 from octavo.server.endpoints.live import LiveHint
+from octavo.server.state import hints
 from octavo.server.state.hints import Hints
 from tests.plan.test_recorded import recorded
 
@@ -52,23 +53,32 @@ async def test_a_server_asks_a_process_at_low_priority_and_keeps_its_answer(tmp_
     folder = tmp_path / "live"
     folder.mkdir()
     recorded(folder, 3, False)
-    hints = Hints()
+    live = Hints()
     with pytest.raises(NotFound, match="record-bytes"):
-        await hints.get()
-    hints.recording = str(folder)
-    both = await asyncio.gather(hints.get(), hints.get())
+        await live.get()
+    live.recording = str(folder)
+    both = await asyncio.gather(live.get(), live.get())
     assert both[0] is both[1] and msgspec.json.decode(both[0], type=LiveHint).num_requests >= 0
     shutil.rmtree(folder)
-    assert await hints.get() is both[0]
+    assert await live.get() is both[0]
     gone = Hints()
     gone.recording = str(folder)
-    with pytest.raises(EngineUnavailable, match="try again later"):
+    with pytest.raises(EngineUnavailable, match=r"the process failed \(exit code 2\); try again later"):
         await gone.get()
     monkeypatch.setattr(
         asyncio, "create_subprocess_exec", None
     )  # a client that asks in a loop starts no more processes
     with pytest.raises(EngineUnavailable, match="try again later"):
         await gone.get()
+
+
+async def test_the_process_has_a_limit_of_memory(tmp_path, monkeypatch):
+    recorded(tmp_path, 3, False)
+    monkeypatch.setattr(hints, "MEMORY_BYTES", 0)
+    small = Hints()
+    small.recording = str(tmp_path)
+    with pytest.raises(EngineUnavailable, match="that takes more than 0 MiB of memory; try again later"):
+        await small.get()
 
 
 def test_the_command_names_what_is_missing(tmp_path, capsys):

@@ -1,7 +1,10 @@
 """Adapters over HTTP: a request's model, the list of models, loading and unloading, and who may do so."""
 
+import asyncio
 import json
 import os
+import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,11 @@ import torch
 from octavo.config import Config, replace
 from octavo.engine.build import start_engine
 from octavo.engine.in_process_client import InProcessClient
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.server.app import build_app
+from octavo.server.state import adapters
 from octavo.server.state.adapters import AdapterRegistry
+from octavo.weights.adapters.adapter_file import AdapterFile, open_adapter
 from octavo.weights.sources.source import local
 from tests.adapters import ALL, weights_of, write_model, write_peft
 from tests.doubles import byte_text
@@ -256,7 +261,47 @@ async def test_metrics_and_journeys(server: Server) -> None:
     assert next(line for line in text.splitlines() if line.startswith("octavo:adapter_loads_total")).endswith(" 1.0")
 
 
-def test_processes_share_what_was_loaded(place: Path, tmp_path: Path) -> None:
+async def test_broken_files_are_read_once_and_again_when_they_change(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many requests may name an adapter whose files were replaced by broken ones."""
+    shutil.copytree(place / "adapters" / "pirate", tmp_path / "pirate")
+    server = Server(place, lora_modules=f"pirate={tmp_path / 'pirate'}")
+    threads: list[str] = []
+
+    def opened(path: str) -> AdapterFile:
+        threads.append(threading.current_thread().name)
+        return open_adapter(path)
+
+    monkeypatch.setattr(adapters, "open_adapter", opened)
+    good = (tmp_path / "pirate" / "adapter_config.json").read_text()
+
+    async def ask() -> tuple[int, str]:
+        return await server.post("/v1/completions", {"model": "pirate", "prompt": "a", "max_tokens": 1})
+
+    try:
+        (tmp_path / "pirate" / "adapter_config.json").write_text("{")
+        for status, text in await asyncio.gather(*(ask() for _ in range(5)), ask()):
+            assert status == 400 and "adapter 'pirate' cannot be used" in text and "adapter_config.json" in text
+        assert len(threads) == 1 and threads[0].startswith("octavo-adapters"), "not on the event loop"
+        (tmp_path / "pirate" / "adapter_config.json").write_text("{{")
+        assert (await ask())[0] == 400 and len(threads) == 2
+        anew = {"lora_name": "pirate", "lora_path": str(place / "adapters" / "pirate")}
+        status, text = await server.post("/v1/load_lora_adapter", anew)
+        assert status == 400 and "loaded already" in text
+        assert (await server.post("/v1/load_lora_adapter", anew | {"load_inplace": True}))[0] == 200
+        assert (await ask())[0] == 200 and len(threads) == 3
+    finally:
+        await server.http.aclose()
+        server.client.close()
+    mended = AdapterRegistry(server.config.lora, ["tiny"])
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        await mended.find("pirate")
+    (tmp_path / "pirate" / "adapter_config.json").write_text(good)
+    assert await mended.find("pirate") is not None
+
+
+async def test_processes_share_what_was_loaded(place: Path, tmp_path: Path) -> None:
     """Two registries of one folder, as those of two API processes."""
     options = replace(Config(), enable_lora=True, lora_modules=f"pirate={place / 'adapters' / 'pirate'}").lora
     first, second = AdapterRegistry(options, ["tiny"]), AdapterRegistry(options, ["tiny"])
@@ -264,10 +309,10 @@ def test_processes_share_what_was_loaded(place: Path, tmp_path: Path) -> None:
         registry.open(tmp_path)
     ref = first.describe("poet", str(place / "adapters" / "poet"))
     first.add(ref, replaces=False)
-    assert second.names() == ["pirate", "poet"] and second.find("poet") == ref
+    assert second.names() == ["pirate", "poet"] and await second.find("poet") == ref
     second.remove("poet")
     second.remove("pirate")
-    assert first.names() == [] and first.find("pirate") is None
+    assert first.names() == [] and await first.find("pirate") is None
     later = AdapterRegistry(options, ["tiny"])  # of a process that takes another's place
     later.open(tmp_path)
     assert later.names() == []

@@ -1,4 +1,5 @@
-"""POST and GET /v1/prefix, and how long pages stay, over the real loop and cache: what is pinned, by which key, within which limits; hints in every dialect."""
+"""POST and GET /v1/prefix, and how long pages stay, over the real loop and cache: what is pinned, by which key, within
+which limits; hints in every dialect."""
 
 from collections.abc import Callable
 from typing import Any

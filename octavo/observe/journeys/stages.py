@@ -6,9 +6,9 @@ from typing import Literal
 import msgspec
 
 WaitReason = Literal["grammar", "rows", "pages", "budget", "streams", "order", "turn", "step"]
-"""What a request in the queue waits for: its grammar to be compiled, a free row, free pages, room in the step's token budget,
-time that the step may take beside running streams (--max-inter-token-ms), earlier requests (order), sequences of other requests that go first because this is not the first of its own (turn), or only the
-end of the running step."""
+"""What a request in the queue waits for: its grammar to be compiled, a free row, free pages, room in the step's token
+budget, time that the step may take beside running streams (--max-inter-token-ms), earlier requests (order), sequences
+of other requests that go first because this is not the first of its own (turn), or only the end of the running step."""
 StageName = Literal[
     "model",  # in the gateway of several models: its model was loaded
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone

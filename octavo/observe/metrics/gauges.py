@@ -48,8 +48,8 @@ class HoldState:
 class AdapterState:
     """Adapters (--enable-lora). Counts are since the start."""
 
-    running: tuple[str, ...]  # names of those that open requests have
-    waiting: tuple[str, ...]  # names of those that requests wait for
+    running: tuple[str, ...]  # names of those that requests with a row have
+    waiting: tuple[str, ...]  # names of those that requests without one have: they wait for the adapter, or for a row
     max_used: int  # --max-loras
     num_loaded: int
     num_bytes: int

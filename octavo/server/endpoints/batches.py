@@ -5,7 +5,7 @@ A key sees its own batches, an admin key all (state/owners.py)."""
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -89,8 +89,8 @@ def router(service: Service) -> APIRouter:
     def choose(fields: BatchRequest, viewer: Viewer) -> Stores:
         return stores()
 
-    def check(fields: BatchRequest) -> None:
-        service.check_model(fields.model)
+    async def check(fields: BatchRequest) -> None:
+        await service.check_model(fields.model)
 
     return routes(service, choose, lambda: [stores()], check, wake)
 
@@ -99,7 +99,7 @@ def routes(
     host: StoreHost,
     choose: Callable[[BatchRequest, Viewer], Stores],
     every: Callable[[], Sequence[Stores]],
-    check: Callable[[BatchRequest], None],
+    check: Callable[[BatchRequest], Awaitable[None]],
     wake: Callable[[], None],
 ) -> APIRouter:
     """`choose`: the stores for a new batch, called in a thread; `every`: all that there are. `check` raises if a new batch is not to be
@@ -110,7 +110,7 @@ def routes(
     async def create_batch(request: Request) -> Response:
         host.accept()
         fields = await read_fields(request, ROUTE_SCHEMA, host.config)
-        check(fields)
+        await check(fields)
         try:
             batch = await FILES.run(_create, choose, fields, viewer_of(host, request))
         except NotFound as error:

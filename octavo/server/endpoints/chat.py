@@ -45,7 +45,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, ROUTE_SCHEMA, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         if are_nonces_dropped(service.config.server) and drop_nonce(fields.messages):
             fields.pass_over(Field("messages", 0, "content", NONCE), service.config)
         prompt = await parse(service, fields)

@@ -53,7 +53,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, ROUTE_SCHEMA, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         response_id = new_id("classify")
 
         def make() -> list[GenerateRequest]:

@@ -31,7 +31,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, ROUTE_SCHEMA, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         form = await read_form(service, fields, fields.response_format)
         response_id = new_id("cmpl")
         prompts = await parse(service, fields)

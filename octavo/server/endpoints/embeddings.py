@@ -56,7 +56,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, ROUTE_SCHEMA, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         requests = await parse(service, fields, arrived)
         service.submit(requests)
         body = await while_connected(collect(service, requests, fields), service.track)

@@ -1,5 +1,6 @@
 """GET /v1/live: the server's state, a few times a second, as server-sent events; GET /v1/live/history: what it did
-before; GET /v1/live/hint: what other limits would have done; GET /v1/live/pages/{page}: a page's owners. A key sees its own requests among them; totals are for all."""
+before; GET /v1/live/hint: what other limits would have done; GET /v1/live/pages/{page}: a page's owners. A key sees its
+own requests among them; totals are for all."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response

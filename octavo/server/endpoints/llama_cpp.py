@@ -77,7 +77,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, COMPLETION, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         return await _respond(service, request, fields, await parse_completion(service, fields), arrived)
 
     @router.post("/infill")
@@ -85,14 +85,14 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, INFILL, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         return await _respond(service, request, fields, await parse_infill(service, fields), arrived)
 
     @router.post("/apply-template")
     async def apply_template(request: Request) -> Response:
         service.accept()
         fields = await read_fields(request, TEMPLATE, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         text = await text_for(service, fields.chat_template)
 
         def make() -> Chat:

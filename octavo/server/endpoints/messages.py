@@ -41,7 +41,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields: MessagesRequest = await read_fields(request, ROUTE_SCHEMAS[0], config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         asked, prompt = await parse(service, fields)
         message_id = new_id("msg").replace("-", "_", 1)
         with NAMES.in_errors():
@@ -64,7 +64,7 @@ def router(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         fields: CountRequest = await read_fields(request, ROUTE_SCHEMAS[1], config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         asked, prompt = await parse(service, fields)
         return json_response(TokenCount(len(prompt.ids)), NAMES.ignored(fields, asked))
 

@@ -39,7 +39,7 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> Response:
-        service.check_model(name)
+        await service.check_model(name)
         return _json(_card(service, name))
 
     return router

@@ -68,7 +68,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, ROUTE_SCHEMA, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         response_id, params = new_id("pooling"), _params(service, fields)
         requests = await offload_prompt(
             fields.num_bytes, lambda: requests_of(service, fields, params, arrived, response_id)

@@ -1,5 +1,5 @@
-"""POST /v1/prefix: compute a prefix before the first request needs it (warm), and keep its pages (pin) until it is unpinned. GET /v1/prefix: what the key
-has pinned."""
+"""POST /v1/prefix: compute a prefix before the first request needs it (warm), and keep its pages (pin) until it is
+unpinned. GET /v1/prefix: what the key has pinned."""
 
 import time
 from typing import Any, Literal
@@ -66,7 +66,7 @@ def router(service: Service) -> APIRouter:
     async def change(request: Request) -> Response:
         service.accept()
         fields = await read_fields(request, ROUTE, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         _check(fields)
         owner = owner_of(request)
         if fields.action == "unpin":

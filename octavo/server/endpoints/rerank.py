@@ -71,7 +71,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, RERANK, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         if fields.top_n is not None and fields.top_n < 0:
             raise InvalidRequest(f"top_n must be at least 0, got {quote(fields.top_n)}", param="top_n")
         query, documents = (

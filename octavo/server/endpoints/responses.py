@@ -91,7 +91,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields: ResponsesRequest = await read_fields(request, ROUTE_SCHEMAS[0], service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         owner = owner_of(request)
         conversation = await Conversation.read(service, kept, fields, owner)
         task = await prepare(conversation, fields.max_output_tokens, arrived)
@@ -112,7 +112,7 @@ def router(service: Service) -> APIRouter:
     @router.post("/v1/responses/input_tokens")
     async def count(request: Request) -> HttpResponse:
         fields: InputRequest = await read_fields(request, ROUTE_SCHEMAS[1], service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         conversation = await Conversation.read(service, kept, fields, owner_of(request))
         return json_response(
             types.InputTokens(len(conversation.prompt.ids)), NAMES.ignored(fields, conversation.fields)
@@ -123,7 +123,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields: CompactRequest = await read_fields(request, ROUTE_SCHEMAS[2], service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         asked = fields.as_input()
         conversation = await Conversation.read(service, kept, asked, owner_of(request), INSTRUCTION)
         task = await prepare(conversation, asked.max_output_tokens, arrived)

@@ -60,7 +60,7 @@ def router(service: Service) -> APIRouter:
         arrived = time.monotonic()
         service.accept()
         fields = await read_fields(request, SCORE, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         first, second = sides(fields)
         firsts, seconds = read_texts(getattr(fields, first), first), read_texts(getattr(fields, second), second)
         scoring = await parse_pairs(service, fields, firsts, seconds, arrived, "score")

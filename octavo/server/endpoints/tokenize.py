@@ -89,7 +89,7 @@ def router(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         service.accept()
         fields = await read_fields(request, tokenize_schema, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         ids = await _encode(service, fields)
         longest = service.report.max_model_len
 
@@ -103,7 +103,7 @@ def router(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         service.accept()
         fields = await read_fields(request, detokenize_schema, service.config)
-        service.check_model(fields.model)
+        await service.check_model(fields.model)
         report = service.report
         if len(fields.tokens) > (most := max(MAX_DETOKENIZED, report.max_model_len)):
             raise InvalidRequest(f"tokens has {len(fields.tokens)} entries; at most {most} are allowed", param="tokens")

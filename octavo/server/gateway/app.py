@@ -133,7 +133,7 @@ class Gateway:
             case "GET", "/is_sleeping":
                 asked = self._asked(passage)
                 servers = self._pool.servers.values() if asked is None else [asked]
-                return await passage.json({"is_sleeping": all(each.is_asleep for each in servers)})
+                return await passage.json({"is_sleeping": all(each.is_sleeping for each in servers)})
             case "POST", "/sleep" | "/wake_up":
                 return await self._sleep_or_wake(passage)
         if self._shared.has_route(route):

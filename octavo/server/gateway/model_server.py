@@ -53,8 +53,15 @@ class ModelServer:
         return self.state in ("loading", "ready", "unloading")
 
     @property
-    def is_asleep(self) -> bool:
-        return self.state in ("unloaded", "asleep")
+    def needs_load(self) -> bool:
+        """Whether a load has to come before a request can run: its weights are kept (asleep), or nothing is (unloaded). One that has failed is not
+        loaded by itself."""
+        return self.state in ("asleep", "unloaded")
+
+    @property
+    def is_sleeping(self) -> bool:
+        """The answer of /is_sleeping: it sleeps at level 1 (asleep) or at level 2 (unloaded)."""
+        return self.state in ("asleep", "unloaded")
 
     async def start(self) -> None:
         """Start the server and wait until it takes requests. Raises EngineUnavailable."""

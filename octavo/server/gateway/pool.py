@@ -130,7 +130,7 @@ class Pool:
                     break  # the next one when this one is there
 
     def _may_load_for_batches(self, server: ModelServer) -> bool:
-        is_wanted = server.has_batches and server.is_asleep and not server.is_put_to_sleep
+        is_wanted = server.has_batches and server.needs_load and not server.is_put_to_sleep
         if not is_wanted or self._loads or self._leaving:
             return False
         now, occupying = time.monotonic(), [each for each in self.servers.values() if each.is_occupying]

@@ -92,7 +92,7 @@ class Shared:
             app.add_exception_handler(error, respond_with_error)
         return app
 
-    def _check(self, fields: batches.BatchRequest) -> None:
+    async def _check(self, fields: batches.BatchRequest) -> None:
         if fields.model and fields.model not in self.stores:
             names = ", ".join(map(repr, self.stores))
             raise ModelNotFound(f"model {quote(fields.model)} is not served here; use one of {names}", param="model")

@@ -25,8 +25,8 @@ _OF_ROLE = {
 """Fields that only messages of one role have."""
 
 NONCE = "x-anthropic-billing-header"
-"""A line that Claude Code puts before its system prompt and changes in every request: with it no two requests would share a prefix. It comes in /v1/messages,
-and in /v1/chat/completions through proxies that translate."""
+"""A line that Claude Code puts before its system prompt and changes in every request: with it no two requests would
+share a prefix. It comes in /v1/messages, and in /v1/chat/completions through proxies that translate."""
 _NONCES = re.compile(rf"\A({NONCE}:[^\n]*(\n+|\Z))+")
 
 

@@ -4,17 +4,20 @@ Those of --lora-modules are there from the start; others are loaded and unloaded
 share the changes in a file of its runtime folder. The engine needs no registry: each request brings where its adapter is, so a new engine,
 or another replica, reads it again."""
 
+import asyncio
 import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from octavo.config import MAX_ADAPTER_NAME, LoraConfig
 from octavo.errors import ConfigError, Forbidden, InvalidRequest, NotFound, quote
 from octavo.messages import AdapterRef
+from octavo.server.state.pools import ADAPTERS
 from octavo.weights.adapters.adapter_file import check_rank, open_adapter, stamp_of
 
 MAX_ADAPTERS = 10_000
@@ -29,13 +32,21 @@ class _Changes(msgspec.Struct):
     removed: list[str] = []  # of --lora-modules
 
 
+class _Broken(NamedTuple):
+    """An adapter of --lora-modules whose files cannot be used."""
+
+    stamp: str  # of the files that were read: other files are read again
+    why: str
+
+
 class AdapterRegistry:
     def __init__(self, config: LoraConfig, taken: list[str]) -> None:
         """`taken`: the names of the model itself."""
         self._config, self._taken = config, taken
         self._static = dict(config.modules)
         self._changes = _Changes()
-        self._refs: dict[str, AdapterRef] = {}  # of --lora-modules, as far as they were asked for
+        self._refs: dict[str, AdapterRef | _Broken] = {}  # of --lora-modules, as far as they were asked for
+        self._reading = asyncio.Lock()
         self._folder: Path | None = None
         self._seen: tuple[int, int] = (0, 0)  # of the file that was read last
         for name in self._static:
@@ -57,7 +68,7 @@ class AdapterRegistry:
         kept = [name for name in self._static if name not in self._changes.removed]
         return [*kept, *(name for name in self._changes.added if name not in kept)]
 
-    def find(self, name: str) -> AdapterRef | None:
+    async def find(self, name: str) -> AdapterRef | None:
         """None: there is no such adapter. Raises InvalidRequest where its files cannot be read."""
         if not self.is_enabled:
             return None
@@ -66,11 +77,27 @@ class AdapterRegistry:
             return added
         if name not in self._static or name in self._changes.removed:
             return None
-        if name not in self._refs:
+        ref = self._refs.get(name)
+        if not isinstance(ref, AdapterRef):
+            async with self._reading:  # one at a time: many may ask for an adapter before it was read
+                ref = await ADAPTERS.run(self._read_static, name)
+        if isinstance(ref, _Broken):
+            raise InvalidRequest(f"adapter {quote(name)} cannot be used: {ref.why}", param="model")
+        return ref
+
+    def _read_static(self, name: str) -> AdapterRef | _Broken:
+        """An adapter of --lora-modules. Files that were found to be broken are not read again before they change."""
+        known, path = self._refs.get(name), self._static[name]
+        if isinstance(known, AdapterRef):
+            return known
+        stamp = ""  # there are no files
+        with contextlib.suppress(ConfigError):
+            stamp = stamp_of(Path(path))
+        if known is None or known.stamp != stamp:
             try:
-                self._refs[name] = self.describe(name, self._static[name])
+                self._refs[name] = self.describe(name, path)
             except ConfigError as error:
-                raise InvalidRequest(f"adapter {quote(name)} cannot be used: {error}", param="model") from None
+                self._refs[name] = _Broken(stamp, str(error))
         return self._refs[name]
 
     def path_of(self, name: str) -> str:
@@ -106,8 +133,7 @@ class AdapterRegistry:
     def check_new(self, name: str, replaces: bool) -> None:
         """Raises InvalidRequest if no adapter of this name can be added."""
         self._check_name(name, "lora_name")
-        found = self.find(name)
-        if found is not None and not replaces:
+        if name in self.names() and not replaces:
             raise InvalidRequest(
                 f"adapter {quote(name)} is loaded already: unload it first, or set load_inplace", param="lora_name"
             )

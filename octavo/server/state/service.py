@@ -135,12 +135,12 @@ class Service:
             raise EngineUnavailable("the server is shutting down and accepts no new requests", DRAIN_RETRY_AFTER)
         _ = self.report
 
-    def check_model(self, name: str | None) -> None:
+    async def check_model(self, name: str | None) -> None:
         """None and the empty string mean the one model that is served. An adapter's name means the model with this adapter: what the HTTP
         request submits from now on is computed with it."""
         if not name or name in self.model_names:
             return
-        if (adapter := self.adapters.find(name)) is not None:
+        if (adapter := await self.adapters.find(name)) is not None:
             journey = current.get()
             assert journey is not None, "a model is asked for by an HTTP request"
             journey.adapter = adapter

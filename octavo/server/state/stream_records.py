@@ -1,11 +1,13 @@
 """StreamRecords: what another API process needs to go on with a resumable stream when the process that makes it has ended.
 
-A stream has a file in the server's folder, which only this user can enter: first its HTTP request and the key of the values that it was given (octavo.fresh),
-then the tokens, list by list as they were read from the engine. The same request with the same values and lists gives the same events, to the
-byte; the engine continues behind the last list, as it does for any request whose engine has ended. So nothing of a dialect is in the file.
+A stream has a file in the server's folder, which only this user can enter: first its HTTP request and the key of the
+values that it was given (octavo.fresh), then the tokens, list by list as they were read from the engine. The same
+request with the same values and lists gives the same events, to the byte; the engine continues behind the last list, as
+it does for any request whose engine has ended. So nothing of a dialect is in the file.
 
-The process that makes the stream has a lock on the file, which the system gives back when the process ends, however that happens. A process
-that a client asks for the stream, and that gets the lock, takes the stream over. Writing is one call without a flush: what was written outlives the process."""
+The process that makes the stream has a lock on the file, which the system gives back when the process ends, however
+that happens. A process that a client asks for the stream, and that gets the lock, takes the stream over. Writing is one
+call without a flush: what was written outlives the process."""
 
 import asyncio
 import contextlib
@@ -155,8 +157,8 @@ class StreamRecords:
         record.remove()
 
     def claim(self, stream_id: str, may_see: Callable[[bytes], bool]) -> StreamRecord | None:
-        """The record of a stream whose process has ended. None: there is none, or another process has it. `may_see`: whether who asks may see what this
-        owner has made."""
+        """The record of a stream whose process has ended. None: there is none, or another process has it. `may_see`:
+        whether who asks may see what this owner has made."""
         if self._folder is None or not _ID.fullmatch(stream_id):
             return None
         path = self._folder / (_PREFIX + stream_id)

@@ -25,8 +25,8 @@ async def check_model(service: Service, name: str | None) -> str:
     """The name for the answer: as the client wrote it. None and the empty string mean the one model that is served."""
     if not name:
         return service.model_name
-    if service.adapters.find(plain_name(name)) is not None:
-        service.check_model(plain_name(name))
+    if await service.adapters.find(plain_name(name)) is not None:
+        await service.check_model(plain_name(name))
     elif not is_served(service, name):
         raise ModelNotFound(await FILES.run(lambda: _not_served(service, name)), param="model")
     return name
