@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from octavo.cli.main import main
-from octavo.sandbox.confine import offer_to_oom_killer
+from octavo.ipc.subprocesses import offer_to_oom_killer
 from octavo.server.state.hints import EXIT_MEMORY
 
 CPU_SECONDS = 60
