@@ -167,7 +167,7 @@ class FirstPasses:
         def computing(columns):
             logits.clear()
             tokens = compute(columns)
-            if is_first[0] and tokens:
+            if is_first[0] and tokens.tokens:
                 rows, lens = columns.rows[columns.samples].tolist(), columns.lens[columns.samples].tolist()
                 for row, length, of_row in zip(rows, lens, logits[0], strict=True):
                     self.found.append((drafter._rows.tokens[row, :length].tolist(), of_row))
