@@ -118,6 +118,15 @@ def _predict(request: GenerateRequest, tokens: list[int], r: random.Random, draf
     return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, prediction_ids=prediction))
 
 
+def _difference(plain: Choice, ours: Choice) -> str:
+    """Where two answers part, and how each goes on from there."""
+    pairs = zip(plain.tokens, ours.tokens, strict=False)
+    at = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(plain.tokens), len(ours.tokens)))
+    wrong = next((at for at, (a, b) in enumerate(zip(plain.logprobs, ours.logprobs, strict=False)) if a != b), None)
+    parts = [f"{each.tokens[at : at + 5]} of {len(each.tokens)}, {each.end!r}" for each in (plain, ours)]
+    return f"at token {at}: {' | '.join(parts)}; first other logprobs: {wrong}; texts equal: {plain.text == ours.text}"
+
+
 class Campaign:
     """Runs requests through engines. `folder`: where they are recorded."""
 
@@ -146,6 +155,7 @@ class Campaign:
             "max_num_batched_tokens": 64,
         }
         self.options |= {"max_model_len": 512, "swap_space": 0.001, **options}
+        self.options |= {"grammar_step_seconds": 60.0}  # a process that is stopped for minutes is no difference
         self.text = load_text(source.path, tokenizer="")
         self.vocab_size = self.text.vocabulary.size
         self.seen = Seen()
@@ -162,7 +172,7 @@ class Campaign:
             for key, choice in plain.items():
                 self.seen.tokens += len(choice.tokens)
                 if ours[key] != choice:
-                    self.seen.different.append(f"{name} {key}: {choice} {ours[key]}")
+                    self.seen.different.append(f"{name} {key}: {_difference(choice, ours[key])}")
         self.seen.requests += count
         return self.seen
 

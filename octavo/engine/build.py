@@ -81,7 +81,8 @@ def start_engine(
         is_exact = report.fingerprint.get("deterministic") != "no"
         settings = speculation_of(config.scheduler.speculative_config, report.memory is not None, is_exact)
         if settings is not None and report.draft_len:
-            settings = msgspec.structs.replace(settings, max_len=report.draft_len)
+            method = report.draft_method or settings.method
+            settings = msgspec.structs.replace(settings, method=method, max_len=report.draft_len)
         report = msgspec.structs.replace(
             report, speculation=settings if report.can_generate and report.num_stages == 1 else None
         )

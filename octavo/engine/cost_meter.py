@@ -42,7 +42,8 @@ class CostMeter(StepObserver):
         plan, num_tokens, seconds = committed.plan, committed.num_tokens, times.compute_seconds
         if (work := committed.result.draft_work) is not None and work.passes:
             seconds -= work.seconds
-            self._note_drafts(work)
+            if self._note_drafts(work):
+                self._hand_on(self._costs)
         # Moving pages, and logits of prompt tokens, take time that no shape explains.
         if plan.moves or committed.result.prompt_logprobs or not num_tokens:
             return
@@ -59,22 +60,30 @@ class CostMeter(StepObserver):
             pause = _FIT_NEW_EVERY if self._has_costs else 1
         if self._num_since_fit >= pause:
             self._num_since_fit, self._has_new_kind = 0, False
-            self._costs = self._samples.fit()
-            self._has_costs |= self._costs is not None
-            if self._costs is not None and self._draft_shares:
-                share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
-                self._costs = msgspec.structs.replace(self._costs, draft=share * self._fade)
-            self.new_costs = self._costs
+            self._hand_on(self._samples.fit())
 
-    def _note_drafts(self, work: DraftWork) -> None:
-        """Catching up is left out: it costs less for each token than a draft does."""
+    def _hand_on(self, costs: StepCosts | None) -> None:
+        self._has_costs |= costs is not None
+        if costs is not None and self._draft_shares:
+            share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
+            costs = msgspec.structs.replace(costs, draft=share, draft_low=share * self._fade)
+        self._costs = self.new_costs = costs
+
+    def _note_drafts(self, work: DraftWork) -> bool:
+        """Catching up is left out: it costs less for each token than a draft does. → whether this was the first measurement after a while: the
+        next plan should know."""
         if self._costs is None or work.caught_up > work.tokens // 2:
-            return
+            return False
         costs = self._costs
         like = costs.step * work.passes + costs.row * work.tokens + costs.context * work.context
-        if like > 0:
-            self._draft_shares.append(work.seconds / like)
-            self._fade = 1.0
+        if like <= 0:
+            return False
+        share, has_faded = work.seconds / like, costs.draft_low < costs.draft
+        if has_faded and share < costs.draft:  # what was measured before was held up by something
+            self._draft_shares.clear()
+        self._draft_shares.append(share)
+        self._fade = 1.0
+        return has_faded
 
     def take(self) -> StepCosts | None:
         costs, self.new_costs = self.new_costs, None

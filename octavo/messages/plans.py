@@ -101,6 +101,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     adapter_bytes: int = 0  # memory for adapters, beside the pages
     adapter_itemsize: int = 0  # bytes of a number of an adapter
     draft_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: there is none
+    draft_method: str = ""  # how it drafts; empty: as --speculative-config says
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):

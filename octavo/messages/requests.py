@@ -365,6 +365,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     speculation: SpeculationSettings | None = None  # None: no request drafts
     draft_seconds: float = 0.0  # as one_row_seconds, of a pass of the draft model
     draft_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: there is none
+    draft_method: str = ""  # how it drafts; empty: as --speculative-config says
     verify_seconds: float = 0.0  # as one_row_seconds, of a row that verifies VERIFY_TOKENS − 1 drafted tokens
     one_row_seconds: float = 0.0  # what a step of one row and one token took before the first request; 0: not measured
     fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on: equal parts give equal bits

@@ -74,6 +74,11 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
     return SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model)
 
 
+def names_method(text: str) -> bool:
+    """Whether the flag says which method it means. If not, and it names a model, the model's checkpoint decides."""
+    return "method" in read_json_object(text, FLAG)
+
+
 _METHODS = "use auto, ngram, suffix, draft_model, eagle3, mtp or none"
 
 

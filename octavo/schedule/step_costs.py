@@ -67,7 +67,7 @@ def shape_of(plan: StepPlan, num_tokens: int, proposed: Sequence[int] = ()) -> S
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Seconds, but for the last; none of them negative."""
+    """Seconds, but for the last two; none of them negative."""
 
     step: float
     row: float
@@ -75,6 +75,7 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     context: float
     pair: float
     draft: float = 0.0  # seconds of a pass of the draft model, for each of a step with the same tokens; 0: not known, or there is none
+    draft_low: float = 0.0  # … that it may be by now: less, the longer no pass was measured; 0: the same
 
     def seconds(self, shape: StepShape) -> float:
         return (

@@ -16,7 +16,7 @@ from octavo.messages import Draft, PageMove, StepPlan
 from octavo.models.draft_heads.base import FIRST, DraftHead
 from octavo.worker.assemble import Assembled, Columns, assemble
 from octavo.worker.cpu_steps import CpuSteps
-from octavo.worker.draft_model import DraftModel, FilledPages
+from octavo.worker.draft_model import DraftModel, FilledPages, Guesses
 from octavo.worker.pages import Pages
 from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
@@ -106,7 +106,7 @@ class HeadDrafter(DraftModel):
                 have[number], more[number] = _NOTHING, 0  # it has not caught up
         return have, more
 
-    def compute(self, columns: Columns) -> list[int]:
+    def compute(self, columns: Columns) -> Guesses:
         assembled = assemble(columns, self._rows, self._staging)
         batch = assembled.batch
         before = self._slots_before(assembled)
@@ -119,7 +119,7 @@ class HeadDrafter(DraftModel):
             sampled = hidden.index_select(0, batch.sample_at)
             logits, chained = self._head.logits(sampled), self._head.chained(sampled)
         if not len(batch.sample_at):
-            return []
+            return Guesses([], [])
         self._features.index_copy_(0, batch.slots.index_select(0, batch.sample_at), chained)
         return self._sampled(self._spread(logits), assembled)
 

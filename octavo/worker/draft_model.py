@@ -8,6 +8,7 @@ model has; a prefix that it has computed for one request is there for the next.
 A wrong key or value in its pages would cost a draft, and never a token: drafts are verified."""
 
 import time
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from octavo.batch import Batch
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
 from octavo.messages import FROM_MODEL, Draft, DraftWork, PageMove, StepPlan
+from octavo.sampling.grammar.masks import Grammars
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import Ints
 from octavo.worker.assemble import Assembled, Columns, assemble
@@ -26,6 +28,13 @@ from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
 
 _UNKNOWN = -1
+
+
+class Guesses(NamedTuple):
+    """What one pass of a draft model has sampled."""
+
+    tokens: list[int]  # of each sampling row
+    unmasked: list[int]  # indices of those that were sampled without the mask of their row's grammar, which was late
 
 
 class FilledPages:
@@ -158,8 +167,12 @@ class DraftModel:
             left -= more[-1]
         return have, more
 
-    def compute(self, columns: Columns) -> list[int]:
-        """One pass → a token for each sampling row, by the row's own seed and parameters: what the other model would sample if it had
+    @property
+    def grammars(self) -> Grammars:
+        return self._rows.sampling.grammars
+
+    def compute(self, columns: Columns) -> Guesses:
+        """One pass → a token for each sampling row, by the row's own seed, parameters and mask: what the other model would sample if it had
         these logits. The token table gets them, too."""
         assembled = assemble(columns, self._rows, self._staging)
         batch = assembled.batch
@@ -169,16 +182,16 @@ class DraftModel:
             hidden = self._model.forward(batch, None)
             logits = self._model.logits(hidden.index_select(0, batch.sample_at)) if len(batch.sample_at) else hidden[:0]
         if not len(batch.sample_at):
-            return []
+            return Guesses([], [])
         return self._sampled(_fitted(logits, self._vocab_size), assembled)
 
-    def _sampled(self, logits: torch.Tensor, assembled: Assembled) -> list[int]:
+    def _sampled(self, logits: torch.Tensor, assembled: Assembled) -> Guesses:
         """logits [S, V] → a token for each sample, which is also in the token table."""
         rows, lens = assembled.sample_rows, assembled.sample_lens
-        tokens = sample(logits, self._rows.tokens, self._rows.sampling, rows, lens, native=self._native)
+        masks = self.grammars.draft_masks(rows, lens)
+        tokens = sample(logits, self._rows.tokens, self._rows.sampling, rows, lens, native=self._native, masks=masks)
         self._rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
-        found: list[int] = tokens.tolist()
-        return found
+        return Guesses(tokens.tolist(), [] if masks is None else masks.late)
 
 
 class _Proposal:
@@ -187,17 +200,20 @@ class _Proposal:
     def __init__(self, model: DraftModel, plan: StepPlan, drafts: list[Draft]) -> None:
         self.num_passes = self.num_tokens = self.context = self.num_caught_up = 0
         self.tokens: list[list[int]] = [[] for _ in drafts]
+        self._ended: set[int] = set()  # drafts that are to have no more tokens
         self._model, self._rows = model, [plan.rows[draft.at] for draft in drafts]
         ends = [plan.starts[draft.at] for draft in drafts]  # position of each row's next input
         wanted = [len(draft.tokens) for draft in drafts]
         have, more = model.behind(plan, drafts)
         self.num_caught_up = sum(more)
         has_all = [start + count == end for start, count, end in zip(have, more, ends, strict=True)]
+        ready = [at for at in range(len(ends)) if has_all[at]]
+        model.grammars.begin_drafts([self._rows[at] for at in ready], [ends[at] + 1 for at in ready])
         own = [int(each) for each in has_all]  # its own last token, behind all that were missing
         going = [at for at in range(len(ends)) if more[at] or own[at]]
         self._compute(going, have, [a + b for a, b in zip(more, own, strict=True)], has_all, is_sure=True)
-        going = [at for at in going if has_all[at]]
-        while going := [at for at in going if len(self.tokens[at]) < wanted[at]]:
+        going = ready
+        while going := [at for at in going if len(self.tokens[at]) < wanted[at] and at not in self._ended]:
             starts = [end + len(tokens) for end, tokens in zip(ends, self.tokens, strict=True)]
             self._compute(going, starts, [1] * len(ends), has_all, is_sure=model.keeps_drafts)
 
@@ -216,14 +232,26 @@ class _Proposal:
         ends: Ints = of_starts + of_counts
         sampling = [at for at in going if samples[at]]
         columns = Columns(of_rows, of_counts, ends, np.array([samples[at] for at in going], dtype=np.bool_))
-        for at, token in zip(sampling, self._model.compute(columns), strict=True):
-            self.tokens[at].append(token)
+        self._take(sampling, self._model.compute(columns))
         if is_sure:
             for row, end in zip(rows, ends.tolist(), strict=True):
                 self._model.filled.computed(row, end)
         self.num_passes += 1
         self.num_tokens += int(of_counts.sum())
         self.context += int((of_starts * of_counts).sum())
+
+    def _take(self, sampling: list[int], guesses: Guesses) -> None:
+        """Add a token to each of these drafts. A draft ends where its row's grammar has no mask: where the model would sample without one, no
+        token counts. A token in front of such a place gains nothing either, but one is kept, so that the scheduler learns what drafts are
+        worth there."""
+        for at, token in zip(sampling, guesses.tokens, strict=True):
+            self.tokens[at].append(token)
+        for place in guesses.unmasked:
+            at = sampling[place]
+            del self.tokens[at][max(1, len(self.tokens[at]) - 2) :]
+            self._ended.add(at)
+        going_on = {self._rows[at]: self.tokens[at][-1] for at in sampling if at not in self._ended}
+        self._model.grammars.add_drafts(going_on)
 
 
 def _fitted(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from octavo.attention.choose import choose
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.config import AUTO, Config, ParallelConfig, or_else
 from octavo.device import Device, pick
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, quote
 from octavo.ipc.cores import usable_cores
 from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.kernels.cpu.native import Native
@@ -28,8 +28,9 @@ from octavo.layers.experts import Experts
 from octavo.layers.model import DecoderModel
 from octavo.limits import Limits, hold_whole_prompts, resolve
 from octavo.messages import DeviceMemory, LoadReport, most_samples
-from octavo.messages.speculation import speculation_of
+from octavo.messages.speculation import FLAG, SpeculationSettings, names_method, speculation_of
 from octavo.models import load_family
+from octavo.models.draft_heads.kinds import has_prediction_layers, kind_of
 from octavo.parallel import Ranks, single_rank
 from octavo.sampling.grammar.masks import GrammarLimits, Grammars
 from octavo.spec import ModelSpec, PageLayout
@@ -39,6 +40,7 @@ from octavo.weights.formats.dummy import dummy_packed_types
 from octavo.weights.methods.base import Settings
 from octavo.weights.methods.registry import Methods, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
+from octavo.weights.sources.folder import read_config
 from octavo.weights.sources.source import ModelSource
 from octavo.weights.sources.source import resolve as resolve_source
 from octavo.worker import page_transfer
@@ -198,6 +200,9 @@ class Loader:
         settings = speculation_of(self.config.scheduler.speculative_config, is_gpu=self.device.is_cuda)
         if settings is None or not settings.is_by_model:
             return
+        is_dummy = self.config.model.load_format == "dummy"
+        if settings.method == "draft_model":
+            settings = self._by_checkpoint(settings, checkpoint, is_dummy)
         what = "a draft model" if settings.method == "draft_model" else "a draft head"
         parallel = self.config.parallel
         for flag, size in (
@@ -212,7 +217,6 @@ class Loader:
             raise ConfigError(
                 f"{what} cannot draft for {self.spec.family}, whose layers keep only the KV pages of a window: use ngram or suffix"
             )
-        is_dummy = self.config.model.load_format == "dummy"
         if settings.method == "draft_model":
             from octavo.worker.load_draft import DraftLoader  # imported here: it builds on this module
 
@@ -222,6 +226,34 @@ class Loader:
 
             self.draft = head_loader(self, checkpoint, settings)
         self.draft.checkpoint = self.draft.open()
+
+    def _by_checkpoint(
+        self, settings: SpeculationSettings, checkpoint: Checkpoint, is_dummy: bool
+    ) -> SpeculationSettings:
+        """What the checkpoint that was named is to draft by. A method that a person named is not replaced by another: it is refused where it
+        cannot be. `checkpoint`: of the model that is drafted for."""
+        source = resolve_source(settings.model, allow_missing_weights=is_dummy, is_draft_head=True)
+        kind = kind_of(read_config(source.path)) if source.kind == "folder" else ""
+        is_named = names_method(self.config.scheduler.speculative_config)
+        about = f"{FLAG}: {source.name} is"
+        match kind:
+            case "" if is_named or source.path != self.source.path or not has_prediction_layers(checkpoint.config):
+                return settings
+            case "":
+                return msgspec.structs.replace(settings, method="mtp", model="")
+            case "eagle3" if not is_named:
+                return msgspec.structs.replace(settings, method="eagle3")
+            case "eagle3":
+                raise ConfigError(f"{about} an EAGLE-3 head, not a draft model: use the method eagle3")
+            case "mtp":
+                raise ConfigError(
+                    f"{about} a checkpoint of layers for multi-token prediction alone: use the method mtp, without a model, with a model "
+                    "whose own checkpoint has them"
+                )
+            case _:
+                raise ConfigError(
+                    f"{about} a draft head of the kind {quote(kind)}, which is not supported: name an EAGLE-3 head or a draft model"
+                )
 
     def choose(self, checkpoint: Checkpoint) -> BuildContext:
         """Choose kernels, types and the attention backend: the context that layers are built with."""
@@ -523,6 +555,7 @@ class Loader:
             adapter_bytes=self._adapter_bytes,
             adapter_itemsize=0 if self.adapters is None else self.adapters.itemsize,
             draft_len=0 if draft is None else draft.limits.max_model_len,
+            draft_method="" if draft is None else draft.method,
         )
 
 

@@ -36,7 +36,7 @@ class DraftLoader(Loader):
 
     checkpoint: Checkpoint
     context: BuildContext
-    what = "draft model"
+    what, method = "draft model", "draft_model"
 
     def __init__(self, target: Loader, source: ModelSource) -> None:
         limits = target.limits

@@ -98,7 +98,7 @@ class HeadLoader(DraftLoader):
 
 
 class Eagle3Loader(HeadLoader):
-    what = "EAGLE-3 head"
+    what, method = "EAGLE-3 head", "eagle3"
 
     def open(self) -> Checkpoint:
         with self._about():
@@ -124,7 +124,7 @@ class Eagle3Loader(HeadLoader):
 
 
 class MTPLoader(HeadLoader):
-    what = "MTP head of"
+    what, method = "MTP head of", "mtp"
 
     def __init__(self, target: Loader, checkpoint: Checkpoint) -> None:
         super().__init__(target, target.source)

@@ -156,13 +156,18 @@ def test_what_a_draft_model_takes_is_apart():
         meter.committed(Committed(plan, result, sum(counts), [], [], [], []), StepTimes(0.0, total))
         if (costs := meter.take()) is not None:
             scheduler.learn(costs)
-            shares.append(costs.draft)
+            shares.append((costs.draft, costs.draft_low))
+            if number == 1101:
+                assert shares[-1][0] == shares[-1][1], "measured again: the next plan knows"
         if number == 120:
-            assert shares[0] == pytest.approx(0.4, rel=0.05) and 0.2 < shares[-1] < 0.26, (
-                "and fades a little from draft to draft"
-            )
+            assert shares[0] == pytest.approx((0.4, 0.4), rel=0.05) and shares[-1][0] == pytest.approx(0.25, rel=0.05)
+            assert 0.2 < shares[-1][1] < 0.26, "and fades a little from draft to draft"
         if number == 1099:
-            assert shares[-1] == pytest.approx(pass_seconds / 4, rel=0.1), "it was not asked for long: it may be tried"
-    assert 0.2 < shares[-1] < 0.26
+            was = pass_seconds
+            assert shares[-1] == pytest.approx((was, was / 4), rel=0.1), "it was not asked for long: it may be tried"
+            pass_seconds = 0.1
+        if number == 1103:
+            assert shares[-1][0] == pytest.approx(0.1, rel=0.1), "it had been held up: the first measurement tells"
+    assert shares[-1][0] == pytest.approx(0.1, rel=0.1) and 0.08 < shares[-1][1] < 0.11
     assert scheduler.costs.step == pytest.approx(true.step, rel=0.1)
     assert scheduler.costs.row == pytest.approx(true.row, rel=0.3)

@@ -167,7 +167,7 @@ class FirstPasses:
         def computing(columns):
             logits.clear()
             tokens = compute(columns)
-            if is_first[0] and tokens:
+            if is_first[0] and tokens.tokens:
                 rows, lens = columns.rows[columns.samples].tolist(), columns.lens[columns.samples].tolist()
                 for row, length, of_row in zip(rows, lens, logits[0], strict=True):
                     self.found.append((drafter._rows.tokens[row, :length].tolist(), of_row))
@@ -383,6 +383,45 @@ def test_models_that_a_head_cannot_draft_for(llama, deepseek, tmp_path):
         Loader(tiny_config(speculative_config=eagle3(head), tensor_parallel_size=2), local(llama)).open()
     with pytest.raises(ConfigError, match="no such file or folder: /nowhere"):
         Loader(tiny_config(speculative_config=eagle3("/nowhere")), local(llama)).open()
+
+
+@pytest.mark.parametrize("case", ["speculators", "published"])
+def test_the_method_follows_from_the_checkpoint(llama, tmp_path, case):
+    """As with vLLM: `model` without `method`."""
+    head = write_eagle3(tmp_path / "head", llama, **EAGLE3_CASES[case])
+    engine = start_engine(tiny_config(speculative_config=json.dumps({"model": str(head)})), local(llama), "tiny")
+    report = engine.report
+    engine.loop.close()
+    assert report.speculation.method == "eagle3" and any("EAGLE-3 head head: " in note for note in report.notes)
+
+
+def test_a_model_named_as_its_own_drafter(llama, deepseek):
+    """It has layers for multi-token prediction, or drafts as a whole."""
+    for model, method in ((deepseek, "mtp"), (llama, "draft_model")):
+        engine = start_engine(tiny_config(speculative_config=json.dumps({"model": str(model)})), local(model), "tiny")
+        report = engine.report
+        engine.loop.close()
+        assert report.speculation.method == method and report.draft_len == report.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("named", "config", "problem"),
+    [
+        ("draft_model", {}, "bad is an EAGLE-3 head, not a draft model: use the method eagle3"),
+        ("", {"speculators_model_type": "dflash"}, "bad is a draft head of the kind 'dflash', which is not supported"),
+        ("", {"speculators_model_type": None, "architectures": ["DeepseekV3ForCausalLMNextN"]}, "use the method mtp"),
+        ("", {"speculators_model_type": None, "architectures": ["EagleLlamaForCausalLM"]}, "of the kind 'eagle'"),
+        ("", {"speculators_model_type": None, "architectures": 3, "model_type": "medusa"}, "of the kind 'medusa'"),
+    ],
+    ids=str,
+)
+def test_heads_that_are_no_draft_models(llama, tmp_path, named, config, problem):
+    bad = changed(write_eagle3(tmp_path / "head", llama, tapped=[0, 1, 2]), tmp_path / "bad")
+    written = json.loads((bad / "config.json").read_text())
+    (bad / "config.json").write_text(json.dumps(written | config))
+    given = {"model": str(bad)} | ({"method": named} if named else {})
+    with pytest.raises(ConfigError, match=f"--speculative-config: bad is .*{problem.removeprefix('bad is ')}"):
+        Loader(tiny_config(speculative_config=json.dumps(given)), local(llama)).open()
 
 
 def test_layers_that_a_head_names_none_of():

@@ -224,6 +224,42 @@ def test_the_same_tokens_are_computed_from_a_recording(source, tmp_path):
     assert findings.num_same == findings.num_tokens > 100, findings
 
 
+@pytest.mark.parametrize("rows", [2, 8], ids=["few rows", "steps on a thread"])
+def test_drafts_follow_the_grammar_of_their_row(source, tmp_path, monkeypatch, rows):
+    """A model that drafts for itself is right under a grammar, too: each token is drawn by the mask of its position. (Far from max_tokens:
+    near it there are no masks ahead.)"""
+    monkeypatch.setattr(masks, "_LEAST_WAIT", 60.0)  # on a busy machine, too
+    model = disturbed(source[0], tmp_path / "long", 0.0)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    schema = {"type": "array", "items": {"enum": ["left", "right", 17]}, "minItems": 6, "maxItems": 9}
+    kinds: list[dict] = [{"json": schema}, {"regex": "([a-f]{3}-){9}x"}, {}]
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=3, max_tokens=450 if kind else 40, structured_outputs=kind or None, logprobs=1
+        )
+        for kind in kinds
+        for temperature in (0.0, 0.9)
+    ]
+    prompts = [[7, 8, number] for number in range(len(params))]
+    options = {"page_size": 4, "max_num_seqs": rows, "kv_cache_memory_bytes": 2**20}
+    found, results = [], []
+    for config in ('{"method": "none"}', drafting(model, adaptive=False)):
+        with LLM(str(model), speculative_config=config, cpu_threads=1, **options) as llm:
+            results = results_of(llm)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+            near_limit = results_of(llm)
+            limited = msgspec.structs.replace(params[0], max_tokens=60)
+            found[-1].append(llm.generate([prompts[0]], limited, use_tqdm=False)[0].outputs[0].token_ids)
+    assert found[0] == found[1]
+    assert {count for result in near_limit for count in result.drafted} == {1}, "a longer one could not be verified"
+    del results[-len(near_limit) :]
+    drafted = sum(count for result in results for count in result.drafted)
+    right = sum(count - 1 for result in results for count in result.runs)
+    assert drafted > 200 and drafted - right <= len(kinds) * 2, "only what lies behind an end is not verified"
+
+
 def test_an_end_that_a_grammar_forces_beside_a_draft_is_replayed(source, tmp_path, monkeypatch):
     """From a recording without tokens: the stop token counts as no token of the run."""
     monkeypatch.setattr(masks, "_LEAST_WAIT", 60.0)  # on a busy machine, too

@@ -6,7 +6,6 @@ import json
 import msgspec
 import pytest
 
-from benchmarks.speculation import identity
 from benchmarks.speculation.identity import Campaign
 from octavo import LLM, SamplingParams
 from tests.doubles import write_byte_tokenizer
@@ -33,13 +32,12 @@ def test_drafts_change_nothing(source, tmp_path):
     assert seen.preemptions > 5 and seen.deaths > 0 and seen.replayed_steps > 300, seen
 
 
-def test_drafts_of_a_model_change_nothing(source, tmp_path, monkeypatch):
-    """By a model that is nearly the same: it is right now and then, and wrong now and then. It ignores grammars."""
-    monkeypatch.setattr(identity, "FORM_SHARE", 0.05)
+def test_drafts_of_a_model_change_nothing(source, tmp_path):
+    """By a model that is nearly the same: it is right now and then, and wrong now and then."""
     draft = disturbed(source, tmp_path / "draft", 0.01)
     options = {"kv_cache_memory_bytes": 3 * 2**16, "max_model_len": 320, "cpu_threads": 1}
     campaign = Campaign(source, options, tmp_path, str(draft))
-    for seed in (3, 4, 5):
+    for seed in (3, 4):
         campaign.check(seed, 40, ["draft_model"])
     seen = campaign.seen
     assert not seen.different, seen.different[0]

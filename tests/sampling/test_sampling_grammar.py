@@ -17,6 +17,7 @@ import torch
 from llguidance import LLMatcher
 
 from octavo.messages import SamplingParams
+from octavo.sampling.grammar import masks as masks_module
 from octavo.sampling.grammar.masks import FAILED, IN_TIME, LATE, UNLIKELIEST, GrammarLimits, Grammars, Masks, apply
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import SamplingState
@@ -200,6 +201,60 @@ def test_masks_behind_a_draft_are_those_of_steps_of_one_token(found, step):
     masks = found.masks(rows(0, 1), rows(6, 8))
     assert left(masks, 0) == ENDS and left(masks, 1) == more and not masks.late
     assert len(found._free_ahead) == len({*found._free_ahead}), "slots are free once"
+
+
+def test_masks_of_a_draft_that_grows_token_by_token(found, monkeypatch):
+    """They are those of the whole draft, asked for once: the step that verifies it uses the same ones."""
+    monkeypatch.setattr(masks_module, "_LEAST_WAIT", 60.0)
+    found.enter(0, params(max_tokens=1000), 3, [], [*ENDS])
+    found.enter(1, params(HEAD + 'start: "x" "y"+ "z"', max_tokens=1000), 3, [*b"x"], [*ENDS])
+    b, y, num_free = {"b", "c", *ENDS}, {"y", "z"}, len(found._free_ahead)
+    rounds = [(3, 4, b"abb", b"yyy", [{"a"}, b, b, b], [{"y"}, y, y, y]), (5, 6, b"bbb", b"yyy", [b] * 4, [y] * 4)]
+    for first, second, drafts, others, left_first, left_second in rounds:
+        found.begin_drafts([0, 1, 2], [first, second, 9])
+        for place in range(3):
+            masks = found.draft_masks(rows(0, 2, 1), rows(first + place, 9, second + place))
+            assert masks is not None and masks.at.tolist() == [0, 2] and not masks.late
+            assert left(masks, 0) == left_first[place] and left(masks, 1) == left_second[place]
+            found.add_drafts({0: drafts[place], 1: others[place], 2: 7})
+        assert len(found._free_ahead) == num_free - 6
+        found.drafts = {0: [*drafts], 1: [*others]}
+        places = np.arange(4)
+        masks = found.masks(np.repeat(rows(0, 1), 4), np.concatenate([first + places, second + places]))
+        assert masks is not None and not masks.late and masks.at.tolist() == [0, 4, 1, 2, 3, 5, 6, 7]
+        of_masks = [left(masks, number) for number in range(8)]
+        assert [of_masks[0], *of_masks[2:5]] == left_first and [of_masks[1], *of_masks[5:]] == left_second
+        found.started(Done(*drafts, ord("b"), *b"yyyy", counted={0, 1, 4, 5}))
+    found.drafts = {}
+    masks = found.masks(rows(0, 1), rows(7, 8))
+    assert left(masks, 0) == b and left(masks, 1) == y and not masks.late
+    assert len(found._free_ahead) == num_free == len({*found._free_ahead}), "slots are free once"
+
+
+def test_a_draft_ends_where_its_grammar_has_no_mask(make_grammars, monkeypatch):
+    """Behind a token that it does not allow, at an end, near the limit, and where there is no slot. A step never uses the masks of another
+    draft."""
+    monkeypatch.setattr(masks_module, "_LEAST_WAIT", 60.0)
+    found = make_grammars()
+    for row, max_tokens in enumerate((1000, 1000, 3)):
+        found.enter(row, params(max_tokens=max_tokens), 3, [*b"a"], [*ENDS])
+    found.begin_drafts([0, 1, 2], [4, 4, 4])
+    assert found.draft_masks(rows(0, 1, 2), rows(4, 4, 4)).late == []
+    found.add_drafts({0: ord("x"), 1: EOS, 2: ord("b")})
+    assert found.draft_masks(rows(0, 1, 2), rows(5, 5, 5)).late == [0, 1, 2]
+    found.drafts = {0: [ord("b")], 1: [EOS]}
+    masks = found.masks(rows(0, 0, 1, 1, 2), rows(4, 5, 4, 5, 4))
+    assert masks is not None and masks.late == [1, 3], "the masks that were asked for are of other tokens"
+    found.started(Done(*b"bbbbb", counted={0, 2, 4}))
+    found.drafts = {}
+    found.begin_drafts([0, 1], [5, 5])
+    assert found.draft_masks(rows(0, 1), rows(5, 5)).late == []
+    del found._free_ahead[1:]
+    found.add_drafts({0: ord("b"), 1: ord("b")})
+    assert found.draft_masks(rows(0, 1), rows(6, 6)).late == [1]
+    found.drafts = {0: [*b"b"], 1: [*b"b"]}
+    masks = found.masks(rows(0, 0, 1, 1), rows(5, 6, 5, 6))
+    assert masks is not None and masks.late == [3] and left(masks, 2) == {"b", "c", *ENDS}
 
 
 def test_no_masks_behind_an_end_or_near_the_limit(found):

@@ -229,6 +229,21 @@ def test_rows_share_a_pass():
     assert not speculation.wants_drain(16, StepShape(4, 0, 0, 0), CPU), "what a pass costs is not known"
 
 
+def test_a_model_that_was_too_dear_is_tried_with_one_row():
+    """By one token of the row that it can follow at the least cost. The others would have to be caught up with, for nothing most likely."""
+    dear = msgspec.structs.replace(WITH_MODEL, draft=0.9, draft_low=0.9)
+    rows = [by_model(0.7, followed) for followed in (0, 9, 4)]
+    assert depths(dear, 3, *rows) == [0, 0, 0]
+    faded = msgspec.structs.replace(dear, draft_low=0.3)
+    assert depths(faded, 3, *rows) == [0, 1, 0]
+    assert depths(faded, 3, by_model(0.1), by_model(0.1), by_model(0.1)) == [0, 0, 0], "it would not pay then either"
+    cheap = msgspec.structs.replace(WITH_MODEL, draft=0.2, draft_low=0.1)
+    assert depths(cheap, 3, *rows) == depths(WITH_MODEL, 3, *rows), "it pays as it is"
+    speculation = CostSpeculation(SpeculationSettings("draft_model", model="small"))
+    assert speculation.wants_drain(16, StepShape(6, 0, 0, 0), faded)
+    assert not speculation.wants_drain(16, StepShape(6, 0, 0, 0), dear)
+
+
 def test_a_long_way_to_catch_up_has_to_pay():
     """What it costs is shared by the drafts of the next steps, or by the few that a request has left."""
     far = [(0, request_with(by_model(0.35, 0, 600), prompt_len=600))]

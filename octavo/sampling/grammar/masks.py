@@ -127,7 +127,8 @@ class _Row:
     asked: int = -1  # length of the row at which a mask was last asked for, …
     filled: int = -1  # … and was last there
     drafts: list[int] = field(default_factory=list)  # tokens that the step verifies behind its last one
-    ahead_slots: list[int] = field(default_factory=list)  # where its process leaves the masks behind them
+    ahead_slots: list[int] = field(default_factory=list)  # where its process leaves the masks behind …
+    ahead_tokens: list[int] = field(default_factory=list)  # … these tokens
     num_ahead: int = 0  # of these masks: those that are there
     num_unanswered: int = 0  # times that masks were asked for and the process has not answered
     is_ahead_asked: bool = False  # masks behind drafted tokens were asked for at this length, or may still be written
@@ -250,6 +251,73 @@ class Grammars:
         """Ask for what masks() will return, so that it is computed beside the forward pass."""
         if self.rows and len(rows):
             self._begun = self._begin_step(rows, lens)
+
+    def begin_drafts(self, rows: Sequence[int], lens: Sequence[int]) -> None:
+        """A draft model is about to propose tokens for rows that hold `lens` tokens: ask for the masks of their next ones, which were most
+        likely asked for already."""
+        if self.rows.keys().isdisjoint(rows):
+            return
+        self._take_in()
+        own = [(-1, self.rows[row], length) for row, length in zip(rows, lens, strict=True) if row in self.rows]
+        for process in {row.process for _, row, _ in own}:
+            self._read(process)
+        for _, row, _ in own:
+            row.drafts = []
+        self._ask_for_masks(own)
+
+    def add_drafts(self, tokens: dict[int, int]) -> None:
+        """A draft model has proposed one more token for each of these rows, by the mask that draft_masks() gave it. Ask for the masks behind
+        it, so that they are computed beside the next pass."""
+        asked: defaultdict[GrammarProcess, list[RowToFill]] = defaultdict(list)
+        for index, token in tokens.items():
+            row = self.rows.get(index)
+            if row is None:
+                continue
+            row.drafts.append(token)
+            if row.num_unanswered or row.slot < 0 or row.process.is_over:  # its process may still write to the slots
+                continue
+            num_there = len(row.drafts) - 1
+            if not num_there:
+                self._free_ahead += row.ahead_slots
+                row.ahead_slots, row.num_ahead = [], 0
+            if not self._free_ahead:
+                continue
+            row.ahead_slots.append(self._free_ahead.pop())
+            row.ahead_tokens, row.is_ahead_asked, row.num_unanswered = row.drafts[:], True, 1
+            asked[row.process].append(
+                RowToFill(row.number, [], row.asked, row.ahead_tokens, row.ahead_slots[:], num_there)
+            )
+        for process, rows in asked.items():
+            process.ask(Fill(rows))
+
+    def draft_masks(self, rows: Ints, lens: Ints) -> Masks | None:
+        """The masks for the next token of drafts. `lens`: tokens of rows [S] with those that were drafted. None: none of them has a grammar. A
+        draft with a late mask should end: it would be verified with a late one, too."""
+        if not self.rows:
+            return None
+        found = [
+            (at, self.rows[row], length - len(self.rows[row].drafts))
+            for at, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True))
+            if row in self.rows
+        ]
+        if not found:
+            return None
+        self._await(_Step(found, [], 0), [row for _, row, _ in found], time.monotonic() + _LEAST_WAIT)
+        bits = np.full((len(found), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
+        masks = Masks(np.array([at for at, *_ in found], dtype=np.int64), bits, {})
+        for number, (at, row, length) in enumerate(found):
+            place = len(row.drafts) - 1
+            if place < 0 and self._has_mask(row, length):
+                bits[number] = self._slots.mask(row.slot)
+            elif place >= 0 and self._state_ahead(row, length, place) == IN_TIME:
+                bits[number] = self._slots.mask(row.ahead_slots[place])
+            else:
+                masks.late.append(at)
+        return masks
+
+    @staticmethod
+    def _has_mask(row: _Row, length: int) -> bool:
+        return row.filled == length and not (row.num_unanswered or row.is_over or row.failure)
 
     def masks(self, rows: Ints, lens: Ints) -> Masks | None:
         """The masks of the rows [S] that sample next and hold `lens` tokens. None: none of them has a grammar. Waits for the
@@ -398,7 +466,7 @@ class Grammars:
         self._free_ahead += row.ahead_slots
         count = min(len(row.drafts), len(self._free_ahead))
         row.ahead_slots = [self._free_ahead.pop() for _ in range(count)]
-        row.num_ahead, row.is_ahead_asked = 0, count > 0
+        row.ahead_tokens, row.num_ahead, row.is_ahead_asked = row.drafts[:count], 0, count > 0
         return row.ahead_slots
 
     def _is_settled(self, row: _Row, length: int) -> bool:
@@ -467,7 +535,12 @@ class Grammars:
         return LATE
 
     def _state_ahead(self, row: _Row, length: int, place: int) -> int:
-        is_there = row.filled == length and not (row.is_over or row.failure) and place < row.num_ahead
+        is_there = (
+            place < row.num_ahead
+            and row.filled == length
+            and not (row.is_over or row.failure)
+            and row.ahead_tokens[: place + 1] == row.drafts[: place + 1]
+        )
         return IN_TIME if is_there else LATE
 
     def _masks(self, step: _Step, states: list[int]) -> Masks:
@@ -554,7 +627,8 @@ class Grammars:
         self._detach(row)
         row.number, row.process = self._number(), self._process_of(row.params.grammar)
         row.slot, row.num_sent, row.asked, row.filled = -1, 0, -1, -1
-        row.ahead_slots, row.num_ahead, row.num_unanswered, row.is_ahead_asked = [], 0, 0, False
+        row.ahead_slots, row.ahead_tokens, row.num_ahead = [], [], 0
+        row.num_unanswered, row.is_ahead_asked = 0, False
         self._by_number[row.number] = row
 
     def _rewind(self, row: _Row, length: int) -> None:

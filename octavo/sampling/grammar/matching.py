@@ -246,6 +246,9 @@ class Matching:
             if time.thread_time() - started > _MAX_AHEAD or matcher.try_consume_tokens([token]) != 1:
                 break
             num_consumed = place + 1
+            if place < asked.num_there:
+                bits, num_ahead = self._slots.mask(slot), place + 1
+                continue
             matcher.unsafe_compute_mask_ptr(self._slots.address(slot), self._slots.mask_bytes)
             if matcher.is_error() or matcher.is_stopped():
                 break

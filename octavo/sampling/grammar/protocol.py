@@ -80,6 +80,7 @@ class RowToFill(msgspec.Struct, array_like=True, frozen=True, gc=False):
     length: int  # tokens of prompt and output
     drafts: list[int] = []  # tokens that may follow (decision 048): masks behind them are wanted, too, …
     slots: list[int] = []  # … in these slots
+    num_there: int = 0  # … of which the first so many have them already
 
 
 class Fill(msgspec.Struct, array_like=True, frozen=True, tag=4):

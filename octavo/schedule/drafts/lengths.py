@@ -79,7 +79,8 @@ class CostSpeculation:
             return _could_pay(shape, costs)
         # A pass for all rows, and a token of each that is certain to count.
         seconds, position = costs.seconds(shape), shape.context // max(shape.rows, 1)
-        return costs.draft > 0 and seconds > MARGIN * (costs.draft * seconds + shape.rows * _cost(costs, position))
+        share = costs.draft_low or costs.draft
+        return share > 0 and seconds > MARGIN * (share * seconds + shape.rows * _cost(costs, position))
 
 
 class _Offered:
@@ -130,11 +131,25 @@ class _Step:
             heapq.heapreplace(heap, (-chance / cost, number, chance, cost))
 
     def add_passes(self, offers: Sequence[_Offered]) -> None:
-        """As much as a draft model should propose. It goes on pass by pass, each of which costs something for itself: a pass is added if all
-        the rows that are worth it bring more per second, with its cost, than the step has."""
+        """As much as a draft model should propose. Where that is nothing, because its passes were too dear, they are measured again after a
+        while: by one token of the row that it has least to catch up with. Catching up with all rows would cost more than is gained before
+        it turns out that nothing has changed."""
         costs = self._costs
         if not costs.draft:  # what a pass costs is not known
             return
+        self._add_passes(offers, costs.draft)
+        if 0 < costs.draft_low < costs.draft and not any(offered.length for offered in offers):
+            self._add_passes(offers, costs.draft_low)
+            worth = [offered for offered in offers if offered.length]
+            for offered in worth:
+                offered.length = 0
+            if worth:
+                min(worth, key=lambda each: _behind(each.request, costs, costs.draft)).length = 1
+
+    def _add_passes(self, offers: Sequence[_Offered], share: float) -> None:
+        """It goes on pass by pass, each of which costs something for itself: a pass is added if all the rows that are worth it bring more per
+        second, with its cost, than the step has. `share`: what a pass costs of a step with as many tokens."""
+        costs = self._costs
         going = [(1.0, offered) for offered in offers]  # and the chance that all of its tokens so far count
         while going and self._room:
             found: list[tuple[float, float, _Offered]] = []  # (chance, cost, offer)
@@ -143,14 +158,14 @@ class _Step:
                 if depth == len(offer.tokens):
                     continue
                 chance, position = so_far * offer.chances[depth], request.computed + depth
-                cost = _cost(costs, position) + costs.draft * (costs.row + costs.context * position)
+                cost = _cost(costs, position) + share * (costs.row + costs.context * position)
                 if not depth:
-                    cost += _behind(request, costs)
+                    cost += _behind(request, costs, share)
                 if chance > self._least * cost:
                     found.append((chance, cost, offered))
             found.sort(key=lambda each: -each[0] / each[1])
             del found[self._room :]
-            gain, cost = sum(each[0] for each in found), costs.draft * costs.step + sum(each[1] for each in found)
+            gain, cost = sum(each[0] for each in found), share * costs.step + sum(each[1] for each in found)
             if gain <= self._least * cost:
                 return
             self._add(gain, cost, len(found))
@@ -170,7 +185,7 @@ def _cost(costs: StepCosts, position: int) -> float:
     return max(costs.row + costs.context * position, LEAST_COST * costs.step)
 
 
-def _behind(request: Request, costs: StepCosts) -> float:
+def _behind(request: Request, costs: StepCosts, share: float) -> float:
     """Seconds of what the draft model has not computed of a row, for each of the drafts that will share them. What came from the prefix
     cache the model has most likely computed, too."""
     assert isinstance(request.drafter, ModelDrafter)
@@ -179,7 +194,7 @@ def _behind(request: Request, costs: StepCosts) -> float:
     if count <= 1:
         return 0.0
     num_steps = max(1, min(SHARED_BY, request.max_len - len(request.tokens)))
-    return costs.draft * costs.chunk_seconds(start, count) / num_steps
+    return share * costs.chunk_seconds(start, count) / num_steps
 
 
 def _take_all(offers: Sequence[_Offered], room: int) -> None:

@@ -99,6 +99,7 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         # What each rank can have: an adapter is on all of them.
         adapter_bytes=min(report.adapter_bytes for report in reports) * len(reports),
         draft_len=first.draft_len,
+        draft_method=first.draft_method,
     )
 
 
