@@ -157,14 +157,18 @@ class StepSamples:
             self._trials.append(Sample(shape, seconds))
 
     def fit(self) -> StepCosts | None:
-        """None: steps of one size say nothing of another. There must be two sizes, one of them with prompts."""
+        """None: steps of one size say nothing of another. There must be two sizes, one of them with prompts. Trials with different numbers of
+        rows are one: they say what rows cost, and the rest is the prompts'."""
         points: list[tuple[Sample, float]] = []
         for key, cell in self._cells.items():
             middle = sorted(cell, key=lambda sample: sample.seconds)[(len(cell) - 1) // 2]
             age = 1 + (self.num_added - self._added[key]) / _AGE
             # By its square, a deviation counts relative to the step's duration.
             points.append((middle, len(cell) / age / middle.seconds**2))
-        if len({sample.shape.more_tokens.bit_length() for sample, _ in points}) < 2:
+        sizes = {sample.shape.more_tokens.bit_length() for sample, _ in points}
+        if points and len({trial.shape.rows for trial in self._trials}) > 1:
+            sizes.add(0)
+        if len(sizes) < 2:
             return None
         points += [(trial, 1 / trial.seconds**2) for trial in self._trials]
         first = fit(points)
