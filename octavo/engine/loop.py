@@ -41,6 +41,9 @@ class EngineLoop:
         self._idle_memory = idle_memory
         self.holds = holds
         self.on_grammar_ready: Callable[[], None] = lambda: None  # called by any thread: there is work again
+        self.on_memory_moved: Callable[[], None] = lambda: (
+            None
+        )  # called by any thread while it falls asleep or wakes up
         self._ready_grammars: queue.SimpleQueue[str] = queue.SimpleQueue()  # compiled; the scheduler does not know yet
         self._in_flight: deque[StepPlan] = deque()
         self.tier: TierTraffic | None = None  # None: prefixes live in the KV store alone
@@ -224,13 +227,14 @@ class EngineLoop:
         self.observers.idle_limited(0)
         if isinstance(self.executor, Sleeper):
             # A tier's mover may still copy pages.
-            self.executor.sleep(pages, keeps_pages=pool.num_used > 0 or self.tier is not None)
+            keeps_pages = pool.num_used > 0 or self.tier is not None
+            self.executor.sleep(pages, keeps_pages, self.on_memory_moved)
 
     def wake_up(self) -> None:
         if self._warm_awake is None:
             return
         if isinstance(self.executor, Sleeper):
-            self.executor.wake_up()
+            self.executor.wake_up(self.on_memory_moved)
         num_warm, self._warm_awake = self._warm_awake, None
         self.scheduler.cache.pool.limit_touched(num_warm)
         self.observers.idle_limited(num_warm)
