@@ -6,7 +6,7 @@ limit, a step computes only so much of them that it stays within it, by the meas
 from typing import NamedTuple
 
 from octavo.schedule.request import Request
-from octavo.schedule.step_costs import UNBOUNDED, StepCosts
+from octavo.schedule.step_costs import UNBOUNDED, StepCosts, StepShape
 
 AUTO_STEPS = 2.75
 """With `auto`, a step with prompts takes so many times as long as one without. So the longest times between tokens stay
@@ -39,6 +39,13 @@ class StallLimit(NamedTuple):
     def within(self, costs: StepCosts, stream_seconds: float) -> float:
         """Seconds that a step may take that would take `stream_seconds` without prompts."""
         return self.seconds or max(AUTO_SECONDS, AUTO_STEPS * stream_seconds, AUTO_OVERHEAD * costs.step)
+
+    def drafts_within(self, costs: StepCosts, shape: StepShape) -> int:
+        """Drafted tokens that a step may verify beside its rows. `shape`: of the step without them."""
+        seconds = costs.seconds(shape)
+        left = max(self.within(costs, seconds) - seconds, MIN_SHARE * seconds)
+        each = costs.row + costs.context * (shape.context / max(shape.rows, 1))
+        return int(min(left / each, UNBOUNDED)) if each else UNBOUNDED
 
 
 class PromptAllowance:
