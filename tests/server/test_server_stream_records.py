@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from octavo.client.streams import Streams
 from octavo.fresh import Source
+from octavo.ipc.usage_ledger import UsageLedger
+from octavo.key_settings import KeySettings
 from octavo.messages import Finish, GenerateRequest, SamplingParams, TokenDelta
 from octavo.server.state import stream_records
 from octavo.server.state.stream_records import RecordHead, StreamRecord, StreamRecords
@@ -145,3 +148,46 @@ def test_a_damaged_file_is_no_stream(records: StreamRecords, tmp_path: Path) -> 
     assert found is not None
     request = GenerateRequest("r", [1], SamplingParams(n=1, max_tokens=9), [])
     assert found.begun(request) is None  # its only choice has ended
+
+
+@pytest.mark.parametrize("budget", [0, 12, 17, 21, 24])
+def test_tokens_that_come_again_are_counted_once(records: StreamRecords, tmp_path: Path, budget: int) -> None:
+    """A process is killed after any number of deliveries, with any number of them read: the next one is given what was not read again.
+    The prompt has 10 tokens, the two choices 11: as much is counted, or the budget, and as much is handed to the reader."""
+    steps = [[0, 0], [1], [0, 1, 1], [0], [1, 1], [0, 0]]  # the choices that get a token
+    for killed_after in range(len(steps) + 1):
+        for num_read in range(killed_after + 1):
+            folder = tmp_path / f"{killed_after}-{num_read}"
+            folder.mkdir()
+            ledger = UsageLedger(folder / "ledger")
+            account = ledger.accounts({b"k" * 16: KeySettings(budget_tokens=budget)})[b"k" * 16]
+            records.open(folder)
+            record = records.begin(NAME, HEAD)
+            handed = 0
+            for attempt in range(2):
+                assert record is not None
+                params = SamplingParams(n=2, max_tokens=40, seed=1)
+                whole = GenerateRequest("r", [1] * 10, params, [], owner=b"o")
+                streams, left = Streams(), record.begun(whole)
+                assert left is not None
+                streams.accounts = {b"o": account}
+                streams.open(left)
+                known = record.num_known(10)
+                streams.resume_charges("r", record.num_charged, known, record.note_charged)
+                first = 0 if attempt == 0 else num_read
+                for at in range(first, killed_after if attempt == 0 else len(steps)):
+                    before = len(streams._streams["r"].deltas)
+                    streams.deliver([TokenDelta("r", index, [5]) for index in steps[at]])
+                    given = streams._streams["r"].deltas[before:]
+                    if attempt == 1 or at < num_read:
+                        record.write(given)
+                        handed += sum(len(delta.token_ids) for delta in given)
+                record.release()
+                record = records.claim(NAME, anyone)
+                if attempt == 0 and record is not None and record.begun(whole) is None:
+                    break  # the budget has ended both choices, and that was read
+            used = account.used()
+            expected = min(21, budget or 21)
+            assert used.prompt_tokens + used.output_tokens == expected, (killed_after, num_read)
+            assert 10 + handed == expected
+            ledger.close()

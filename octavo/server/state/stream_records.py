@@ -1,7 +1,7 @@
 """StreamRecords: what another API process needs to go on with a resumable stream when the process that makes it has ended.
 
 A stream has a file in the server's folder, which only this user can enter: first its HTTP request and the key of the values that it was given (octavo.fresh),
-then the tokens, list by list as they were read from the engine. The same request with the same values and lists gives the same events, to the
+then the tokens, list by list as they were read from the engine, and how many were counted for its key. The same request with the same values and lists gives the same events, to the
 byte; the engine continues behind the last list, as it does for any request whose engine has ended. So nothing of a dialect is in the file.
 
 The process that makes the stream has a lock on the file, which the system gives back when the process ends, however that happens. A process
@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -36,6 +37,8 @@ _SIZE = 4  # bytes of a part's length
 _ATTEMPT = b"\xc0"  # a part that says that another process goes on: MessagePack's nil
 
 _encode = msgspec.msgpack.Encoder().encode
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+_decode_part: msgspec.msgpack.Decoder[list[TokenDelta] | int] = msgspec.msgpack.Decoder(list[TokenDelta] | _Count)
 
 
 class RecordHead(msgspec.Struct, frozen=True):
@@ -57,6 +60,8 @@ class StreamRecord:
         self.id, self.head, self.lists = path.name.removeprefix(_PREFIX), head, lists
         self.is_made_again = not lists  # as far as the lists go
         self.num_attempts = 0  # processes that went on with it, since its last token
+        self.num_charged = 0  # tokens, with the prompt, that were counted for its key
+        self.was_admitted = False  # another process had its request admitted: it counts once for its key's limits
         self._path, self._file, self._num_bytes = path, file, num_bytes
 
     def source(self) -> Source:
@@ -69,6 +74,16 @@ class StreamRecord:
     def write(self, deltas: list[TokenDelta]) -> None:
         """To be called before anything is made of these."""
         self._append(_encode(deltas))
+
+    def note_charged(self, num_tokens: int) -> None:
+        """So many tokens, with the prompt, are counted for its key. To be called before they are: a process that is killed between the two
+        leaves them uncounted, and none is ever counted twice."""
+        self._append(_encode(num_tokens))
+
+    def num_known(self, prompt_len: int) -> int:
+        """Tokens, with the prompt, that were counted and are in the lists."""
+        num_output = sum(len(delta.token_ids) for deltas in self.lists for delta in deltas)
+        return prompt_len + num_output if num_output else 0
 
     def begun(self, request: GenerateRequest) -> GenerateRequest | None:
         """The request as the engine continues it behind the lists. None: every choice has ended."""
@@ -213,9 +228,11 @@ def _read(path: Path, file: int) -> StreamRecord | None:
     os.ftruncate(file, at)
     try:
         head = msgspec.msgpack.decode(parts[0], type=RecordHead)
-        lists = [msgspec.msgpack.decode(each, type=list[TokenDelta]) for each in parts[1:] if each != _ATTEMPT]
+        found = [_decode_part.decode(each) for each in parts[1:] if each != _ATTEMPT]
     except (IndexError, ValueError, RecursionError):  # of msgspec, and where a text is not UTF-8
         return None
-    record = StreamRecord(path, file, head, lists, at)
+    record = StreamRecord(path, file, head, [each for each in found if isinstance(each, list)], at)
+    record.was_admitted = True
+    record.num_charged = next((each for each in reversed(found) if isinstance(each, int)), 0)
     record.num_attempts = next(count for count, each in enumerate(reversed(parts)) if each != _ATTEMPT)
     return record
