@@ -45,9 +45,12 @@ SECONDS = {"short": 12.0, "mixed": 25.0, "long": 60.0}  # that are measured of e
 
 @dataclass
 class Measured:
-    gaps: list[float] = field(default_factory=list)  # seconds between two events of a stream
+    gaps: list[float] = field(default_factory=list)  # seconds between two events of a stream, each with a token or more
     gap_ends: list[float] = field(default_factory=list)  # … and when they were over, by the monotonic clock
     windows: list[tuple[float, float]] = field(default_factory=list)  # when was measured
+    text_gaps: list[float] = field(
+        default_factory=list
+    )  # between two events with text: a token may be a part of a character
     first: list[float] = field(default_factory=list)  # seconds to the first token of prompts of 128 tokens
     first_long: list[float] = field(default_factory=list)  # … of 4,096
     num_tokens: int = 0
@@ -61,6 +64,7 @@ class Measured:
         self.gaps += other.gaps
         self.gap_ends += other.gap_ends
         self.windows += other.windows
+        self.text_gaps += other.text_gaps
         self.first += other.first
         self.first_long += other.first_long
         self.num_tokens += other.num_tokens
@@ -79,6 +83,7 @@ class Measured:
             "gap p90, ms": ms(self.gaps, 90),
             "gap p99, ms": ms(self.gaps, 99),
             "gap max, ms": ms(self.gaps, 100),
+            "gap of text p99, ms": ms(self.text_gaps, 99),
             "TTFT of 128 p50, ms": ms(self.first, 50),
             "TTFT of 128 p99, ms": ms(self.first, 99),
             "TTFT of 4,096 p50, ms": ms(self.first_long, 50),
@@ -126,6 +131,7 @@ class Load:
                 },  # an event may hold several tokens
                 "ignore_eos": True,
                 "temperature": 0,
+                "return_token_ids": True,  # an event for every token, also for one that gives no text yet
             }
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._left()):
@@ -136,11 +142,13 @@ class Load:
         return self._ends_at - time.perf_counter()
 
     async def _stream(self, body: bytes, length: int) -> None:
-        started, last, measured, num_tokens = time.perf_counter(), 0.0, self.measured, 0
+        started, measured, num_tokens = time.perf_counter(), self.measured, 0
+        last = last_text = 0.0
         async for event in self._client.post_events("/v1/completions", body):
             if event == b"[DONE]" or b'"choices":[]' in event:
                 continue
             now = time.perf_counter()
+            has_text = b'"text":""' not in event
             found = _COMPLETION_TOKENS.search(event)
             new_tokens, num_tokens = (int(found[1]) - num_tokens, int(found[1])) if found else (1, num_tokens + 1)
             if now >= self._counts_from:
@@ -149,9 +157,13 @@ class Load:
                 if last:
                     measured.gaps.append(now - last)
                     measured.gap_ends.append(now)
+                    if has_text:
+                        measured.text_gaps.append(now - last_text)
                 else:
                     (measured.first_long if length == LONG else measured.first).append(now - started)
             last = now
+            if has_text or not last_text:
+                last_text = now
 
 
 @dataclass

@@ -239,6 +239,7 @@ class Served:
 
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()  # messages
         self.lost: Counter[str] = Counter()  # most tokens that may have been handed over and not sent
         self.num_whole = self.num_broken = self.num_refused = self.num_budget = self.num_resumed = 0
 
@@ -283,7 +284,9 @@ async def _one(
         async for event in client.post_events("/v1/completions", json.dumps(body).encode()):
             is_whole |= event == b"[DONE]"
             chunk = {} if event == b"[DONE]" else json.loads(event)
-            has_error |= "error" in chunk
+            if "error" in chunk:
+                has_error = True
+                served.errors[chunk["error"].get("message", "")[:100]] += 1
             stream_id = stream_id or chunk.get("id", "")
             now = (chunk.get("usage") or {}).get("total_tokens", 0)
             most_new = max(most_new, now - last) if last else most_new
@@ -296,6 +299,7 @@ async def _one(
         if error.status == 429:
             served.num_refused += 1
             return
+        served.errors[f"{error.status}: {error}"[:100]] += 1
         if error.status and error.status < 500:
             raise
     except (OSError, ValueError, asyncio.IncompleteReadError):
@@ -366,6 +370,8 @@ def budgets(arguments: argparse.Namespace) -> None:
         f"{served.num_whole} whole answers ({served.num_resumed} of them read on at another connection), {served.num_broken} broken off, "
         f"{served.num_refused} refused, {served.num_budget} choices ended by the budget"
     )
+    for message, count in served.errors.most_common():
+        print(f"  {count} × {message}")
     is_right = True
     for key in "abc":
         unseen = charged[key] - served.tokens[key]

@@ -695,7 +695,7 @@ class Scheduler:
             total //= UNKNOWN_PART
         elif self.stall_limit is not None and costs is not None and costs.draft:
             seconds = costs.seconds(shape)
-            left = max(self.stall_limit.within(costs, seconds) - seconds, MIN_SHARE * seconds)
+            left = max(self.stall_limit.planned_within(costs, seconds) - seconds, MIN_SHARE * seconds)
             total = min(total, costs.tokens_within(left / costs.draft, shape.context // shape.rows))
         return max(MIN_PROMPT_TOKENS, total // num_drafts)
 

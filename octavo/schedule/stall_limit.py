@@ -40,10 +40,14 @@ class StallLimit(NamedTuple):
         """Seconds that a step may take that would take `stream_seconds` without prompts."""
         return self.seconds or max(AUTO_SECONDS, AUTO_STEPS * stream_seconds, AUTO_OVERHEAD * costs.step)
 
+    def planned_within(self, costs: StepCosts, stream_seconds: float) -> float:
+        """Seconds that such a step is planned to take: less than the limit, by as much as steps take longer than foreseen."""
+        return self.within(costs, stream_seconds) / costs.spread
+
     def drafts_within(self, costs: StepCosts, shape: StepShape) -> int:
         """Drafted tokens that a step may verify beside its rows. `shape`: of the step without them."""
         seconds = costs.seconds(shape)
-        left = max(self.within(costs, seconds) - seconds, MIN_SHARE * seconds)
+        left = max(self.planned_within(costs, seconds) - seconds, MIN_SHARE * seconds)
         each = costs.row + costs.context * (shape.context / max(shape.rows, 1))
         return int(min(left / each, UNBOUNDED)) if each else UNBOUNDED
 
@@ -57,7 +61,7 @@ class PromptAllowance:
         each row with one token."""
         self.limit = limit
         self._costs = costs
-        self._seconds = max(limit - stream_seconds, MIN_SHARE * stream_seconds)
+        self._seconds = max(limit / costs.spread - stream_seconds, MIN_SHARE * stream_seconds)
         self._tokens = max(tokens, MIN_PROMPT_TOKENS)
         self._has_begun = False  # a prompt has got its part
         self._is_spent = False

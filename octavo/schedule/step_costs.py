@@ -67,7 +67,7 @@ def shape_of(plan: StepPlan, num_tokens: int, proposed: Sequence[int] = ()) -> S
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Seconds, but for the last; none of them negative."""
+    """Seconds, but for the last two; none of them negative."""
 
     step: float
     row: float
@@ -75,6 +75,9 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     context: float
     pair: float
     draft: float = 0.0  # seconds of a pass of the draft model, for each of a step with the same tokens; 0: not known, or there is none
+    spread: float = (
+        1.0  # most steps with prompts beside other rows take up to so many times the seconds that were foreseen
+    )
 
     def seconds(self, shape: StepShape) -> float:
         return (
