@@ -273,6 +273,8 @@ async def _one(
     is_resumable: bool,
 ) -> None:
     has_left = False
+    # A new connection: a request that is sent again, because a kept connection was closed, would be charged twice and seen once.
+    await client.close()
     num_prompt, num_output, n = dice.randrange(1, 60), dice.randrange(1, 60), dice.choice([1, 1, 1, 3])
     prompt = [dice.randrange(vocabulary // 4, vocabulary) for _ in range(num_prompt)]
     body = {"prompt": prompt, "max_tokens": num_output, "n": n, "stream": True, "seed": dice.randrange(99)}
