@@ -1,13 +1,15 @@
 """What is left of a resumable stream when its API process ends at any point, and who may go on with it."""
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from octavo.client.streams import Streams
 from octavo.fresh import Source
-from octavo.ipc.usage_ledger import UsageLedger
+from octavo.ipc.usage_ledger import Charge, UsageLedger
 from octavo.key_settings import KeySettings
 from octavo.messages import Finish, GenerateRequest, SamplingParams, TokenDelta
 from octavo.server.state import stream_records
@@ -150,10 +152,18 @@ def test_a_damaged_file_is_no_stream(records: StreamRecords, tmp_path: Path) -> 
     assert found.begun(request) is None  # its only choice has ended
 
 
+class _Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["between deliveries", "before a charge"])
 @pytest.mark.parametrize("budget", [0, 12, 17, 21, 24])
-def test_tokens_that_come_again_are_counted_once(records: StreamRecords, tmp_path: Path, budget: int) -> None:
+def test_tokens_that_come_again_are_counted_once(
+    records: StreamRecords, tmp_path: Path, budget: int, is_cut: bool
+) -> None:
     """A process is killed after any number of deliveries, with any number of them read: the next one is given what was not read again.
-    The prompt has 10 tokens, the two choices 11: as much is counted, or the budget, and as much is handed to the reader."""
+    The prompt has 10 tokens, the two choices 11: as much is counted, or the budget, and as much is handed to the reader. `is_cut`: it is killed
+    in the next delivery, when it has written down what it is about to charge. Its row is claimed by the next one."""
     steps = [[0, 0], [1], [0, 1, 1], [0], [1, 1], [0, 0]]  # the choices that get a token
     for killed_after in range(len(steps) + 1):
         for num_read in range(killed_after + 1):
@@ -173,7 +183,14 @@ def test_tokens_that_come_again_are_counted_once(records: StreamRecords, tmp_pat
                 streams.accounts = {b"o": account}
                 streams.open(left)
                 known = record.num_known(10)
-                streams.resume_charges("r", record.num_charged, known, record.note_charged)
+                charged = record.num_charged(account)
+                written_down = record.note_charge
+
+                def die(charge: Charge, write: Callable[[Charge], None] = written_down) -> None:
+                    write(charge)
+                    raise _Killed
+
+                streams.resume_charges("r", charged, known, record.note_charge)
                 first = 0 if attempt == 0 else num_read
                 for at in range(first, killed_after if attempt == 0 else len(steps)):
                     before = len(streams._streams["r"].deltas)
@@ -182,7 +199,16 @@ def test_tokens_that_come_again_are_counted_once(records: StreamRecords, tmp_pat
                     if attempt == 1 or at < num_read:
                         record.write(given)
                         handed += sum(len(delta.token_ids) for delta in given)
+                if attempt == 0 and is_cut and killed_after < len(steps):
+                    streams._streams["r"].note_charge = die
+                    with contextlib.suppress(_Killed):
+                        streams.deliver([TokenDelta("r", index, [5]) for index in steps[killed_after]])
                 record.release()
+                if attempt == 0:
+                    ledger.close()
+                    ledger = UsageLedger(folder / "ledger")
+                    account = ledger.accounts({b"k" * 16: KeySettings(budget_tokens=budget)})[b"k" * 16]
+                    streams.accounts = {b"o": account}
                 record = records.claim(NAME, anyone)
                 if attempt == 0 and record is not None and record.begun(whole) is None:
                     break  # the budget has ended both choices, and that was read

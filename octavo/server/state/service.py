@@ -184,12 +184,17 @@ class Service:
                 left = request if record is None else record.begun(request)
                 if left is not None:  # else it had been computed to its end when its process ended
                     self.journeys.submit(left)
-                    if record is not None:
-                        known = record.num_known(len(left.prompt_ids))
-                        self.engine.resume_charges(left.id, record.num_charged, known, record.note_charged)
+                    if record is not None and journey is not None:
+                        self._resume_charges(left, record, journey.owner)
         except BaseException:
             self.release([request.id for request in requests])
             raise
+
+    def _resume_charges(self, request: GenerateRequest, record: StreamRecord, owner: bytes) -> None:
+        account = self.tenants.of(owner).account
+        if account is not None:
+            known = record.num_known(len(request.prompt_ids))
+            self.engine.resume_charges(request.id, record.num_charged(account), known, record.note_charge)
 
     def _were_admitted(self, requests: Sequence[GenerateRequest]) -> bool:
         """Whether this goes on with a stream whose process has ended."""

@@ -16,11 +16,11 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
 from octavo.fresh import Source
+from octavo.ipc.usage_ledger import Account, Charge
 from octavo.messages import GenerateRequest, TokenDelta
 
 log = logging.getLogger("octavo.server")
@@ -37,8 +37,7 @@ _SIZE = 4  # bytes of a part's length
 _ATTEMPT = b"\xc0"  # a part that says that another process goes on: MessagePack's nil
 
 _encode = msgspec.msgpack.Encoder().encode
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
-_decode_part: msgspec.msgpack.Decoder[list[TokenDelta] | int] = msgspec.msgpack.Decoder(list[TokenDelta] | _Count)
+_decode_part: msgspec.msgpack.Decoder[list[TokenDelta] | Charge] = msgspec.msgpack.Decoder(list[TokenDelta] | Charge)
 
 
 class RecordHead(msgspec.Struct, frozen=True):
@@ -60,7 +59,7 @@ class StreamRecord:
         self.id, self.head, self.lists = path.name.removeprefix(_PREFIX), head, lists
         self.is_made_again = not lists  # as far as the lists go
         self.num_attempts = 0  # processes that went on with it, since its last token
-        self.num_charged = 0  # tokens, with the prompt, that were counted for its key
+        self.charges: list[Charge] = []  # the last that a process was about to make
         self.was_admitted = False  # another process had its request admitted: it counts once for its key's limits
         self._path, self._file, self._num_bytes = path, file, num_bytes
 
@@ -75,10 +74,16 @@ class StreamRecord:
         """To be called before anything is made of these."""
         self._append(_encode(deltas))
 
-    def note_charged(self, num_tokens: int) -> None:
-        """So many tokens, with the prompt, are counted for its key. To be called before they are: a process that is killed between the two
-        leaves them uncounted, and none is ever counted twice."""
-        self._append(_encode(num_tokens))
+    def note_charge(self, charge: Charge) -> None:
+        """To be called before it is made."""
+        self._append(_encode(charge))
+
+    def num_charged(self, account: Account) -> int:
+        """Tokens, with the prompt, that were counted for its key: the last charge may have been written down and not made."""
+        if not self.charges:
+            return 0
+        last = self.charges[-1]
+        return last.total if account.was_made(last) else max(0, last.total - last.count)
 
     def num_known(self, prompt_len: int) -> int:
         """Tokens, with the prompt, that were counted and are in the lists."""
@@ -233,6 +238,6 @@ def _read(path: Path, file: int) -> StreamRecord | None:
         return None
     record = StreamRecord(path, file, head, [each for each in found if isinstance(each, list)], at)
     record.was_admitted = True
-    record.num_charged = next((each for each in reversed(found) if isinstance(each, int)), 0)
+    record.charges = [each for each in found if isinstance(each, Charge)][-1:]
     record.num_attempts = next(count for count, each in enumerate(reversed(parts)) if each != _ATTEMPT)
     return record
