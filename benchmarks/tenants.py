@@ -235,13 +235,15 @@ class Served:
 
     Charged is what was handed to an API process (decision 054). One that is killed may have taken tokens in that it has not sent: its
     clients cannot have seen them. So of an answer that breaks off, up to MESSAGES steps' tokens may be charged and not seen, and the prompt with the first of
-    them; of any other answer, none. A resumable stream is read to its end from another process: then not even those."""
+    them; of any other answer, none. A resumable stream is read to its end from another process, also one whose id its client has not got,
+    by the file that its process has left: then there is no such difference."""
 
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()  # messages
+        self.ids: set[str] = set()  # of streams that clients know
         self.lost: Counter[str] = Counter()  # most tokens that may have been handed over and not sent
-        self.num_whole = self.num_broken = self.num_refused = self.num_budget = self.num_resumed = 0
+        self.num_whole = self.num_broken = self.num_refused = self.num_budget = self.num_resumed = self.num_found = 0
 
 
 async def _rest(client: Client, stream_id: str) -> int:
@@ -306,6 +308,7 @@ async def _one(
             raise
     except (OSError, ValueError, asyncio.IncompleteReadError):
         pass
+    served.ids |= {stream_id}
     if is_resumable and stream_id and not is_whole and not has_error:
         last = await _rest(client, stream_id)
         is_whole = True
@@ -313,6 +316,8 @@ async def _one(
     served.tokens[key] += last
     if is_whole or has_error:
         served.num_whole += 1
+    elif is_resumable:
+        served.num_broken += 1  # _read_left() reads it, if it had begun
     else:
         served.num_broken += 1
         # A client that leaves is noticed some steps later. most_new: an event may hold the tokens of a draft.
@@ -320,6 +325,30 @@ async def _one(
         served.lost[key] += (
             most if has_left else min(most, MESSAGES * n * max(most_new, DRAFTED) + (0 if last else num_prompt))
         )
+
+
+def _kept_streams(server: Server) -> set[str]:
+    """Ids of all streams that can be resumed, by their files."""
+    records = Path(tempfile.gettempdir()).glob("octavo-*/server.json")
+    folders = [path.parent for path in records if json.loads(path.read_text())["pid"] == server.process.pid]
+    return {path.name.removeprefix("stream-") for folder in folders for path in folder.glob("stream-*")}
+
+
+async def _read_left(server: Server, served: Served, kept: set[str]) -> None:
+    """Read the streams that clients have asked for and know nothing of: their processes were killed before they sent the first event."""
+    assert kept & served.ids, "the server keeps its streams elsewhere"
+    for stream_id in sorted(kept - served.ids):
+        for key in "abc":
+            client = Client(Target.parse(server.base), key)
+            try:
+                served.tokens[key] += await _rest(client, stream_id)
+                served.num_found += 1
+                break
+            except HTTPFailure as error:
+                if error.status != 404:  # another key's
+                    raise
+            finally:
+                await client.close()
 
 
 async def _spend(server: Server, arguments: argparse.Namespace, vocabulary: int, models: Sequence[str]) -> Served:
@@ -358,7 +387,8 @@ def _model_of(flags: Sequence[str]) -> str:
 
 def budgets(arguments: argparse.Namespace) -> None:
     lines = ["a a 1", f"b b 1 budget_tokens={arguments.budget}", "c c 4 tpm=10M"]
-    flags = ("--api-processes", "2", "--fairness", "key", "--max-engine-restarts", "100", *arguments.flags)
+    kept = ("--resume-seconds", "3600", "--resume-bytes", "1GiB") if arguments.resumable else ()
+    flags = (*kept, "--api-processes", "2", "--fairness", "key", "--max-engine-restarts", "100", *arguments.flags)
     names = [f"m{at}" for at in range(arguments.models)]
     served_models = [f"{name}={_model_of(arguments.flags) or resolve('').path}" for name in names]
     if names:
@@ -366,10 +396,13 @@ def budgets(arguments: argparse.Namespace) -> None:
     with serving(lines, *served_models, *flags) as server:
         vocabulary = vocabulary_of(server, "boss")
         served = asyncio.run(_spend(server, arguments, vocabulary, names))
+        if arguments.resumable:
+            asyncio.run(_read_left(server, served, _kept_streams(server)))
         time.sleep(1.0)
         charged = {key: each["total_tokens"] for key, each in usage(server, "boss").items()}
     print(
-        f"{served.num_whole} whole answers ({served.num_resumed} of them read on at another connection), {served.num_broken} broken off, "
+        f"{served.num_whole} whole answers ({served.num_resumed} of them read on at another connection), {served.num_broken} broken off "
+        f"({served.num_found} of them had begun, and were read afterwards), "
         f"{served.num_refused} refused, {served.num_budget} choices ended by the budget"
     )
     for message, count in served.errors.most_common():
