@@ -11,8 +11,8 @@ from octavo.schedule.step_costs import UNBOUNDED, StepCosts, StepShape
 AUTO_STEPS = 2.75
 """With `auto`, a step with prompts takes so many times as long as one without. So the longest times between tokens stay
 within three times the usual one, with some room for what the costs do not foresee."""
-AUTO_SECONDS = 0.055
-"""… but nothing is cut to stay below this: 18 tokens a second are more than people read."""
+AUTO_SECONDS = 0.06
+"""… but nothing is cut to stay below this: 16 tokens a second are more than people read."""
 AUTO_OVERHEAD = 8
 """… nor to stay below so many times the constant part of a step. More steps repeat that part, and nothing else: where prompts take all
 of the time, they lose an eighth of it at most."""
