@@ -2,6 +2,7 @@
 throughput, with --max-inter-token-ms and without, in turn. Both servers run all the time, one of them idle.
 
     python -m benchmarks.stalls
+    python -m benchmarks.stalls --sides auto --loads mixed --rounds 1 --steps
     python -m benchmarks.stalls --sides auto,off,100 --loads short,mixed,long --rounds 1
 
 short: every client sends prompts of 128 tokens, 128 tokens out. mixed: the same, and beside them one prompt of 4,096 tokens after the
@@ -19,6 +20,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import stalls_steps
 from benchmarks.cpu import processes
 from octavo.cli.bench.http_stream import Client, Target
 from octavo.cli.bench.report import percentile
@@ -42,7 +45,12 @@ SECONDS = {"short": 12.0, "mixed": 25.0, "long": 60.0}  # that are measured of e
 
 @dataclass
 class Measured:
-    gaps: list[float] = field(default_factory=list)  # seconds between two events of a stream
+    gaps: list[float] = field(default_factory=list)  # seconds between two events of a stream, each with a token or more
+    gap_ends: list[float] = field(default_factory=list)  # … and when they were over, by the monotonic clock
+    windows: list[tuple[float, float]] = field(default_factory=list)  # when was measured
+    text_gaps: list[float] = field(
+        default_factory=list
+    )  # between two events with text: a token may be a part of a character
     first: list[float] = field(default_factory=list)  # seconds to the first token of prompts of 128 tokens
     first_long: list[float] = field(default_factory=list)  # … of 4,096
     num_tokens: int = 0
@@ -54,6 +62,9 @@ class Measured:
 
     def add(self, other: "Measured") -> None:
         self.gaps += other.gaps
+        self.gap_ends += other.gap_ends
+        self.windows += other.windows
+        self.text_gaps += other.text_gaps
         self.first += other.first
         self.first_long += other.first_long
         self.num_tokens += other.num_tokens
@@ -72,6 +83,7 @@ class Measured:
             "gap p90, ms": ms(self.gaps, 90),
             "gap p99, ms": ms(self.gaps, 99),
             "gap max, ms": ms(self.gaps, 100),
+            "gap of text p99, ms": ms(self.text_gaps, 99),
             "TTFT of 128 p50, ms": ms(self.first, 50),
             "TTFT of 128 p99, ms": ms(self.first, 99),
             "TTFT of 4,096 p50, ms": ms(self.first_long, 50),
@@ -102,6 +114,7 @@ class Load:
             clients.append(self._clients(LONG, LONG_OUT, self._pause))
         await asyncio.gather(*clients)
         self.measured.seconds = seconds
+        self.measured.windows.append((self._counts_from, self._ends_at))
         await self._client.close()
 
     async def _clients(self, length: int, output: int, pause: float) -> None:
@@ -118,6 +131,7 @@ class Load:
                 },  # an event may hold several tokens
                 "ignore_eos": True,
                 "temperature": 0,
+                "return_token_ids": True,  # an event for every token, also for one that gives no text yet
             }
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._left()):
@@ -128,11 +142,13 @@ class Load:
         return self._ends_at - time.perf_counter()
 
     async def _stream(self, body: bytes, length: int) -> None:
-        started, last, measured, num_tokens = time.perf_counter(), 0.0, self.measured, 0
+        started, measured, num_tokens = time.perf_counter(), self.measured, 0
+        last = last_text = 0.0
         async for event in self._client.post_events("/v1/completions", body):
             if event == b"[DONE]" or b'"choices":[]' in event:
                 continue
             now = time.perf_counter()
+            has_text = b'"text":""' not in event
             found = _COMPLETION_TOKENS.search(event)
             new_tokens, num_tokens = (int(found[1]) - num_tokens, int(found[1])) if found else (1, num_tokens + 1)
             if now >= self._counts_from:
@@ -140,9 +156,14 @@ class Load:
                 measured.num_events += 1
                 if last:
                     measured.gaps.append(now - last)
+                    measured.gap_ends.append(now)
+                    if has_text:
+                        measured.text_gaps.append(now - last_text)
                 else:
                     (measured.first_long if length == LONG else measured.first).append(now - started)
             last = now
+            if has_text or not last_text:
+                last_text = now
 
 
 @dataclass
@@ -150,6 +171,7 @@ class Side:
     setting: str
     port: int
     pid: int = 0
+    recording: Path | None = None  # folder; None: steps are not recorded
 
     @property
     def url(self) -> str:
@@ -170,8 +192,7 @@ def serving(side: Side, flags: list[str]) -> Iterator[None]:
         "serve",
         "--port",
         str(side.port),
-        "--record-bytes",
-        "0",
+        *(["--record-bytes", "0"] if side.recording is None else ["--record-folder", str(side.recording)]),
         *flags,
     ]
     if side.setting != "none":  # a server without the flag
@@ -256,6 +277,11 @@ def main() -> int:
         default=0.05,
         help="share of the cores that other processes may use; above it a measurement is made again, up to three times (default: 0.05)",
     )
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="also record the steps, and print how long they took beside what was predicted (benchmarks.stalls_steps)",
+    )
     parser.add_argument("--port", type=int, default=8100, help="of the first server; the others follow")
     parser.add_argument("--result", type=Path, help="also write all figures to this JSON file")
     parser.add_argument("flags", nargs="*", help="further flags of the servers, after --")
@@ -264,7 +290,11 @@ def main() -> int:
     found: dict[str, dict[str, Measured]] = {}
     rounds: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
+        recordings = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-stalls-")))
         for side in sides:
+            if arguments.steps:
+                side.recording = recordings / side.setting
+                side.recording.mkdir()
             stack.enter_context(serving(side, arguments.flags))
         for number in range(arguments.rounds):
             for load in arguments.loads.split(","):
@@ -280,6 +310,15 @@ def main() -> int:
                             break
                         print("again: other processes used the cores", file=sys.stderr, flush=True)
                     found.setdefault(load, {}).setdefault(side.setting, Measured()).add(measured)
+        for side in sides if arguments.steps else []:
+            assert side.recording is not None
+            time.sleep(0.5)  # a recorder writes every 0.2 s
+            steps = stalls_steps.steps_of(next(side.recording.glob("live-*")))
+            for load, by_side in found.items():
+                measured = by_side[side.setting]
+                print(f"\n{load}, {side.setting}: steps")
+                gaps = list(zip(measured.gap_ends, measured.gaps, strict=True))
+                stalls_steps.show(stalls_steps.during(steps, measured.windows), gaps)
     for load, by_side in found.items():
         show(load, by_side)
     if arguments.result is not None:

@@ -5,6 +5,7 @@
     python -m benchmarks.tenants throughput              # the same load with --fairness key and without, in turn
     python -m benchmarks.tenants budgets                 # 1,000 random requests of three keys, while processes are killed
     python -m benchmarks.tenants budgets --models 2      # the same, for several models on one port
+    python -m benchmarks.tenants budgets --resumable     # … by clients that read the rest of broken answers: exact to the token
 
 Further flags of the servers come after --, for example -- --model /models/SmolLM2-135M-Instruct. Prompts are random tokens, so that no prefix
 is in the cache. Service is what fairness counts: a token of a prompt 1, a token of an answer 2."""
@@ -223,48 +224,131 @@ def throughput(arguments: argparse.Namespace) -> None:
 # ── budgets ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+DRAFTED = 9
+"""Most tokens of a choice in a step: a draft's, and one."""
+MESSAGES = 2
+"""From the engine that an API process may have taken in, and not sent on, when it is killed. Each has a step's tokens of every open choice."""
+
+
 class Served:
-    """What clients got: whole answers by their usage, answers that broke off by the last usage that came."""
+    """What clients got: whole answers by their usage, answers that broke off by the last usage that came.
+
+    Charged is what was handed to an API process (decision 054). One that is killed may have taken tokens in that it has not sent: its
+    clients cannot have seen them. So of an answer that breaks off, up to MESSAGES steps' tokens may be charged and not seen, and the prompt with the first of
+    them; of any other answer, none. A resumable stream is read to its end from another process, also one whose id its client has not got,
+    by the file that its process has left: then there is no such difference."""
 
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()  # messages
+        self.ids: set[str] = set()  # of streams that clients know
         self.lost: Counter[str] = Counter()  # most tokens that may have been handed over and not sent
-        self.num_whole = self.num_broken = self.num_refused = self.num_budget = 0
+        self.num_whole = self.num_broken = self.num_refused = self.num_budget = self.num_resumed = self.num_found = 0
+
+
+async def _rest(client: Client, stream_id: str) -> int:
+    """Read a resumable stream again, from any API process, until it is there to its end. → its tokens, with the prompt."""
+    for _ in range(200):
+        with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError):
+            try:
+                whole = await client.get(f"/v1/stream/{stream_id}?from=0")
+            except HTTPFailure as error:
+                if error.status in (429, 503) or not error.status:
+                    await asyncio.sleep(0.1)
+                    continue
+                raise
+            events = [line[5:].strip() for line in whole.split(b"\n") if line.startswith(b"data:")]
+            chunks = [json.loads(event) for event in events if event != b"[DONE]"]
+            if b"[DONE]" in events or any("error" in chunk for chunk in chunks):
+                return max((chunk.get("usage") or {}).get("total_tokens", 0) for chunk in chunks)
+        await asyncio.sleep(0.1)
+    raise SystemExit(f"stream {stream_id} was not read to its end")
 
 
 async def _one(
-    client: Client, key: str, dice: random.Random, served: Served, vocabulary: int, models: Sequence[str]
+    client: Client,
+    key: str,
+    dice: random.Random,
+    served: Served,
+    vocabulary: int,
+    models: Sequence[str],
+    is_resumable: bool,
 ) -> None:
+    has_left = False
+    # A new connection: a request that is sent again, because a kept connection was closed, would be charged twice and seen once.
+    await client.close()
     num_prompt, num_output, n = dice.randrange(1, 60), dice.randrange(1, 60), dice.choice([1, 1, 1, 3])
     prompt = [dice.randrange(vocabulary // 4, vocabulary) for _ in range(num_prompt)]
     body = {"prompt": prompt, "max_tokens": num_output, "n": n, "stream": True, "seed": dice.randrange(99)}
-    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True, "resumable": is_resumable}
     if models:
         body["model"] = dice.choice(models)
-    last, is_whole, has_error = 0, False, False
+    last, is_whole, has_error, stream_id, most_new = 0, False, False, "", 1
     try:
         async for event in client.post_events("/v1/completions", json.dumps(body).encode()):
             is_whole |= event == b"[DONE]"
             chunk = {} if event == b"[DONE]" else json.loads(event)
-            has_error |= "error" in chunk
-            last = max(last, (chunk.get("usage") or {}).get("total_tokens", 0))
+            if "error" in chunk:
+                has_error = True
+                served.errors[chunk["error"].get("message", "")[:100]] += 1
+            stream_id = stream_id or chunk.get("id", "")
+            now = (chunk.get("usage") or {}).get("total_tokens", 0)
+            most_new = max(most_new, now - last) if last else most_new
+            last = max(last, now)
             served.num_budget += any(each.get("stop_reason") == "budget" for each in chunk.get("choices", ()))
-            if dice.random() < 0.0005:
+            if dice.random() < (0.005 if is_resumable else 0.0005):
+                has_left = True
                 break  # the client leaves
     except HTTPFailure as error:
         if error.status == 429:
             served.num_refused += 1
             return
+        served.errors[f"{error.status}: {error}"[:100]] += 1
         if error.status and error.status < 500:
             raise
     except (OSError, ValueError, asyncio.IncompleteReadError):
         pass
+    served.ids |= {stream_id}
+    if is_resumable and stream_id and not is_whole and not has_error:
+        last = await _rest(client, stream_id)
+        is_whole = True
+        served.num_resumed += 1
     served.tokens[key] += last
-    if is_whole and not has_error:
+    if is_whole or has_error:
         served.num_whole += 1
+    elif is_resumable:
+        served.num_broken += 1  # _read_left() reads it, if it had begun
     else:
         served.num_broken += 1
-        served.lost[key] += num_prompt + n * num_output - last
+        # A client that leaves is noticed some steps later. most_new: an event may hold the tokens of a draft.
+        most = num_prompt + n * num_output - last
+        served.lost[key] += (
+            most if has_left else min(most, MESSAGES * n * max(most_new, DRAFTED) + (0 if last else num_prompt))
+        )
+
+
+def _kept_streams(server: Server) -> set[str]:
+    """Ids of all streams that can be resumed, by their files."""
+    records = Path(tempfile.gettempdir()).glob("octavo-*/server.json")
+    folders = [path.parent for path in records if json.loads(path.read_text())["pid"] == server.process.pid]
+    return {path.name.removeprefix("stream-") for folder in folders for path in folder.glob("stream-*")}
+
+
+async def _read_left(server: Server, served: Served, kept: set[str]) -> None:
+    """Read the streams that clients have asked for and know nothing of: their processes were killed before they sent the first event."""
+    assert kept & served.ids, "the server keeps its streams elsewhere"
+    for stream_id in sorted(kept - served.ids):
+        for key in "abc":
+            client = Client(Target.parse(server.base), key)
+            try:
+                served.tokens[key] += await _rest(client, stream_id)
+                served.num_found += 1
+                break
+            except HTTPFailure as error:
+                if error.status != 404:  # another key's
+                    raise
+            finally:
+                await client.close()
 
 
 async def _spend(server: Server, arguments: argparse.Namespace, vocabulary: int, models: Sequence[str]) -> Served:
@@ -288,7 +372,7 @@ async def _spend(server: Server, arguments: argparse.Namespace, vocabulary: int,
                         os.kill(dice.choice(pids), signal.SIGKILL)
                         num_killed[kind] += 1
             key = own.choice("abc")
-            await _one(clients[key], key, own, served, vocabulary, models)
+            await _one(clients[key], key, own, served, vocabulary, models, arguments.resumable)
         for each in clients.values():
             await each.close()
 
@@ -303,7 +387,8 @@ def _model_of(flags: Sequence[str]) -> str:
 
 def budgets(arguments: argparse.Namespace) -> None:
     lines = ["a a 1", f"b b 1 budget_tokens={arguments.budget}", "c c 4 tpm=10M"]
-    flags = ("--api-processes", "2", "--fairness", "key", "--max-engine-restarts", "100", *arguments.flags)
+    kept = ("--resume-seconds", "3600", "--resume-bytes", "1GiB") if arguments.resumable else ()
+    flags = (*kept, "--api-processes", "2", "--fairness", "key", "--max-engine-restarts", "100", *arguments.flags)
     names = [f"m{at}" for at in range(arguments.models)]
     served_models = [f"{name}={_model_of(arguments.flags) or resolve('').path}" for name in names]
     if names:
@@ -311,19 +396,25 @@ def budgets(arguments: argparse.Namespace) -> None:
     with serving(lines, *served_models, *flags) as server:
         vocabulary = vocabulary_of(server, "boss")
         served = asyncio.run(_spend(server, arguments, vocabulary, names))
+        if arguments.resumable:
+            asyncio.run(_read_left(server, served, _kept_streams(server)))
         time.sleep(1.0)
         charged = {key: each["total_tokens"] for key, each in usage(server, "boss").items()}
     print(
-        f"{served.num_whole} whole answers, {served.num_broken} broken off, {served.num_refused} refused, {served.num_budget} choices "
-        "ended by the budget"
+        f"{served.num_whole} whole answers ({served.num_resumed} of them read on at another connection), {served.num_broken} broken off "
+        f"({served.num_found} of them had begun, and were read afterwards), "
+        f"{served.num_refused} refused, {served.num_budget} choices ended by the budget"
     )
+    for message, count in served.errors.most_common():
+        print(f"  {count} × {message}")
     is_right = True
     for key in "abc":
         unseen = charged[key] - served.tokens[key]
         is_right &= 0 <= unseen <= served.lost[key]
         is_right &= bool(unseen) <= bool(served.lost[key])
         print(
-            f"key {key}: served {served.tokens[key]}, charged {charged[key]}, of which broken answers did not show {unseen}"
+            f"key {key}: served {served.tokens[key]}, charged {charged[key]}, of which broken answers did not show {unseen} "
+            f"(at most {served.lost[key]} can be)"
         )
     is_right &= charged["b"] <= arguments.budget
     print("every token was counted once" if is_right else "WRONG")
@@ -347,6 +438,9 @@ def main() -> None:
             command.add_argument("--seed", type=int, default=1)
             command.add_argument(
                 "--models", type=int, default=0, help="serve the model under so many names on one port"
+            )
+            command.add_argument(
+                "--resumable", action="store_true", help="answers that break off are read to their end"
             )
             command.add_argument("--no-kill-api", dest="kill_api", action="store_false", help="kill engines only")
         else:

@@ -212,7 +212,7 @@ class SchedulerConfig:
     max_inter_token_ms: float | str = knob(
         AUTO,
         "most milliseconds that a step should take while streams are running, so that prompts do not keep their tokens waiting: a "
-        "step computes only as much of prompts as fits, by the measured costs of steps. auto: 2.5 times as long as a step without "
+        "step computes only as much of prompts as fits, by the measured costs of steps. auto: 2.75 times as long as a step without "
         "prompts, and at least 60 ms or 8 times a step's fixed cost; off, or 0: no limit. Without a server, auto is off",
         kind="ms",
         least=0,

@@ -23,7 +23,7 @@ from octavo.config import Config, read_tiers, replace
 from octavo.engine.pin_files import PinFiles, SavedPin
 from octavo.errors import ConfigError, OctavoError
 from octavo.ipc import secure_channel
-from octavo.ipc.usage_ledger import UsageLedger
+from octavo.ipc.usage_ledger import Charge, UsageLedger
 from octavo.key_settings import KeySettings, decode, encode, read_key_file
 from octavo.kv_tier.folder import TierFolder
 from octavo.kv_tier.run_file import RunHeader, checksum
@@ -73,6 +73,10 @@ def _run_stream(data: bytes) -> None:
     record.source()
     record.note_attempt()
     record.begun(_REQUEST)
+    ledger = UsageLedger(folder / "ledger")
+    record.num_known(len(_REQUEST.prompt_ids))
+    record.num_charged(ledger.accounts({b"k" * 16: KeySettings()})[b"k" * 16])
+    ledger.close()
     record.release()
     records.remove_old(0.0)
 
@@ -100,7 +104,13 @@ def _parts_of(data: bytes) -> list[Any]:
 def _stream_seeds() -> list[bytes]:
     head = RecordHead("/v1/completions", b"{}", b"", bytes(32), 1.0, "octavo-2-x")
     lists = [[TokenDelta("a", 0, [5]), TokenDelta("a", 1, [6, 7])], [TokenDelta("a", 0, [8], Finish("stop"))]]
-    return [_parts([head, *lists]), _parts([head, None, lists[0], None, None]), _parts([head])]
+    charges = [Charge(12, 3, 0, 1, 15), Charge(13, 1, 255, 9, 2**40)]
+    return [
+        _parts([head, *lists]),
+        _parts([head, None, lists[0], None, None]),
+        _parts([head]),
+        _parts([head, charges[0], lists[0], charges[1]]),
+    ]
 
 
 # ── pages on disk ──

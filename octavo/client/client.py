@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 
 import msgspec
 import zmq
@@ -17,7 +17,7 @@ from octavo.client.link import EngineLink, listen
 from octavo.client.streams import Streams
 from octavo.errors import EngineDead, EngineError, EngineUnavailable, Unsupported
 from octavo.ipc.heartbeat import Heartbeat
-from octavo.ipc.usage_ledger import Account
+from octavo.ipc.usage_ledger import Account, Charge
 from octavo.messages import (
     Abort,
     Control,
@@ -153,6 +153,10 @@ class EngineClient(ABC):
         self._send(request)
         if request.deadline or request.queue_until:
             self._set_timers(request)
+
+    def resume_charges(self, request_id: str, num_charged: int, num_known: int, note: Callable[[Charge], None]) -> None:
+        """Right after submit, for a request that another process may have begun: see Streams.resume_charges."""
+        self._streams.resume_charges(request_id, num_charged, num_known, note)
 
     def has(self, request_id: str) -> bool:
         """Whether the request is open here."""

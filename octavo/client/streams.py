@@ -11,7 +11,7 @@ import msgspec
 
 from octavo.errors import OctavoError, RequestFailed
 from octavo.ipc.heartbeat import is_named
-from octavo.ipc.usage_ledger import Account
+from octavo.ipc.usage_ledger import Account, Charge
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 
 PROOF_TOKENS = 8
@@ -35,6 +35,9 @@ class _Stream:
         "deltas",
         "is_charged",
         "mark",
+        "note_charge",
+        "num_charged",
+        "num_paid",
         "open_choices",
         "outputs",
         "reader",
@@ -46,6 +49,9 @@ class _Stream:
         self.request = request
         self.account = account  # None: what it uses is not counted
         self.is_charged = False  # its prompt has been counted
+        self.num_charged = 0  # tokens that were counted, prompt included, also by processes that have ended
+        self.num_paid = 0  # output tokens that such a process has counted, and that come again
+        self.note_charge: Callable[[Charge], None] | None = None  # called before each is made
         self.open_choices = set(range(request.params.n))
         self.outputs: list[list[int]] = [[] for _ in range(request.params.n)]  # all tokens received, by choice
         self.deltas: list[TokenDelta] = []  # not yet read
@@ -119,6 +125,16 @@ class Streams:
                 stream.outputs[index] = list(tokens)
                 stream.is_charged = stream.is_charged or bool(tokens)
 
+    def resume_charges(self, request_id: str, num_charged: int, num_known: int, note: Callable[[Charge], None]) -> None:
+        """Go on counting for a request that another process may have begun. `num_charged`: tokens that were counted for it, prompt included;
+        `num_known`: as many of them as it was opened with. The others come again, and are not counted again. `note`: called with every charge
+        before it is made: what it writes down tells the next process, if this one is killed."""
+        stream = self._streams[request_id]
+        stream.note_charge, stream.num_charged = note, max(num_charged, num_known)
+        if num_charged > num_known:
+            num_prompt = 0 if stream.is_charged else len(stream.request.prompt_ids)
+            stream.is_charged, stream.num_paid = True, max(0, num_charged - num_known - num_prompt)
+
     def deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
@@ -137,7 +153,7 @@ class Streams:
     def _charge(self, stream: _Stream, account: Account, delta: TokenDelta) -> TokenDelta:
         """Count what is handed over: the tokens, and the prompt with the first of them. Returns the delta as far as the budget goes."""
         num_prompt, num_output = 0 if stream.is_charged else len(stream.request.prompt_ids), len(delta.token_ids)
-        num_allowed = account.charge(num_prompt, num_output)
+        num_allowed = self._count(stream, account, num_prompt, num_output)
         if num_allowed == num_output:
             stream.is_charged = True
             return delta
@@ -154,6 +170,25 @@ class Streams:
         return msgspec.structs.replace(
             delta, token_ids=delta.token_ids[:num_allowed], logprobs=delta.logprobs[:num_allowed], finish=finish
         )
+
+    @staticmethod
+    def _count(stream: _Stream, account: Account, num_prompt: int, num_output: int) -> int:
+        """As Account.charge, without tokens that were counted before."""
+        note = stream.note_charge
+        if note is None:
+            return account.charge(num_prompt, num_output)
+        num_paid = min(stream.num_paid, num_output)
+        stream.num_paid -= num_paid
+        if num_paid == num_output and not num_prompt:
+            return num_output
+        wanted = num_prompt + num_output - num_paid
+        note(account.next_charge(stream.num_charged + wanted, wanted))
+        num_allowed = account.charge(num_prompt, num_output - num_paid)
+        counted = 0 if num_allowed < 0 else num_prompt + num_allowed
+        stream.num_charged += counted
+        if counted < wanted:
+            note(account.next_charge(stream.num_charged, 0))
+        return num_allowed if num_allowed < 0 and not num_paid else max(num_allowed, 0) + num_paid
 
     def end_choice(self, request_id: str, index: int) -> None:
         """Close one choice (−1: all choices) and drop its unread deltas."""

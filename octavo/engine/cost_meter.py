@@ -18,6 +18,9 @@ _FADE, _LEAST_FADE = (
     0.97,
     0.25,
 )  # of that cost, for each measured step without a draft: a model that was too dear once is tried again
+_SPREAD_SAMPLES, _LEAST_SPREAD_SAMPLES = 64, 16  # steps with prompts beside other rows, of which the spread is found
+_SPREAD_SHARE = 0.9  # of them take no longer, for what was foreseen, than the spread says
+_MOST_SPREAD = 1.5  # where other programs disturb a machine, prompts must go on
 
 
 class CostMeter(StepObserver):
@@ -32,6 +35,8 @@ class CostMeter(StepObserver):
         self._has_costs = self._has_new_kind = False
         self._num_since_fit = 0
         self._costs: StepCosts | None = None  # of the last fit
+        # How many times as long as foreseen steps took that have a limit.
+        self._ratios: deque[float] = deque(maxlen=_SPREAD_SAMPLES)
         # What passes of the draft model took, for each second of steps with as many tokens.
         self._draft_shares: deque[float] = deque(maxlen=_DRAFT_SHARES)
         self._fade = 1.0
@@ -51,7 +56,10 @@ class CostMeter(StepObserver):
             self._num_decodes += 1
             if self._num_decodes % _DECODE_EVERY != 1:
                 return
-        self._has_new_kind |= self._samples.add(shape_of(plan, num_tokens, committed.result.drafted), seconds)
+        shape = shape_of(plan, num_tokens, committed.result.drafted)
+        if self._costs is not None and shape.more_tokens and 1 in plan.counts:
+            self._ratios.append(seconds / self._costs.seconds(shape))
+        self._has_new_kind |= self._samples.add(shape, seconds)
         self._num_since_fit += 1
         if work is None:
             self._fade = max(self._fade * _FADE, _LEAST_FADE)
@@ -64,10 +72,17 @@ class CostMeter(StepObserver):
 
     def _hand_on(self, costs: StepCosts | None) -> None:
         self._has_costs |= costs is not None
-        if costs is not None and self._draft_shares:
-            share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
-            costs = msgspec.structs.replace(costs, draft=share, draft_low=share * self._fade)
+        if costs is not None:
+            costs = msgspec.structs.replace(costs, spread=self._spread())
+            if self._draft_shares:
+                share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
+                costs = msgspec.structs.replace(costs, draft=share, draft_low=share * self._fade)
         self._costs = self.new_costs = costs
+
+    def _spread(self) -> float:
+        if len(self._ratios) < _LEAST_SPREAD_SAMPLES:
+            return 1.0
+        return min(max(sorted(self._ratios)[int(_SPREAD_SHARE * len(self._ratios))], 1.0), _MOST_SPREAD)
 
     def _note_drafts(self, work: DraftWork) -> bool:
         """Catching up is left out: it costs less for each token than a draft does. → whether this was the first measurement after a while: the

@@ -90,6 +90,7 @@ class Driver:
         self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
         self._loop.on_grammar_ready = lambda: inbox.put(Wake())
+        self._loop.on_memory_moved = self._control.heartbeat.rest  # else the supervisor would take it for hanging
         if self._loop.tier is not None:
             self._loop.tier.on_event(lambda: inbox.put(Wake()))
         if self._loop.adapters is not None:

@@ -41,6 +41,8 @@ class EngineLoop:
         self._idle_memory = idle_memory
         self.holds = holds
         self.on_grammar_ready: Callable[[], None] = lambda: None  # called by any thread: there is work again
+        # Called by any thread while it falls asleep or wakes up.
+        self.on_memory_moved: Callable[[], None] = lambda: None
         # Compiled, with the bytes that each takes; the scheduler does not know yet.
         self._ready_grammars: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._in_flight: deque[StepPlan] = deque()
@@ -225,13 +227,14 @@ class EngineLoop:
         self.observers.idle_limited(0)
         if isinstance(self.executor, Sleeper):
             # A tier's mover may still copy pages.
-            self.executor.sleep(pages, keeps_pages=pool.num_used > 0 or self.tier is not None)
+            keeps_pages = pool.num_used > 0 or self.tier is not None
+            self.executor.sleep(pages, keeps_pages, self.on_memory_moved)
 
     def wake_up(self) -> None:
         if self._warm_awake is None:
             return
         if isinstance(self.executor, Sleeper):
-            self.executor.wake_up()
+            self.executor.wake_up(self.on_memory_moved)
         num_warm, self._warm_awake = self._warm_awake, None
         self.scheduler.cache.pool.limit_touched(num_warm)
         self.observers.idle_limited(num_warm)

@@ -62,11 +62,12 @@ class AdapterLoader(Protocol):
 class Sleeper(Protocol):
     """An executor that can give memory back while nothing is computed, and keeps the weights."""
 
-    def sleep(self, pages: list[int], keeps_pages: bool) -> None:
+    def sleep(self, pages: list[int], keeps_pages: bool, moved: Callable[[], None]) -> None:
         """Give back the memory of these blank pages, and on a GPU that of the weights, which go to pinned memory, and of all pages unless
-        `keeps_pages`: some hold what is needed. No step is in flight, and none comes before wake_up()."""
+        `keeps_pages`: some hold what is needed. Every step was collected, and none comes before wake_up(). `moved`: called now and then, by any
+        thread, as long as weights are being moved."""
 
-    def wake_up(self) -> None:
+    def wake_up(self, moved: Callable[[], None]) -> None:
         """Be ready for steps. Pages that were given back are zero."""
 
 

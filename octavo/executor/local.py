@@ -85,14 +85,14 @@ class LocalExecutor:
         if (draft := self._runner.draft) is not None:
             draft.give_back(pages)
 
-    def sleep(self, pages: list[int], keeps_pages: bool) -> None:
+    def sleep(self, pages: list[int], keeps_pages: bool, moved: Callable[[], None]) -> None:
         self.give_back(pages)
         assert self._runner is not None, "closed"
-        self._runner.sleep(keeps_pages)
+        self._runner.sleep(keeps_pages, moved)
 
-    def wake_up(self) -> None:
+    def wake_up(self, moved: Callable[[], None]) -> None:
         assert self._runner is not None, "closed"
-        self._runner.wake_up()
+        self._runner.wake_up(moved)
 
     def open_tier(self, tiers: KVTiers, layout: str) -> PageMover:
         assert self._runner is not None, "closed"

@@ -71,6 +71,7 @@ class ProcessExecutor:
         self._is_closed = False
         self._side: SideRequests | None = None  # made with the first
         self._adapter_itemsize = 0
+        self._num_plans = 0  # that every rank was sent
 
     def start(self) -> EngineReport:
         try:
@@ -87,6 +88,7 @@ class ProcessExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._send(self._encoder.encode(plan))
+        self._num_plans += 1
 
     def collect(self) -> StepResult:
         return self._results.decode(self._next_reply()[1])
@@ -143,16 +145,18 @@ class ProcessExecutor:
     def give_back(self, pages: list[int]) -> None:
         """Ranks keep the memory of their pages: idle prefixes stop growing, and that is all."""
 
-    def sleep(self, pages: list[int], keeps_pages: bool) -> None:
-        self._ask_all(lambda number: SleepRank(number, pages, keeps_pages))
+    def sleep(self, pages: list[int], keeps_pages: bool, moved: Callable[[], None]) -> None:
+        self._ask_all(lambda number: SleepRank(number, pages, keeps_pages, self._num_plans), moved)
 
-    def wake_up(self) -> None:
-        self._ask_all(WakeRank)
+    def wake_up(self, moved: Callable[[], None]) -> None:
+        self._ask_all(WakeRank, moved)
 
-    def _ask_all(self, message: Callable[[int], SideMessage]) -> list[SideReply]:
+    def _ask_all(
+        self, message: Callable[[int], SideMessage], on_part: Callable[[], None] = lambda: None
+    ) -> list[SideReply]:
         """Have every rank do something beside its steps, and wait until all have. Raises EngineDead."""
         box: SimpleQueue[list[SideReply] | None] = SimpleQueue()
-        self._asking().ask(range(len(self._ranks)), message, box.put)
+        self._asking().ask(range(len(self._ranks)), message, box.put, on_part)
         if (replies := box.get()) is None:
             raise EngineDead(self._describe_end(self._ranks[0]))
         return replies

@@ -21,6 +21,7 @@ class _Asked:
     ranks: Sequence[int]
     replies: dict[int, SideReply]
     done: Callable[[list[SideReply] | None], None]
+    on_part: Callable[[], None]
 
 
 class SideRequests:
@@ -40,14 +41,16 @@ class SideRequests:
         ranks: Sequence[int],
         message: Callable[[int], SideMessage],
         done: Callable[[list[SideReply] | None], None] = lambda replies: None,
+        on_part: Callable[[], None] = lambda: None,
     ) -> None:
         """Ask these ranks. Any thread. `message` is given the number of the message. `done` is called once with the ranks' replies, in their
-        order, by another thread; or with None, perhaps at once, if a rank has ended."""
+        order, by another thread; or with None, perhaps at once, if a rank has ended. `on_part`: called, by that thread too, for each part that a rank
+        has done of it."""
         with self._lock:
             self._number += 1
             number = self._number
             if not self._is_over:
-                self._asked[number] = _Asked(ranks, {}, done)
+                self._asked[number] = _Asked(ranks, {}, done, on_part)
                 encoded = self._encoder.encode(message(number))
                 try:
                     for rank in ranks:
@@ -74,8 +77,12 @@ class SideRequests:
     def _take(self, rank: int, reply: SideReply) -> None:
         with self._lock:
             asked = self._asked[reply.number]
-            asked.replies[rank] = reply
-            if len(asked.replies) < len(asked.ranks):
-                return
-            del self._asked[reply.number]
+            if reply.is_over:
+                asked.replies[rank] = reply
+                if len(asked.replies) < len(asked.ranks):
+                    return
+                del self._asked[reply.number]
+        if not reply.is_over:
+            asked.on_part()
+            return
         asked.done([asked.replies[rank] for rank in asked.ranks])

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from octavo.errors import ConfigError
 from octavo.key_settings import KeySettings
 
@@ -37,7 +39,7 @@ _NUM_SHARED = 2
 _REQUESTS_UNTIL, _TOKENS_UNTIL = range(_NUM_SHARED)
 _ROWS = _SHARED + 8 * _NUM_SHARED * MAX_KEYS  # offset of the words that one process writes
 _NUM_WORDS = 8
-_PROMPT, _OUTPUT, _REQUESTS, _DAY, _BEFORE, _IN_FLIGHT = range(6)
+_PROMPT, _OUTPUT, _REQUESTS, _DAY, _BEFORE, _IN_FLIGHT, _AT_CLAIM, _NUM_CLAIMS = range(8)
 _SIZE = _ROWS + 8 * _NUM_WORDS * MAX_KEYS * MAX_ROWS
 _OLD_SIZE = _ROWS + 8 * _NUM_WORDS * MAX_KEYS * _OLD_ROWS
 _MAX_WORD = 2**60
@@ -74,6 +76,16 @@ class Remaining(NamedTuple):
     limit: int
     left: int
     seconds: float
+
+
+class Charge(msgspec.Struct, frozen=True):
+    """A charge that a process is about to make, written down by it: another process can tell whether it was made (Account.was_made)."""
+
+    total: int  # tokens that are counted for one request then, prompt included
+    count: int  # of them, by this charge
+    row: int  # of the process
+    claim: int  # which of the processes that had the row
+    sum: int  # of the key's tokens in this row, then
 
 
 class UsageLedger:
@@ -216,6 +228,9 @@ class Account:
         for word in (_PROMPT, _OUTPUT, _REQUESTS, _DAY, _BEFORE):  # a damaged file must not make sums overflow
             if not 0 <= ledger._words[self._mine + word] <= _MAX_WORD:
                 ledger._words[self._mine + word] = 0
+        # The sum first: what a predecessor was about to charge is compared with it.
+        ledger._words[self._mine + _AT_CLAIM] = self._sum_of(self._mine)
+        ledger._words[self._mine + _NUM_CLAIMS] = max(0, ledger._words[self._mine + _NUM_CLAIMS] % _MAX_WORD) + 1
         self._has_lock = bool(settings.budget_tokens or settings.tpm)
 
     # ── what is counted ──
@@ -236,6 +251,25 @@ class Account:
             if self.settings.tpm:
                 self._fill(_TOKENS_UNTIL, self.settings.tpm, num_output)
         return num_output
+
+    def next_charge(self, total: int, count: int) -> Charge:
+        """The charge of `count` tokens that is made next, for a request that then has `total`."""
+        words, at, ledger = self._ledger._words, self._mine, self._ledger
+        return Charge(total, count, ledger._row, words[at + _NUM_CLAIMS], self._sum_of(at) + count)
+
+    def was_made(self, charge: Charge) -> bool:
+        """Whether a process that has ended has made this charge, or was killed before. Of a process whose row was claimed more than once since
+        it is not known: then it was, so that no token is counted twice."""
+        if not 0 <= charge.row < MAX_ROWS:  # the file is damaged
+            return True
+        words, at = self._ledger._words, self._rows[charge.row]
+        num_since = words[at + _NUM_CLAIMS] - charge.claim
+        if num_since > 1:
+            return True
+        return (words[at + _AT_CLAIM] if num_since == 1 else self._sum_of(at)) >= charge.sum
+
+    def _sum_of(self, at: int) -> int:
+        return self._ledger._words[at + _PROMPT] + self._ledger._words[at + _OUTPUT]
 
     def _add(self, num_prompt: int, num_output: int) -> None:
         words, at = self._ledger._words, self._mine

@@ -35,11 +35,13 @@ class ForgetAdapters(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class SleepRank(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Give memory back until WakeRank: that of these blank pages, and on a GPU that of the weights, and of all pages unless some are kept."""
+    """Give memory back until WakeRank: that of these blank pages, and on a GPU that of the weights, and of all pages unless some are kept.
+    A rank may still compute a step whose result another rank has sent: `num_plans`, all that it was sent, are carried out first."""
 
     number: int
     pages: list[int]
     keeps_pages: bool
+    num_plans: int
 
 
 class WakeRank(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -52,9 +54,10 @@ SideMessage = PrepareGrammar | CheckAdapter | ReadAdapter | ForgetAdapters | Sle
 
 
 class SideReply(msgspec.Struct, frozen=True, gc=False):
-    """A rank has done what the message with this number asked for."""
+    """A rank has done what the message with this number asked for, or a part of it."""
 
     number: int
     error: str = ""  # why it could not
     id: str = ""  # of an adapter that was read
     num_bytes: int = 0  # that the adapter or grammar takes on this rank
+    is_over: bool = True  # False: it goes on with it, and another reply follows

@@ -116,7 +116,12 @@ class RecordedSpeculation:
         request.drafter = _UnknownText()
 
     def choose(
-        self, rows: Sequence[tuple[int, Request]], shape: StepShape, costs: StepCosts | None, room: int
+        self,
+        rows: Sequence[tuple[int, Request]],
+        shape: StepShape,
+        costs: StepCosts | None,
+        room: int,
+        limit: StallLimit | None = None,
     ) -> list[Draft]:
         requests = dict(rows)
         return [Draft(at, [output_token(requests[at].sequence)] * count) for at, count in self.next if at in requests]

@@ -667,8 +667,8 @@ class Scheduler:
 
     def _speculate(self, speculation: Speculation, draft: StepPlan, planned: Planned) -> None:
         """Add drafts to a plan that is otherwise complete, from what is left of the step's tokens and of free pages. They continue the
-        last token, so all tokens must be known: nothing may be in flight. Plans with prompts have none: they have a limit of their
-        own."""
+        last token, so all tokens must be known: nothing may be in flight. Plans with prompts have none: these take all that the limit
+        leaves. With drafts a step keeps to it, too: a row whose draft is wrong waits for those of the others."""
         num_rows = len(draft.rows)
         if sum(draft.counts) > num_rows or planned.forking:
             return
@@ -681,7 +681,7 @@ class Scheduler:
                 if request.drafter is not None and samples and request.late_at != len(request.tokens) - 1
             ]
             if rows and room > 0:
-                chosen = speculation.choose(rows, shape, self.costs, room)
+                chosen = speculation.choose(rows, shape, self.costs, room, self.stall_limit)
                 num_by_model = sum(each.tokens[0] == FROM_MODEL for each in chosen)
                 catch_up = self._catch_up(shape, num_by_model) if num_by_model else 0
                 for each in chosen:
@@ -697,7 +697,7 @@ class Scheduler:
             total //= UNKNOWN_PART
         elif self.stall_limit is not None and costs is not None and costs.draft:
             seconds = costs.seconds(shape)
-            left = max(self.stall_limit.within(costs, seconds) - seconds, MIN_SHARE * seconds)
+            left = max(self.stall_limit.planned_within(costs, seconds) - seconds, MIN_SHARE * seconds)
             total = min(total, costs.tokens_within(left / costs.draft, shape.context // shape.rows))
         return max(MIN_PROMPT_TOKENS, total // num_drafts)
 

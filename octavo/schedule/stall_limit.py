@@ -6,7 +6,7 @@ limit, a step computes only so much of them that it stays within it, by the meas
 from typing import NamedTuple
 
 from octavo.schedule.request import Request
-from octavo.schedule.step_costs import UNBOUNDED, StepCosts
+from octavo.schedule.step_costs import UNBOUNDED, StepCosts, StepShape
 
 AUTO_STEPS = 2.75
 """With `auto`, a step with prompts takes so many times as long as one without. So the longest times between tokens stay
@@ -40,6 +40,17 @@ class StallLimit(NamedTuple):
         """Seconds that a step may take that would take `stream_seconds` without prompts."""
         return self.seconds or max(AUTO_SECONDS, AUTO_STEPS * stream_seconds, AUTO_OVERHEAD * costs.step)
 
+    def planned_within(self, costs: StepCosts, stream_seconds: float) -> float:
+        """Seconds that such a step is planned to take: less than the limit, by as much as steps take longer than foreseen."""
+        return self.within(costs, stream_seconds) / costs.spread
+
+    def drafts_within(self, costs: StepCosts, shape: StepShape) -> int:
+        """Drafted tokens that a step may verify beside its rows. `shape`: of the step without them."""
+        seconds = costs.seconds(shape)
+        left = max(self.planned_within(costs, seconds) - seconds, MIN_SHARE * seconds)
+        each = costs.row + costs.context * (shape.context / max(shape.rows, 1))
+        return int(min(left / each, UNBOUNDED)) if each else UNBOUNDED
+
 
 class PromptAllowance:
     """What a plan may compute of prompts, handed out in the order in which they are planned: the first that has to be cut, or gets nothing,
@@ -50,7 +61,7 @@ class PromptAllowance:
         each row with one token."""
         self.limit = limit
         self._costs = costs
-        self._seconds = max(limit - stream_seconds, MIN_SHARE * stream_seconds)
+        self._seconds = max(limit / costs.spread - stream_seconds, MIN_SHARE * stream_seconds)
         self._tokens = max(tokens, MIN_PROMPT_TOKENS)
         self._has_begun = False  # a prompt has got its part
         self._is_spent = False

@@ -67,7 +67,7 @@ def shape_of(plan: StepPlan, num_tokens: int, proposed: Sequence[int] = ()) -> S
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Seconds, but for the last two; none of them negative."""
+    """Seconds, but for the last three; none of them negative."""
 
     step: float
     row: float
@@ -76,6 +76,7 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pair: float
     draft: float = 0.0  # seconds of a pass of the draft model, for each of a step with the same tokens; 0: not known, or there is none
     draft_low: float = 0.0  # … that it may be by now: less, the longer no pass was measured; 0: the same
+    spread: float = 1.0  # times the foreseen seconds that most steps with prompts beside other rows take at most
 
     def seconds(self, shape: StepShape) -> float:
         return (
@@ -158,14 +159,18 @@ class StepSamples:
             self._trials.append(Sample(shape, seconds))
 
     def fit(self) -> StepCosts | None:
-        """None: steps of one size say nothing of another. There must be two sizes, one of them with prompts."""
+        """None: steps of one size say nothing of another. There must be two sizes, one of them with prompts. Trials with different numbers of
+        rows are one: they say what rows cost, and the rest is the prompts'."""
         points: list[tuple[Sample, float]] = []
         for key, cell in self._cells.items():
             middle = sorted(cell, key=lambda sample: sample.seconds)[(len(cell) - 1) // 2]
             age = 1 + (self.num_added - self._added[key]) / _AGE
             # By its square, a deviation counts relative to the step's duration.
             points.append((middle, len(cell) / age / middle.seconds**2))
-        if len({sample.shape.more_tokens.bit_length() for sample, _ in points}) < 2:
+        sizes = {sample.shape.more_tokens.bit_length() for sample, _ in points}
+        if points and len({trial.shape.rows for trial in self._trials}) > 1:
+            sizes.add(0)
+        if len(sizes) < 2:
             return None
         points += [(trial, 1 / trial.seconds**2) for trial in self._trials]
         first = fit(points)

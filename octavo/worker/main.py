@@ -103,7 +103,7 @@ def _serve(
     from octavo.device import pick
     from octavo.parallel import init_ranks
     from octavo.worker.load import Loader
-    from octavo.worker.side import SideWork
+    from octavo.worker.side import FinishedPlans, SideWork
     from octavo.worker.step import LaunchedStep
 
     parallel = start.config.parallel
@@ -124,7 +124,8 @@ def _serve(
     allocate = msgspec.msgpack.decode(connection.recv_bytes(), type=Allocate)
     runner, _ = loader.allocate(allocate.num_pages, allocate.num_host_pages)
     connection.send_bytes(OK)
-    threading.Thread(target=SideWork(side, runner).serve, daemon=True).start()
+    finished = FinishedPlans()
+    threading.Thread(target=SideWork(side, runner, finished).serve, daemon=True).start()
     plans = msgspec.msgpack.Decoder(StepPlan)
     steps: deque[LaunchedStep] = deque()
     while True:
@@ -135,6 +136,7 @@ def _serve(
             result = steps.popleft().result()
             if start.rank == parallel.result_rank:
                 connection.send_bytes(OK + encoder.encode(result))
+            finished.add()
 
 
 def _last_words(connection: Connection | SecureConnection, failed: RankFailed) -> int:

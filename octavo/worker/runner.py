@@ -1,5 +1,6 @@
 """Runner: one rank's steps, from StepPlan to Batch, hidden states, logits and tokens. load.py makes the runner."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,23 +59,24 @@ class Runner:
         self._host_tokens = [device.pinned((num_samples,), torch.int64) for _ in range(model.stage.count + 2)]
         self._offloaded: OffloadedMemory | None = None  # None: awake
 
-    def sleep(self, keeps_pages: bool) -> None:
-        """Free a GPU's memory until wake_up(). All steps are done. `keeps_pages`: KV pages hold what is needed."""
+    def sleep(self, keeps_pages: bool, moved: Callable[[], None]) -> None:
+        """Free a GPU's memory until wake_up(). All steps are done. `keeps_pages`: KV pages hold what is needed. `moved`: called now and
+        then while weights are copied."""
         if not self.device.is_cuda or self._offloaded is not None:
             return
         if self.graphs is not None:
             self.graphs.forget()
         with torch.inference_mode():
             self._offloaded = OffloadedMemory(self.device)
-            self._offloaded.keep(tensors_of(self.model))
+            self._offloaded.keep(tensors_of(self.model), moved)
             if not keeps_pages:
                 self._offloaded.drop(self.pages.layers)
         self.device.memory_use()  # the allocator frees what it would keep for later tensors
 
-    def wake_up(self) -> None:
+    def wake_up(self, moved: Callable[[], None]) -> None:
         if self._offloaded is not None:
             with torch.inference_mode():
-                self._offloaded.bring_back()
+                self._offloaded.bring_back(moved)
             self._offloaded = None
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

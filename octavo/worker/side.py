@@ -28,9 +28,27 @@ from octavo.worker.runner import Runner
 log = logging.getLogger("octavo.worker")
 
 
+class FinishedPlans:
+    """Counts the plans that a rank has carried out, so that another thread can wait for them."""
+
+    def __init__(self) -> None:
+        self._count, self._changed = 0, threading.Condition()
+
+    def add(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._count >= count)
+
+
 class SideWork:
-    def __init__(self, line: "Connection[Any, Any] | SecureConnection", runner: Runner) -> None:
-        self._line, self._runner = line, runner
+    def __init__(
+        self, line: "Connection[Any, Any] | SecureConnection", runner: Runner, finished: FinishedPlans
+    ) -> None:
+        self._line, self._runner, self._finished = line, runner, finished
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()  # of senders
         # A grammar does not wait for files, nor does a check, for which the engine waits, for an adapter that is being read.
@@ -65,14 +83,15 @@ class SideWork:
             case ForgetAdapters(number, ids):
                 self._adapters.forget(ids)
                 self._reply(SideReply(number))
-            case SleepRank(number, pages, keeps_pages):
+            case SleepRank(number, pages, keeps_pages, num_plans):
+                self._finished.wait_for(num_plans)
                 self._runner.device.use()
                 self._runner.pages.give_back(pages)
-                self._runner.sleep(keeps_pages)
+                self._runner.sleep(keeps_pages, functools.partial(self._reply, SideReply(number, is_over=False)))
                 self._reply(SideReply(number))
             case WakeRank(number):
                 self._runner.device.use()
-                self._runner.wake_up()
+                self._runner.wake_up(functools.partial(self._reply, SideReply(number, is_over=False)))
                 self._reply(SideReply(number))
 
     @property

@@ -2,7 +2,7 @@
 when they come back. On a CPU the weights stay where they are, and pages are given back by number (Pages.give_back)."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -36,6 +36,10 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
                 yield from _tensors_in(getattr(value, field.name))
 
 
+_PART_BYTES = 2**28
+"""Copied between two calls of `moved`: a tenth of a second over PCIe, and longer where pinned memory is to be found first."""
+
+
 class OffloadedMemory:
     """Memory of a device that is freed for a while. Tensors stay valid: each storage, which views share, is emptied and filled again, at
     another address. So nothing that has kept an address may be used afterwards: captured graphs are dropped."""
@@ -50,12 +54,14 @@ class OffloadedMemory:
         """That are not on the device."""
         return sum(host.nbytes for _, host in self._kept) + sum(size for _, size in self._emptied)
 
-    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy what these tensors hold to the host, and free it on the device."""
+    def keep(self, tensors: Iterable[torch.Tensor], moved: Callable[[], None]) -> None:
+        """Copy what these tensors hold to the host, and free it on the device. `moved`: called now and then meanwhile."""
+        num_bytes = 0
         for storage in _storages(tensors):
             host = self._device.pinned((storage.nbytes(),), torch.uint8)
             host.copy_(_bytes_of(storage), non_blocking=True)
             self._kept.append((storage, host))
+            num_bytes = self._tell(num_bytes + host.nbytes, moved)
         self._device.synchronize()
         for storage, _ in self._kept:
             storage.resize_(0)
@@ -66,16 +72,26 @@ class OffloadedMemory:
             self._emptied.append((storage, storage.nbytes()))
             storage.resize_(0)
 
-    def bring_back(self) -> None:
+    def bring_back(self, moved: Callable[[], None]) -> None:
+        num_bytes = 0
         for storage, host in self._kept:
             storage.resize_(host.nbytes)
             _bytes_of(storage).copy_(host, non_blocking=True)
+            num_bytes = self._tell(num_bytes + host.nbytes, moved)
         for storage, size in self._emptied:
             storage.resize_(size)
             _bytes_of(storage).zero_()
         self._device.synchronize()
         self._kept, self._emptied = [], []
         self._device.release_pinned()
+
+    def _tell(self, num_bytes: int, moved: Callable[[], None]) -> int:
+        """Call `moved` once so much is copied, not only queued. → bytes since the last call."""
+        if num_bytes < _PART_BYTES:
+            return num_bytes
+        self._device.synchronize()
+        moved()
+        return 0
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

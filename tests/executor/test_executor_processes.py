@@ -5,19 +5,25 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import pytest
 
+from octavo.device import Device
 from octavo.errors import ConfigError, EngineDead
 from octavo.executor.local import LocalExecutor
 from octavo.executor.processes import ProcessExecutor, _Rank
+from octavo.executor.side_requests import SideRequests
 from octavo.messages import RankFailed
+from octavo.messages.side import SideReply, SleepRank
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.main import _last_words
+from octavo.worker.side import FinishedPlans, SideWork
 from tests.processes import is_alive
 from tests.worker.tiny import GREEDY, MIXED, Driver, random_prompts, tiny_config, write_tiny_llama
 
@@ -138,7 +144,52 @@ def test_a_ranks_bug_arrives_with_its_traceback(executor: ProcessExecutor) -> No
 def test_what_fails_beside_the_steps_is_the_engines_death(executor: ProcessExecutor) -> None:
     executor.start()
     with pytest.raises(EngineDead, match="rank 0"):
-        executor.sleep(["no page"], keeps_pages=False)  # type: ignore[list-item]
+        executor.sleep(["no page"], False, lambda: None)  # type: ignore[list-item]
+
+
+def test_ranks_that_slept_compute_the_same(executor: ProcessExecutor) -> None:
+    driver = Driver(executor, executor.start().num_pages)
+    expected = driver.generate([driver.enter(0, PROMPTS[0], GREEDY, 0)], NUM_TOKENS)
+    for row in (1, 2):
+        executor.sleep(driver.free[-4:], False, lambda: None)
+        executor.wake_up(lambda: None)
+        assert driver.generate([driver.enter(row, PROMPTS[0], GREEDY, 0)], NUM_TOKENS) == expected
+
+
+class _SleepyRunner:
+    """What a rank does when it is told to sleep, in order; it takes two parts to move its weights."""
+
+    def __init__(self) -> None:
+        self.device = Device("cpu")
+        self.pages = self
+        self.did: list[str] = []
+
+    def give_back(self, pages: list[int]) -> None:
+        self.did.append(f"gave back {pages}")
+
+    def sleep(self, keeps_pages: bool, moved: Callable[[], None]) -> None:
+        moved()
+        moved()
+        self.did.append("slept")
+
+
+def test_a_rank_sleeps_after_its_last_step_and_says_that_it_moves_on() -> None:
+    """Another rank has sent the last step's result; this one still computes it."""
+    ours, theirs = Pipe()
+    runner, finished, parts = _SleepyRunner(), FinishedPlans(), []
+    threading.Thread(target=SideWork(theirs, runner, finished).serve, daemon=True).start()  # type: ignore[arg-type]
+    requests: SimpleQueue[list[SideReply] | None] = SimpleQueue()
+    side = SideRequests([ours])
+    finished.add()
+    side.ask([0], lambda number: SleepRank(number, [3, 4], False, 2), requests.put, lambda: parts.append(1))
+    with pytest.raises(Empty):
+        requests.get(timeout=0.2)
+    assert not runner.did
+    finished.add()
+    replies = requests.get(timeout=10)
+    assert replies is not None and [reply.is_over for reply in replies] == [True]
+    assert runner.did == ["gave back [3, 4]", "slept"] and len(parts) == 2
+    theirs.close()
 
 
 def test_ranks_end_with_a_parent_that_is_killed(source: ModelSource) -> None:

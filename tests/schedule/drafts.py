@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from octavo.messages import FROM_MODEL, Draft
 from octavo.schedule.drafts.base import Offer
 from octavo.schedule.request import Request
+from octavo.schedule.stall_limit import StallLimit
 from octavo.schedule.step_costs import StepCosts, StepShape
 from tests.schedule.oracle import VOCABULARY, reference
 
@@ -47,7 +48,12 @@ class DiceSpeculation:
             request.drafter = Continuation(request, self._windows)
 
     def choose(
-        self, rows: Sequence[tuple[int, Request]], shape: StepShape, costs: StepCosts | None, room: int
+        self,
+        rows: Sequence[tuple[int, Request]],
+        shape: StepShape,
+        costs: StepCosts | None,
+        room: int,
+        limit: StallLimit | None = None,
     ) -> list[Draft]:
         found, dice = [], self._dice
         for at, request in rows:

@@ -6,7 +6,9 @@ import pytest
 
 from octavo.cache import KVCache
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams, StepResult
+from octavo.messages.speculation import SpeculationSettings
 from octavo.schedule import Scheduler
+from octavo.schedule.drafts.lengths import speculation
 from octavo.schedule.request import SCORED_COST
 from octavo.schedule.results import Planned
 from octavo.schedule.stall_limit import (
@@ -18,7 +20,7 @@ from octavo.schedule.stall_limit import (
     UNKNOWN_PART,
     StallLimit,
 )
-from octavo.schedule.step_costs import StepCosts
+from octavo.schedule.step_costs import StepCosts, shape_of
 
 COSTS = StepCosts(0.010, 0.001, 0.001, 0.0, 0.0)  # a step of one row: 11 ms; 100 tokens of a prompt: 100 ms
 LIMIT = StallLimit(0.061)  # 50 tokens of a prompt beside one row
@@ -210,6 +212,33 @@ def test_who_enters_computes_something_though_its_context_is_long():
     else:
         assert planned.head_waits_for == "streams"
     assert all(request.id in computed(planned) for request in planned.admitted)
+
+
+@pytest.mark.parametrize(
+    ("limit_ms", "most"), [(0, math.inf), (61.0, 0.061), ("auto", 8 * 0.030), (1.0, (1 + MIN_SHARE) * 0.038)]
+)
+def test_drafts_keep_to_the_limit(limit_ms: float | str, most: float):
+    """Eight streams that repeat themselves: without a limit a step verifies as much as there is room for."""
+    costs = StepCosts(0.030, 0.001, 0.001, 0.0, 0.0)
+    scheduler = Scheduler(
+        KVCache(4096, 16, 0), 256, 512, stall_limit=StallLimit.of(limit_ms),
+        speculation=speculation(SpeculationSettings("ngram", 60)),
+    )  # fmt: skip
+    scheduler.learn(costs)
+    for number in range(8):
+        params = SamplingParams(max_tokens=2000, seed=0)
+        scheduler.add(GenerateRequest(f"s{number}", [7] * 40, params, []))
+    longest = num_drafted = 0.0
+    for _ in range(40):
+        plan = scheduler.plan().plan
+        runs = [1 + len(draft.tokens) for draft in plan.drafts]
+        num_tokens = sum(runs) + len(plan.rows) - len(runs)
+        if plan.drafts:
+            longest = max(longest, costs.seconds(shape_of(plan, sum(plan.counts))))
+            num_drafted += sum(runs) - len(runs)
+        scheduler.commit(plan, StepResult(plan.step, [7] * num_tokens, runs=runs))
+    assert num_drafted > 0 and longest <= most + 1e-9
+    assert longest > (0.25 if limit_ms == 0 else 0.9 * most), "and use it"
 
 
 def test_what_must_be_computed_whole_is():

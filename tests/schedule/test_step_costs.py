@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from octavo.messages import StepPlan
 from octavo.schedule.step_costs import (
     MAX_CELLS,
+    ONE_ROW,
     SAMPLES_PER_CELL,
     UNBOUNDED,
+    VERIFIED_ROW,
     Sample,
     StepCosts,
     StepSamples,
@@ -125,6 +127,27 @@ def test_nothing_is_claimed_of_another_size_before_two_were_measured():
     assert samples.fit().seconds(StepShape(4, 0, 300, 0)) == pytest.approx(0.01, rel=0.5), (
         "without a step of streams alone"
     )
+
+
+def test_trial_steps_are_one_of_the_two_sizes():
+    """On a busy server all steps may have about as many prompt tokens for minutes. Without a second size there would be no limit."""
+    samples = StepSamples()
+    samples.add_trial(ONE_ROW, CPU.seconds(ONE_ROW))
+    for number in range(8):
+        shape = StepShape(33, 112 + number, 4000, pairs_of(100 * number, 113 + number))
+        samples.add(shape, CPU.seconds(shape))
+    assert samples.fit() is None, "rows cannot be told from prompts"
+    samples.add_trial(VERIFIED_ROW, CPU.seconds(VERIFIED_ROW))
+    costs = samples.fit()
+    for more in (40, 112, 240):
+        shape = StepShape(33, more, 4000, pairs_of(0, more + 1))
+        assert costs.seconds(shape) == pytest.approx(CPU.seconds(shape), rel=0.15)
+    samples = StepSamples()
+    samples.add_trial(ONE_ROW, CPU.seconds(ONE_ROW))
+    samples.add_trial(VERIFIED_ROW, CPU.seconds(VERIFIED_ROW))
+    assert samples.fit() is None
+    samples.add(StepShape(4, 0, 400, 0), 0.02)
+    assert samples.fit() is None, "no step with prompts yet"
 
 
 @given(

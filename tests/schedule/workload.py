@@ -262,7 +262,8 @@ class Workload:
     def _learn(self, dice: random.Random) -> None:
         if self.has_limit and dice.random() < 0.2:
             costs = (dice.choice([0.0, 0.004]), dice.choice([0.0, 0.001, 0.01]), dice.choice([0.0, 0.0005, 0.002]))
-            self.scheduler.learn(StepCosts(*costs, dice.choice([0.0, 0.0001]), dice.choice([0.0, 0.00002, 0.0001])))
+            longer = dice.choice([0.0, 0.0001]), dice.choice([0.0, 0.00002, 0.0001])
+            self.scheduler.learn(StepCosts(*costs, *longer, spread=dice.choice([1.0, 1.0, 1.3])))
 
     def _before(self) -> tuple[list[Request], list[Request]]:
         """Of those that run, in their order: who computes one token next, and who several."""
@@ -317,7 +318,7 @@ class Workload:
         seconds = costs.seconds(StepShape(len(one), 0, context, 0))
         num_turns = 1 if self.num_stages == 1 else self.num_stages + 1  # plans from one token of a row to the next
         limit = self.stall_limit.within(costs, seconds * num_turns) / num_turns
-        left = max(limit - seconds, MIN_SHARE * seconds)
+        left = max(limit / costs.spread - seconds, MIN_SHARE * seconds)
         for at, (request, start, count) in enumerate(chunks):
             took = costs.chunk_seconds(start, count)
             if took > left * (1 + 1e-9) + 1e-12:

@@ -49,6 +49,26 @@ class TestOneModel:
         assert (await falling).json() == {"is_sleeping": True}
         served.client.close()
 
+    async def test_it_falls_asleep_though_its_client_has_left(self) -> None:
+        """It is an order, not a question: as in vLLM, it holds once it was accepted. POST /wake_up takes it back."""
+        served = Served(engine())
+        for is_taken_back in (True, False):
+            open_one = asyncio.create_task(completed(served, max_tokens=60))
+            await eventually(lambda: served.client._engine.loop.scheduler.has_work)
+            falling = asyncio.create_task(served.http.post("/sleep"))
+            await asyncio.sleep(0.02)
+            falling.cancel()
+            await asyncio.gather(falling, return_exceptions=True)
+            if is_taken_back:
+                await served.http.post("/wake_up")
+            assert len(await open_one) == 60
+            if is_taken_back:
+                await asyncio.sleep(0.05)
+                assert not await is_sleeping(served)
+            else:
+                await eventually(lambda: served.client._engine.loop.is_asleep)
+        served.client.close()
+
     async def test_waking_ends_the_wait_for_sleep(self) -> None:
         served = Served(engine())
         open_one = asyncio.create_task(completed(served, max_tokens=60))

@@ -1,11 +1,16 @@
 """What is left of a resumable stream when its API process ends at any point, and who may go on with it."""
 
+import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from octavo.client.streams import Streams
 from octavo.fresh import Source
+from octavo.ipc.usage_ledger import Charge, UsageLedger
+from octavo.key_settings import KeySettings
 from octavo.messages import Finish, GenerateRequest, SamplingParams, TokenDelta
 from octavo.server.state import stream_records
 from octavo.server.state.stream_records import RecordHead, StreamRecord, StreamRecords
@@ -145,3 +150,70 @@ def test_a_damaged_file_is_no_stream(records: StreamRecords, tmp_path: Path) -> 
     assert found is not None
     request = GenerateRequest("r", [1], SamplingParams(n=1, max_tokens=9), [])
     assert found.begun(request) is None  # its only choice has ended
+
+
+class _Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["between deliveries", "before a charge"])
+@pytest.mark.parametrize("budget", [0, 12, 17, 21, 24])
+def test_tokens_that_come_again_are_counted_once(
+    records: StreamRecords, tmp_path: Path, budget: int, is_cut: bool
+) -> None:
+    """A process is killed after any number of deliveries, with any number of them read: the next one is given what was not read again.
+    The prompt has 10 tokens, the two choices 11: as much is counted, or the budget, and as much is handed to the reader. `is_cut`: it is killed
+    in the next delivery, when it has written down what it is about to charge. Its row is claimed by the next one."""
+    steps = [[0, 0], [1], [0, 1, 1], [0], [1, 1], [0, 0]]  # the choices that get a token
+    for killed_after in range(len(steps) + 1):
+        for num_read in range(killed_after + 1):
+            folder = tmp_path / f"{killed_after}-{num_read}"
+            folder.mkdir()
+            ledger = UsageLedger(folder / "ledger")
+            account = ledger.accounts({b"k" * 16: KeySettings(budget_tokens=budget)})[b"k" * 16]
+            records.open(folder)
+            record = records.begin(NAME, HEAD)
+            handed = 0
+            for attempt in range(2):
+                assert record is not None
+                params = SamplingParams(n=2, max_tokens=40, seed=1)
+                whole = GenerateRequest("r", [1] * 10, params, [], owner=b"o")
+                streams, left = Streams(), record.begun(whole)
+                assert left is not None
+                streams.accounts = {b"o": account}
+                streams.open(left)
+                known = record.num_known(10)
+                charged = record.num_charged(account)
+                written_down = record.note_charge
+
+                def die(charge: Charge, write: Callable[[Charge], None] = written_down) -> None:
+                    write(charge)
+                    raise _Killed
+
+                streams.resume_charges("r", charged, known, record.note_charge)
+                first = 0 if attempt == 0 else num_read
+                for at in range(first, killed_after if attempt == 0 else len(steps)):
+                    before = len(streams._streams["r"].deltas)
+                    streams.deliver([TokenDelta("r", index, [5]) for index in steps[at]])
+                    given = streams._streams["r"].deltas[before:]
+                    if attempt == 1 or at < num_read:
+                        record.write(given)
+                        handed += sum(len(delta.token_ids) for delta in given)
+                if attempt == 0 and is_cut and killed_after < len(steps):
+                    streams._streams["r"].note_charge = die
+                    with contextlib.suppress(_Killed):
+                        streams.deliver([TokenDelta("r", index, [5]) for index in steps[killed_after]])
+                record.release()
+                if attempt == 0:
+                    ledger.close()
+                    ledger = UsageLedger(folder / "ledger")
+                    account = ledger.accounts({b"k" * 16: KeySettings(budget_tokens=budget)})[b"k" * 16]
+                    streams.accounts = {b"o": account}
+                record = records.claim(NAME, anyone)
+                if attempt == 0 and record is not None and record.begun(whole) is None:
+                    break  # the budget has ended both choices, and that was read
+            used = account.used()
+            expected = min(21, budget or 21)
+            assert used.prompt_tokens + used.output_tokens == expected, (killed_after, num_read)
+            assert 10 + handed == expected
+            ledger.close()

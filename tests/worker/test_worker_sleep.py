@@ -1,10 +1,12 @@
 """Memory of a device that is freed and comes back: with tensors on a CPU, whose storages behave as a GPU's do."""
 
+import pytest
 import torch
 from torch import nn
 
 from octavo.device import Device
 from octavo.weights.methods.base import Held
+from octavo.worker import sleep
 from octavo.worker.sleep import OffloadedMemory, tensors_of
 
 
@@ -42,9 +44,9 @@ def test_weights_come_back_bit_by_bit_and_take_no_memory_meanwhile() -> None:
         storage.nbytes() for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values()
     )
     for _ in range(2):
-        offloaded.keep(tensors)
+        offloaded.keep(tensors, lambda: None)
         assert offloaded.num_bytes == num_bytes and all(not tensor.untyped_storage().nbytes() for tensor in tensors)
-        offloaded.bring_back()
+        offloaded.bring_back(lambda: None)
         assert not offloaded.num_bytes
         assert all(torch.equal(now, was) for now, was in zip(tensors, before, strict=True))
     layers.table[20] = 7.0
@@ -57,7 +59,15 @@ def test_pages_come_back_as_zeros() -> None:
     stores, offloaded = list(together.unbind(1)), OffloadedMemory(Device("cpu"))
     offloaded.drop(stores)
     assert offloaded.num_bytes == together.nbytes and not together.untyped_storage().nbytes()
-    offloaded.bring_back()
+    offloaded.bring_back(lambda: None)
     assert together.shape == (4, 3, 8) and not together.any()
     stores[1][2] = 5.0
     assert together[2, 1].eq(5.0).all()
+
+
+def test_who_watches_hears_of_every_part_that_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sleep, "_PART_BYTES", 1000)
+    offloaded, calls = OffloadedMemory(Device("cpu")), []
+    offloaded.keep([torch.zeros(100) for _ in range(10)], lambda: calls.append("kept"))
+    offloaded.bring_back(lambda: calls.append("back"))
+    assert calls == ["kept"] * 3 + ["back"] * 3, "4,000 bytes in storages of 400"

@@ -345,6 +345,7 @@ class EngineMetrics(StepObserver):
         )
         costs = {} if self._costs is None else msgspec.structs.asdict(self._costs)
         costs.pop("draft", None)  # no seconds
+        costs.pop("spread", None)
         scrape.gauge(
             "octavo:step_cost_seconds",
             "Measured cost of a step by part: a step, a row, a further token of a row, a position before a row's one token, and one "

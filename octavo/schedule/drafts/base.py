@@ -8,6 +8,7 @@ from octavo.schedule.step_costs import StepCosts, StepShape
 
 if TYPE_CHECKING:
     from octavo.schedule.request import Request
+    from octavo.schedule.stall_limit import StallLimit
 
 
 class Offer(NamedTuple):
@@ -39,10 +40,16 @@ class Speculation(Protocol):
         """Give a new request its drafter, if it may have one."""
 
     def choose(
-        self, rows: Sequence[tuple[int, "Request"]], shape: StepShape, costs: StepCosts | None, room: int
+        self,
+        rows: Sequence[tuple[int, "Request"]],
+        shape: StepShape,
+        costs: StepCosts | None,
+        room: int,
+        limit: "StallLimit | None" = None,
     ) -> list[Draft]:
         """Drafts for some of the rows (index in the plan, request), ascending by index, `room` tokens in all. `shape`: of the step
-        without drafts. A draft ends before the request's max_len."""
+        without drafts. A draft ends before the request's max_len. `limit`: of a step's time; a number of tokens that was asked for is not cut
+        by it."""
 
     def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
         """Whether the plan should be committed before the next one is made, so that the next can have drafts."""

@@ -10,6 +10,7 @@ from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.ngram import NGramDrafter
 from octavo.schedule.drafts.suffix import SuffixDrafter
 from octavo.schedule.request import Request
+from octavo.schedule.stall_limit import StallLimit
 from octavo.schedule.step_costs import StepCosts, StepShape
 
 MARGIN = 1.1
@@ -45,10 +46,18 @@ class CostSpeculation:
         return NGramDrafter(prompt_len, prediction, settings.prompt_lookup_min, settings.prompt_lookup_max)
 
     def choose(
-        self, rows: Sequence[tuple[int, Request]], shape: StepShape, costs: StepCosts | None, room: int
+        self,
+        rows: Sequence[tuple[int, Request]],
+        shape: StepShape,
+        costs: StepCosts | None,
+        room: int,
+        limit: StallLimit | None = None,
     ) -> list[Draft]:
-        if self.settings.is_adaptive and (costs is None or not _could_pay(shape, costs)):
-            return []
+        if self.settings.is_adaptive:
+            if costs is None or not _could_pay(shape, costs):
+                return []
+            if limit is not None:
+                room = min(room, limit.drafts_within(costs, shape))
         offers: list[_Offered] = []
         for at, request in rows:
             assert request.drafter is not None

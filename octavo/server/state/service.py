@@ -171,7 +171,7 @@ class Service:
         that are not are released when the HTTP request is over. Raises RateLimited or BudgetSpent for a key at one of its limits."""
         journey = current.get()
         if journey is not None:
-            if self.tenants.accounts:
+            if self.tenants.accounts and not self._were_admitted(requests):
                 self.tenants.admit(journey.owner, requests)
             if self.config.server.prefix_sharing == "key" and journey.owner:
                 requests = [self._salted(each, journey.owner) for each in requests]
@@ -184,9 +184,22 @@ class Service:
                 left = request if record is None else record.begun(request)
                 if left is not None:  # else it had been computed to its end when its process ended
                     self.journeys.submit(left)
+                    if record is not None and journey is not None:
+                        self._resume_charges(left, record, journey.owner)
         except BaseException:
             self.release([request.id for request in requests])
             raise
+
+    def _resume_charges(self, request: GenerateRequest, record: StreamRecord, owner: bytes) -> None:
+        account = self.tenants.of(owner).account
+        if account is not None:
+            known = record.num_known(len(request.prompt_ids))
+            self.engine.resume_charges(request.id, record.num_charged(account), known, record.note_charge)
+
+    def _were_admitted(self, requests: Sequence[GenerateRequest]) -> bool:
+        """Whether this goes on with a stream whose process has ended."""
+        records = self.records.by_request
+        return bool(records) and any(each.id in records and records[each.id].was_admitted for each in requests)
 
     def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
         """As EngineClient.deltas, for requests that were given to submit(); those of a stream with a record are written down."""

@@ -1,9 +1,10 @@
 """StreamRecords: what another API process needs to go on with a resumable stream when the process that makes it has ended.
 
 A stream has a file in the server's folder, which only this user can enter: first its HTTP request and the key of the
-values that it was given (octavo.fresh), then the tokens, list by list as they were read from the engine. The same
-request with the same values and lists gives the same events, to the byte; the engine continues behind the last list, as
-it does for any request whose engine has ended. So nothing of a dialect is in the file.
+values that it was given (octavo.fresh), then the tokens, list by list as they were read from the engine, and how many
+were counted for its key. The same request with the same values and lists gives the same events, to the byte; the engine
+continues behind the last list, as it does for any request whose engine has ended. So nothing of a dialect is in the
+file.
 
 The process that makes the stream has a lock on the file, which the system gives back when the process ends, however
 that happens. A process that a client asks for the stream, and that gets the lock, takes the stream over. Writing is one
@@ -22,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.fresh import Source
+from octavo.ipc.usage_ledger import Account, Charge
 from octavo.messages import GenerateRequest, TokenDelta
 
 log = logging.getLogger("octavo.server")
@@ -38,6 +40,7 @@ _SIZE = 4  # bytes of a part's length
 _ATTEMPT = b"\xc0"  # a part that says that another process goes on: MessagePack's nil
 
 _encode = msgspec.msgpack.Encoder().encode
+_decode_part: msgspec.msgpack.Decoder[list[TokenDelta] | Charge] = msgspec.msgpack.Decoder(list[TokenDelta] | Charge)
 
 
 class RecordHead(msgspec.Struct, frozen=True):
@@ -59,6 +62,8 @@ class StreamRecord:
         self.id, self.head, self.lists = path.name.removeprefix(_PREFIX), head, lists
         self.is_made_again = not lists  # as far as the lists go
         self.num_attempts = 0  # processes that went on with it, since its last token
+        self.charges: list[Charge] = []  # the last that a process was about to make
+        self.was_admitted = False  # another process had its request admitted: it counts once for its key's limits
         self._path, self._file, self._num_bytes = path, file, num_bytes
 
     def source(self) -> Source:
@@ -71,6 +76,22 @@ class StreamRecord:
     def write(self, deltas: list[TokenDelta]) -> None:
         """To be called before anything is made of these."""
         self._append(_encode(deltas))
+
+    def note_charge(self, charge: Charge) -> None:
+        """To be called before it is made."""
+        self._append(_encode(charge))
+
+    def num_charged(self, account: Account) -> int:
+        """Tokens, with the prompt, that were counted for its key: the last charge may have been written down and not made."""
+        if not self.charges:
+            return 0
+        last = self.charges[-1]
+        return last.total if account.was_made(last) else max(0, last.total - last.count)
+
+    def num_known(self, prompt_len: int) -> int:
+        """Tokens, with the prompt, that were counted and are in the lists."""
+        num_output = sum(len(delta.token_ids) for deltas in self.lists for delta in deltas)
+        return prompt_len + num_output if num_output else 0
 
     def begun(self, request: GenerateRequest) -> GenerateRequest | None:
         """The request as the engine continues it behind the lists. None: every choice has ended."""
@@ -215,9 +236,11 @@ def _read(path: Path, file: int) -> StreamRecord | None:
     os.ftruncate(file, at)
     try:
         head = msgspec.msgpack.decode(parts[0], type=RecordHead)
-        lists = [msgspec.msgpack.decode(each, type=list[TokenDelta]) for each in parts[1:] if each != _ATTEMPT]
+        found = [_decode_part.decode(each) for each in parts[1:] if each != _ATTEMPT]
     except (IndexError, ValueError, RecursionError):  # of msgspec, and where a text is not UTF-8
         return None
-    record = StreamRecord(path, file, head, lists, at)
+    record = StreamRecord(path, file, head, [each for each in found if isinstance(each, list)], at)
+    record.was_admitted = True
+    record.charges = [each for each in found if isinstance(each, Charge)][-1:]
     record.num_attempts = next(count for count, each in enumerate(reversed(parts)) if each != _ATTEMPT)
     return record
