@@ -1,6 +1,7 @@
 """What a rank does beside its steps: it compiles grammars, and reads and frees adapters, while plans go on (messages/side.py)."""
 
 import contextlib
+import functools
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
