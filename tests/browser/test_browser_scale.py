@@ -62,6 +62,7 @@ async def ask_all(host: str, port: int, is_over: threading.Event) -> None:
 
 def last_place(page: Any) -> str:
     """The tooltip of the map's last place: the first one that a pointer meets from the lower right corner, line by line."""
+    page.locator("#map").scroll_into_view_if_needed()  # notes above it come and go
     box = page.locator("#map").bounding_box()
     for below in range(int(box["height"]) - 1, 0, -2):
         for at in range(int(box["width"]) - 1, 0, -2):

@@ -253,6 +253,21 @@ async def test_a_stream_whose_client_stays_is_told_once(served: Any) -> None:
     assert [(journey.id, journey.status) for journey in reported if journey.response_ids] == [("stayed", 200)]
 
 
+async def test_a_stream_that_its_client_ends_is_aborted_though_the_client_still_reads(served: Any) -> None:
+    """As the playground does when its stop button is pressed: which of both the server sees first is chance."""
+    server = served(engine(seconds=0.02))
+    body = ask(max_tokens=200, stream=True, stream_options={"resumable": True})
+    call = AsgiCall(server.app, "POST", COMPLETIONS, json.dumps(body).encode(), {"x-request-id": "ended"})
+    async with asyncio.timeout(10):
+        while "ended" not in await server.listed() or len(call.sent) < 3:
+            pass  # each look waits for a step
+        assert (await server.http.delete(f"/v1/stream/{call.headers['x-stream-id']}")).status_code == 200
+        await call.done()
+        assert b"this stream was ended" in call.sent[-1]
+        while "ended" not in await server.listed(state="aborted"):
+            assert "ended" not in await server.listed(state="failed")
+
+
 async def test_a_stream_that_nobody_reads_on_is_aborted(served: Any) -> None:
     server = served(engine(seconds=0.02), resume_seconds=1)
     await left_alone(server, 200, 3)

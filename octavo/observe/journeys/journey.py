@@ -255,7 +255,9 @@ class OpenJourney:
     def _state(self, tracks: list[Track], status: int) -> State:
         if not self.ended or self.making == "going on":
             return _engine_state(tracks)
-        if status == 499 and not (tracks and len(self._choice_ends) == len(tracks)):
+        # A client that ends a resumable stream may still be connected to it, and gets an error as its last event.
+        has_left = status == 499 or self.making == "given up"
+        if has_left and not (tracks and len(self._choice_ends) == len(tracks)):
             return "aborted"
         return "failed" if (status >= 400 and status != 499) or self.error else "finished"
 
