@@ -136,7 +136,7 @@ def test_prompts_beside_streams_keep_to_the_time_there_is(has_beams):
     """Whatever the limit and the costs: no step is longer than it may be, the oldest prompt goes on, none overtakes another, streams keep
     their place, and every token stays what it is alone."""
     total: Counter[str] = Counter()
-    for seed in range(500):
+    for seed in range(560):
         options = {"has_windows": seed % 3 == 0, "has_grammars": seed % 5 == 0, "has_late": seed % 10 == 0}
         options |= {"is_mortal": seed % 7 == 0, "has_responses": seed % 4 == 0}
         try:

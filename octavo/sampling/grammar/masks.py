@@ -302,7 +302,9 @@ class Grammars:
         ]
         if not found:
             return None
-        self._await(_Step(found, [], 0), [row for _, row, _ in found], time.monotonic() + _LEAST_WAIT)
+        # Behind a drafted token for which there was no slot no mask was asked for, and none comes.
+        coming = [row for _, row, _ in found if not row.drafts or row.num_unanswered]
+        self._await(_Step(found, [], 0), coming, time.monotonic() + _LEAST_WAIT)
         bits = np.full((len(found), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
         masks = Masks(np.array([at for at, *_ in found], dtype=np.int64), bits, {})
         for number, (at, row, length) in enumerate(found):
@@ -430,7 +432,7 @@ class Grammars:
         asked: defaultdict[GrammarProcess, list[RowToFill]] = defaultdict(list)
         for _, row, length in own:
             if row.filled == row.asked == length - 1 and self._goes_on(row):  # the usual case
-                row.num_sent, row.asked, row.num_unanswered = row.num_sent + 1, length, 1
+                row.num_sent, row.asked, row.num_unanswered, row.is_ahead_asked = row.num_sent + 1, length, 1, False
                 asked[row.process].append(RowToFill(row.number, row.tokens[-1:], length))
                 continue
             if length < row.prompt_len + len(row.tokens):
@@ -443,6 +445,9 @@ class Grammars:
             new_tokens = row.tokens[row.num_sent :]
             row.num_sent, row.asked = len(row.tokens), length
             slots = self._take_ahead(row)
+            if is_asked and not slots:  # there is nothing to ask for; to ask again and again would only take time
+                row.is_ahead_asked = True
+                continue
             row.num_unanswered += 1
             asked[row.process].append(RowToFill(row.number, new_tokens, length, row.drafts[: len(slots)], slots))
         commands = {process: Fill(rows) for process, rows in asked.items()}
