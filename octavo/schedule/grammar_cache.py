@@ -16,7 +16,7 @@ out may take them beyond it, each by what one process may allocate."""
 from collections import OrderedDict
 from typing import NamedTuple
 
-# Ready grammars without a request that are kept for the next one that asks for the same. Each is a process of 2 to 7 MB; compiling it
+# Ready grammars without a request that are kept for the next one that asks for the same. Each is a process, mostly of 2 to 7 MB; compiling it
 # again takes some ten milliseconds, beside the steps.
 MAX_UNUSED = 16
 # Their share of `max_bytes`. The one that was used last is kept even if it takes more.

@@ -16,7 +16,7 @@ class Standing(NamedTuple):
 
 def numbers_to_stop(live: Sequence[Standing], target: int, to_restart: Collection[int]) -> list[int]:
     """Replicas to drain and stop now; the caller asks again later. `to_restart`: those that a rolling restart has not come to. One that is
-    not ready goes at once: nobody knows when it would be."""
+    not ready is stopped at once: it serves no request, and may never be ready."""
     left, stopped = sorted(live), list[int]()
     while len(left) > target:
         *others, last = left

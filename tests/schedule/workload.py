@@ -203,12 +203,16 @@ class Workload:
             if not job.grammar:
                 assert job.forgets, "a job for nothing"
                 continue
-            assert any(request.params.grammar == job.grammar for request in self.scheduler.requests()), "for nobody"
+            assert any(request.params.grammar == job.grammar for request in self.scheduler.requests()), (
+                "no request wants it"
+            )
             self.compiling.append(job.grammar)
         assert len(self.compiling) <= MAX_JOBS, "more than may be out"
         missing = grammar_cache._users.keys() - self.ready - set(self.compiling)
         is_full = grammar_cache._used_bytes >= grammar_cache._max_bytes
-        assert not missing or is_full or len(self.compiling) == MAX_JOBS, "nobody makes it ready"
+        assert not missing or is_full or len(self.compiling) == MAX_JOBS, (
+            "it is wanted, there is room, and no job compiles it"
+        )
         self.tally.delayed += bool(missing)
 
     def _compile(self, fate: random.Random) -> None:
