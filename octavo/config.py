@@ -1019,6 +1019,8 @@ def field_names(section: str) -> dict[str, str]:
 def replace(config: Config, **values: Any) -> Config:
     """Return a copy with fields changed by name, in whichever section they are. Counts and sizes may be texts, as on the command line:
     "8k", "64M". An unknown name raises ConfigError."""
+    if values.get("tokenizer") and values["tokenizer"] == values.get("model"):
+        values["tokenizer"] = ""  # the model's own, which scripts of other servers often name as well
     changed: dict[str, Any] = {}
     for section, cls in sections():
         names = field_names(section)

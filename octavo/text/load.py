@@ -66,8 +66,12 @@ def load_text(
     model_path = Path(source_path)
     words_path = Path(tokenizer).expanduser() if tokenizer else model_path
     if not words_path.exists():
-        option = "--tokenizer" if tokenizer else "the model"
-        raise ConfigError(f"{option} {words_path} does not exist; give a folder or a file that does")
+        if not tokenizer:
+            raise ConfigError(f"the model {words_path} does not exist; give a folder or a file that does")
+        own = "; a .gguf file has a tokenizer of its own: leave the flag out" if model_path.suffix == ".gguf" else ""
+        raise ConfigError(
+            f"--tokenizer {tokenizer} does not exist: it names a folder or a file, not a model of the hub{own}"
+        )
     override = _template_file(chat_template) if chat_template else None
     generation = _read_json(model_path / "generation_config.json") if model_path.is_dir() else {}
     stop_ids = _ids(generation.get("eos_token_id"))

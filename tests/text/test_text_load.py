@@ -347,6 +347,17 @@ def test_a_file_with_the_wrong_things_in_it_is_named(name: str, content: Any, tm
     assert one_line(raised.value).startswith(str(path))
 
 
+def test_a_tokenizer_that_is_not_here_says_what_can_be_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--tokenizer org/name does not exist: it names a folder or a file, not a model of the hub$"
+    ):
+        load_text(tmp_path, tokenizer="org/name")
+    with pytest.raises(ConfigError, match=r"a \.gguf file has a tokenizer of its own: leave the flag out$"):
+        load_text(tmp_path / "a.gguf", tokenizer="org/name")
+    with pytest.raises(ConfigError, match=r"^the model .* does not exist"):
+        load_text(tmp_path / "a.gguf")
+
+
 def test_a_folder_without_a_tokenizer_and_a_model_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         load_text(tmp_path)
