@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from octavo.messages import Finish, GenerateRequest, Logprobs, TokenDelta
-from octavo.server.dialects.llama_cpp.infill import fill_prompt, fill_tokens
+from octavo.server.generate.infill import fill_prompt, fill_tokens
 from octavo.text import Text, load_text
 from tests.doubles import REPORT, ScriptedEngine, byte_text, says, write_byte_tokenizer
 from tests.server.conftest import Serve

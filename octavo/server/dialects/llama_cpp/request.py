@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from octavo.errors import Field, InvalidRequest, Unsupported, quote, quote_json
 from octavo.messages.params import MAX_BIASES
-from octavo.server.dialects.llama_cpp.infill import fill_prompt, fill_tokens
 from octavo.server.generate.field_names import FieldNames
+from octavo.server.generate.infill import fill_prompt, fill_tokens
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import Prompt, check_size, check_text_len
 from octavo.server.schema.fields import (
