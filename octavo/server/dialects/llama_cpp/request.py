@@ -170,7 +170,7 @@ def _parse_infill(service: Service, fields: InfillRequest) -> Asked:
     check_size(asked, 1, service.report, service.config.budget)
     before, after, typed = fields.input_prefix, fields.input_suffix, fields.prompt or ""
     check_text_len(service, fields.num_bytes, (before, after, typed, files), Field("input_prefix"))
-    ids = fill_prompt(service.text, tokens, before, after, typed, files, service.report.max_model_len)
+    ids = fill_prompt(service.text, tokens, before + typed, after, service.report.max_model_len, files)
     return Asked(asked, [Prompt(ids, Field("input_prefix"))], asked.num_sequences > 1, fields.limit == 0)
 
 
