@@ -30,7 +30,7 @@ class CompileSetup(msgspec.Struct, frozen=True):
     size: int  # of the vocabulary; 0: it has none for grammars
     special: dict[int, bytes]  # control tokens and their names
     eos_ids: tuple[int, ...]
-    variables: dict[str, str]  # for templates: bos_token, …
+    variables: dict[str, Any]  # for templates: bos_token, …; JSON
 
 
 def prepare(data: bytes) -> Mapping[str, Callable[..., Any]]:
@@ -55,7 +55,7 @@ def prepare(data: bytes) -> Mapping[str, Callable[..., Any]]:
 
 
 class _Jobs:
-    def __init__(self, vocabulary: Vocabulary, variables: Mapping[str, str]) -> None:
+    def __init__(self, vocabulary: Vocabulary, variables: Mapping[str, Any]) -> None:
         self._vocabulary, self._variables = vocabulary, variables
 
     def by_name(self) -> dict[str, Callable[..., Any]]:

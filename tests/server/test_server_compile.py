@@ -15,9 +15,10 @@ from llguidance import LLMatcher
 from octavo.errors import InvalidRequest
 from octavo.observe.metrics.http_metrics import OUTCOMES
 from octavo.server.state.service import Service
+from octavo.text import load_text
 from octavo.text.chat.template import request_template
 from octavo.text.grammar.limits import MAX_OPTIONAL, MAX_REFERENCES, MAX_RULES, parser_limits
-from tests.doubles import REPORT, AsgiCall, ScriptedEngine, byte_text, never_ends
+from tests.doubles import REPORT, AsgiCall, ScriptedEngine, byte_text, never_ends, write_byte_tokenizer
 from tests.server.conftest import Serve, error_of
 from tests.server.running import Served
 
@@ -294,6 +295,18 @@ async def test_a_template_renders_as_in_this_process(serve: Serve, source: str) 
         assert response.json()["tokens"] == expected
     else:
         assert error_of(response, 400)["message"] == words
+
+
+async def test_a_requests_template_has_the_operators_variables(serve: Serve, tmp_path: Path) -> None:
+    """They are JSON of any type, and reach the process that compiles; without it, no request with a schema was answered either."""
+    write_byte_tokenizer(tmp_path)
+    text = load_text(tmp_path, default_chat_template_kwargs='{"thinking": false, "more": {"a": [1, null]}}')
+    client = serve(text=text, trust_request_chat_template=True)
+    body = {**BODY, "chat_template": "{{ thinking }} {{ more.a | tojson }} {{ messages[0].role }}"}
+    shown = (await client.post("/apply-template", json=body)).json()
+    assert shown == {"prompt": "False [1, null] user"}
+    asked = await client.post("/apply-template", json={**body, "chat_template_kwargs": {"thinking": True}})
+    assert asked.json()["prompt"].startswith("True ")
 
 
 async def test_a_template_is_compiled_once(served: Callable[..., Served]) -> None:
