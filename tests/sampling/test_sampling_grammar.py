@@ -513,6 +513,26 @@ def test_a_grammar_that_takes_too_long_fails_alone(make_grammars):
     assert left(until_in_time(own, 0, 3)) == {"a"}
 
 
+@pytest.mark.parametrize("is_server_stopped", [True, False])
+def test_only_a_process_that_alone_stands_still_is_ended(make_grammars, is_server_stopped):
+    own = make_grammars(limits=GrammarLimits(step_seconds=0.01, most_wait=0.0))  # 0.3 s until a process is ended
+    prepared(own, ABC)
+    process = own._processes[ABC]
+    os.kill(process.pid, signal.SIGSTOP)
+    own.enter(0, params(max_tokens=1000), 3, [], [*ENDS])
+    for pause in (0, 0.6, 0) if is_server_stopped else itertools.repeat(0.02, 1000):  # between two steps
+        time.sleep(pause)
+        masks = own.masks(rows(0), rows(3))
+        assert masks is not None and masks.late == [0] and not masks.failures
+        own.started(Done(SPOILED))
+        if process.is_slow:
+            break
+    assert process.is_slow is not is_server_stopped
+    if is_server_stopped:
+        os.kill(process.pid, signal.SIGCONT)
+    assert left(until_in_time(own, 0, 3)) == {"a"}, "if the process was ended, by another"
+
+
 def left_of(masks: Masks, number: int) -> set[str | int]:
     return left(Masks(masks.at, masks.bits, {}), number)
 

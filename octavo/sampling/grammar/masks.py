@@ -698,10 +698,11 @@ class Grammars:
         process, limits = row.process, self._limits
         if not process.is_ready or not process.num_unanswered:
             return
-        seconds = time.monotonic() - process.filling_since
+        most = 30 * limits.step_seconds + 0.05 * len(row.tokens)
+        seconds = process.look(most / 10)
         if seconds > _LONG_MASK:
             process.lower()
-        if seconds > 30 * limits.step_seconds + 0.05 * len(row.tokens) and not process.is_slow:
+        if seconds > most and not process.is_slow:
             process.is_slow = True
             self._background.submit(process.end, self._server)  # the end of its socket is read later
 
