@@ -216,6 +216,8 @@ def test_sampling_flags_of_llama_cpp_are_ours_where_a_command_sends_requests() -
 
 def test_sampling_flags_of_llama_cpp_are_the_defaults_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--temp", "0.7", "--top-p=0.8", "--top-k", "20", "--min-p", "0", "--repeat-penalty", "1.05", "a.gguf")
+    kwargs = '{"enable_thinking": false}'
+    assert parse("--chat-template-kwargs", kwargs) == parse("--default-chat-template-kwargs", kwargs)
     config = parse(*given)
     assert json.loads(config.model.override_generation_config) == {
         "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05,
