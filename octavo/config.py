@@ -132,6 +132,12 @@ class ModelConfig:
     )
     enforce_eager: bool = knob(False, "do not use CUDA graphs: launch every kernel separately")
     chat_template: str = knob("", "file with a Jinja chat template that replaces the model's own")
+    default_chat_template_kwargs: str = knob(
+        "",
+        "JSON object of variables for the chat template, for requests that do not set them in chat_template_kwargs: "
+        "'{\"enable_thinking\": false}'",
+        kind="json",
+    )
     device: str = knob(AUTO, "device to compute on; auto: a GPU if there is one", choices=(AUTO, "cpu", "cuda"))
 
     @property
@@ -849,7 +855,7 @@ class Config:
         for section, cls in sections():
             for option in dataclasses.fields(cls):
                 _check_value(option, getattr(getattr(self, section), option.name))
-        for name in ("hf_overrides", "override_generation_config"):
+        for name in ("hf_overrides", "override_generation_config", "default_chat_template_kwargs"):
             read_json_object(getattr(self.model, name), "--" + name.replace("_", "-"))
         read_json_object(self.scheduler.speculative_config, "--speculative-config")
         read_json_object(self.models.model_settings, "--model-settings")
@@ -1019,6 +1025,8 @@ def field_names(section: str) -> dict[str, str]:
 def replace(config: Config, **values: Any) -> Config:
     """Return a copy with fields changed by name, in whichever section they are. Counts and sizes may be texts, as on the command line:
     "8k", "64M". An unknown name raises ConfigError."""
+    if values.get("tokenizer") and values["tokenizer"] == values.get("model"):
+        values["tokenizer"] = ""  # the model's own, which scripts of other servers often name as well
     changed: dict[str, Any] = {}
     for section, cls in sections():
         names = field_names(section)

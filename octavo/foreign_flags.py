@@ -21,6 +21,8 @@ class ForeignFlag:
 
     source: Source
     ours: str = ""
+    member: str = ""
+    """Of the JSON object that `ours` takes: the one that the flag sets."""
     note: str = ""
     why: str = ""
     takes_value: bool = True
@@ -73,7 +75,7 @@ def _refused(why: str, *, takes_value: bool = True, source: Source = "vLLM") -> 
 
 
 def _refused_unless(why: str, values: str = "", members: str = "") -> ForeignFlag:
-    """A flag that is refused, unless its value asks for what happens here anyway: vLLM's default, as start commands often have it."""
+    """A flag that is refused, unless its value asks for what happens here anyway: a default, as start commands often have it."""
     return ForeignFlag(
         "vLLM",
         note=why,
@@ -215,7 +217,6 @@ _REFUSED = {
     "grpc-port": "there is no gRPC API; the HTTP API is at --port",
     "tool-server": "built-in tools are not run by the server; clients run the tools they declare",
     "chat-template-content-format": "the format is found by trying the template",
-    "default-chat-template-kwargs": "requests send chat_template_kwargs",
     "response-role": "the role of answers is assistant",
     "tool-strict-level": "a tool's own `strict` member decides",
     "fingerprint-mode": "system_fingerprint names the build, the model and how it computes",
@@ -393,12 +394,20 @@ _CPP_RENAMED = {
     "--max-num-batched-tokens": "-b --batch-size",
     "--served-model-name": "-a --alias",
     "--chat-template": "--chat-template-file",
+    "--default-chat-template-kwargs": "--chat-template-kwargs",
     "--kv-cache-dtype": "-ctk --cache-type-k",
     "--seed": "-s",
+    "--device": "-dev",
     "--root-path": "--api-prefix",
     "--ssl-keyfile": "--ssl-key-file",
     "--ssl-certfile": "--ssl-cert-file",
+    "--allowed-origins": "--cors-origins",
+    "--allowed-methods": "--cors-methods",
+    "--allowed-headers": "--cors-headers",
+    "--sse-keep-alive-interval": "--sse-ping-interval",
+    "--max-loaded-models": "--models-max",
 }
+_CPP_RENAMED_SWITCHES = {"--no-enable-prefix-caching": "--no-cache-prompt", "--allow-credentials": "--cors-credentials"}
 _CPP_SAMPLING = {
     "--temp": "--temperature",
     "-n": "--max-tokens",
@@ -406,49 +415,148 @@ _CPP_SAMPLING = {
     "--n-predict": "--max-tokens",
 }
 """Of commands that send requests themselves (octavo chat, run, complete)."""
+_CPP_DEFAULTS = {
+    "--temp": "temperature",
+    "--temperature": "temperature",
+    "--top-k": "top_k",
+    "--top-p": "top_p",
+    "--min-p": "min_p",
+    "--repeat-penalty": "repetition_penalty",
+}
+"""Of a server: defaults for requests that do not set it. The member of --override-generation-config."""
 _SAMPLING = "requests set it; --override-generation-config sets the defaults"
+_METHODS = "temperature, top_k, top_p, min_p and penalties shape the draw; there is no other sampler"
+_PINNING = "--cpu-pinning pins compute threads to cores"
+_PRIORITY = "threads have the priority of the process: start it with nice"
+_SCHEMA = "requests send response_format or structured_outputs"
+_DRAFTS = "--speculative-config has the settings of drafts"
+_ADAPTERS = "name adapters with --enable-lora --lora-modules NAME=PATH; a request chooses one as its model"
+_GGUF_VALUES = "a GGUF file says how positions are encoded; --hf-overrides replaces values of a config.json"
+_PAGES = "the pages are Octavo's own"
+_NO_TOOLS = "the server runs no tools: clients run those that they declare"
+_ONE_DEVICE = "all layers run on one device: --device chooses the GPU or the CPU"
+_NO_SHIFT = "a context is never shifted: an answer ends where the context is full"
+_MAPPED = "weights are mapped from the file where that is fastest"
 _CPP_VALUES = {
-    "-ngl --n-gpu-layers --gpu-layers": _noted("all layers run on one device: --device chooses the GPU or the CPU"),
+    "-ngl --n-gpu-layers --gpu-layers": _noted(_ONE_DEVICE),
     "-sm --split-mode -ts --tensor-split -mg --main-gpu": _refused("--tensor-parallel-size divides each layer over GPUs; CUDA_VISIBLE_DEVICES names them"),
+    "--rpc": _refused(_NODES),
     "-fa --flash-attn": _noted("--attention-backend chooses; auto is the fastest"),
+    "-fit --fit -fitt --fit-target -fitc --fit-ctx": _noted("limits that are not given are chosen to fit the memory"),
+    "-lm --load-mode -lzm --lazy-mode": _noted(_MAPPED),
     "-ub --ubatch-size": _noted("a step is not divided further"),
     "-tb --threads-batch": _noted("prompts are computed by the threads of --cpu-threads"),
+    "-C --cpu-mask -Cr --cpu-range --cpu-strict -Cb --cpu-mask-batch -Crb --cpu-range-batch --cpu-strict-batch --numa": _noted(_PINNING),
+    "--prio --prio-batch": _noted(_PRIORITY),
+    "--poll --poll-batch": _noted("threads spin for as long as that was measured to pay"),
     "--threads-http": _noted("--api-processes sets how many processes handle requests"),
     "-ctv --cache-type-v": _noted("--kv-cache-dtype is for keys and values"),
-    "--cache-reuse": _noted("prefixes that requests share are always reused, by whole pages"),
-    "--predict --n-predict": _refused("requests set max_tokens"),
-    "--temp --top-k --top-p --min-p --repeat-penalty --presence-penalty --frequency-penalty --samplers --typical": _refused(_SAMPLING),
-    "-j --json-schema --grammar --grammar-file": _refused("requests send response_format or structured_outputs"),
-    "--chat-template-kwargs": _refused("requests send chat_template_kwargs"),
+    "--cache-reuse -sps --slot-prompt-similarity": _noted("prefixes that requests share are always reused, by whole pages"),
+    "-cram --cache-ram": _noted("--kv-cache-memory-bytes sets the memory for KV pages, those of cached prefixes among them"),
+    "-ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step": _noted("prefixes are cached by whole pages, in layers with windows, too"),
+    "--kv-unified-per-slot": _noted("all requests share the KV pages"),
+    "-dt --defrag-thold": _noted("pages have one size and need no defragmentation"),
+    "--keep": _noted(_NO_SHIFT),
+    "--predict --n-predict": _refused_unless("requests set max_tokens", "-1 -2"),
+    "--presence-penalty --frequency-penalty": _refused_unless("requests set it", "0 0.0 0.00"),
+    "--mirostat --dry-multiplier --xtc-probability --dynatemp-range": _refused_unless(_METHODS, "0 0.0 0.00"),
+    "--typical --typical-p": _refused_unless(_METHODS, "1 1.0 1.00"),
+    "--top-nsigma --top-n-sigma --adaptive-target": _refused_unless(_METHODS, "-1 -1.0 -1.00"),
+    "--dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker --xtc-threshold --dynatemp-exp --mirostat-lr --mirostat-ent "
+    "--adaptive-decay": _noted(_METHODS),
+    "--samplers --sampler-seq --sampling-seq": _refused(_METHODS),
+    "--repeat-last-n": _refused_unless("penalties count the whole text", "-1"),
+    "-l --logit-bias": _refused("requests set logit_bias"),
+    "--reverse-prompt": _refused("requests set stop"),
+    "-j --json-schema -jf --json-schema-file --grammar --grammar-file": _refused(_SCHEMA),
+    "-f --file -bf --binary-file": _refused("prompts come in requests; octavo complete - reads one from standard input"),
     "--reasoning-format": _noted("--reasoning-parser or the chat template chooses how reasoning is parsed"),
-    "--reasoning-budget": _refused("requests set thinking_token_budget"),
-    "--rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _refused("a GGUF file says how positions are encoded; --hf-overrides replaces values of a config.json"),
-    "-ot --override-tensor -ncmoe --n-cpu-moe": _refused(_OFFLOAD),
-    "--lora --lora-scaled": _refused(_LORA),
-    "--mmproj --mmproj-url": _refused(_MEDIA),
-    "-md --model-draft -hfd --hf-repo-draft": _refused("name the draft model with --speculative-config, as model, with the method draft_model"),
-    "-mu --model-url -hff --hf-file": _refused("name the model as owner/name-GGUF:Q4_K_M, or download the file and name it"),
+    "--reasoning-budget": _refused_unless("requests set thinking_token_budget", "-1"),
+    "--reasoning-budget-message": _refused("requests set thinking_token_budget; the model's own end of reasoning follows it"),
+    "-rea --reasoning": _refused_unless("requests set reasoning_effort, or a variable of the template in chat_template_kwargs", "auto"),
+    "--reasoning-effort": _refused("requests set reasoning_effort"),
+    "--rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast "
+    "--override-kv": _refused(_GGUF_VALUES),
+    "-ot --override-tensor -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn": _refused(_OFFLOAD),
+    "--lora --lora-scaled": _refused(_ADAPTERS),
+    "--control-vector --control-vector-scaled --control-vector-layer-range": _refused("control vectors are not supported"),
+    "-mm --mmproj -mmu --mmproj-url --image-min-tokens --image-max-tokens --media-path --mtmd-batch-max-tokens --video-ffmpeg-dir --video-fps "
+    "--video-timestamp-interval": _refused(_MEDIA),
+    "-md --model-draft --spec-draft-model -hfd -hfrd --hf-repo-draft --spec-draft-hf": _refused("name the draft model with --speculative-config, as model, with the method draft_model"),
+    "--draft --draft-n --draft-max --draft-min --draft-n-min --draft-p-min --draft-p-split --spec-type --spec-draft-n-max --spec-draft-n-min "
+    "--spec-draft-p-min --spec-draft-p-split --spec-synth-len --spec-synth-rates": _refused(_DRAFTS),
+    "--spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits --spec-ngram-mod-n-match --spec-ngram-mod-n-min --spec-ngram-mod-n-max "
+    "--spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m "
+    "--spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits": _refused(_DRAFTS),
+    "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic": _noted("drafts are found in the texts of requests; no file keeps them"),
+    "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl -devd --device-draft --spec-draft-device -ctkd --cache-type-k-draft "
+    "--spec-draft-type-k -ctvd --cache-type-v-draft --spec-draft-type-v": _noted("a draft model runs on the model's device, with pages of the same type"),
+    "-td --threads-draft --spec-draft-threads -tbd --threads-batch-draft --spec-draft-threads-batch -Cd --cpu-mask-draft --spec-draft-cpu-mask "
+    "-Crd --cpu-range-draft --spec-draft-cpu-range --cpu-strict-draft --spec-draft-cpu-strict -Cbd --cpu-mask-batch-draft "
+    "--spec-draft-cpu-mask-batch --cpu-strict-batch-draft --spec-draft-cpu-strict-batch --prio-draft --spec-draft-prio --prio-batch-draft "
+    "--spec-draft-prio-batch --poll-draft --spec-draft-poll --poll-batch-draft --spec-draft-poll-batch": _noted("a draft model is computed by the model's threads"),
+    "-otd --override-tensor-draft --spec-draft-override-tensor -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe": _refused(_OFFLOAD),
+    "-mu --model-url -hff --hf-file -dr --docker-repo": _refused("name the model as owner/name-GGUF:Q4_K_M, or download the file and name it"),
     "-hft": _refused("set the environment variable HF_TOKEN: a token on the command line is visible to other users"),
+    "--models-dir --models-preset": _refused("name several models with --models NAME=MODEL,…"),
     "--pooling": _refused("an encoder's own files say how it pools; requests may choose"),
+    "--embd-normalize": _refused("requests to /v1/embeddings set normalize"),
     "--slot-save-path": _refused("--kv-tier keeps pages of prompts on disk"),
+    "--sleep-idle-seconds": _refused_unless(_SLEEP, "-1"),
     "-to --timeout": _noted("a request that does not come is ended after 60 s, a reader that takes nothing after 300 s"),
+    "--tags": _noted("a model has names only: --served-model-name"),
+    "--path --ui-config --ui-config-file --webui-config --webui-config-file": _refused(_PAGES),
+    "--tools --tools-runtime --mcp-servers-config --mcp-servers-json": _refused(_NO_TOOLS),
     "--log-file": _refused("the log goes to standard error: redirect it"),
-    "--numa": _noted("--cpu-pinning pins compute threads to cores"),
+    "--log-prompts-dir": _refused("--enable-log-requests --log-prompts logs prompts"),
+    "-lv --verbosity --log-verbosity": _noted("--uvicorn-log-level sets what is logged"),
+    "--log-colors": _noted("the log has no colours"),
 }  # fmt: skip
 _CPP_SWITCHES = {
-    "--mlock --no-mmap": _switch("weights are mapped from the file where that is fastest"),
+    "--mlock --mmap --no-mmap -dio --direct-io -ndio --no-direct-io": _switch(_MAPPED),
     "--jinja": _switch("chat templates are always used"),
-    "-cb --cont-batching": _switch("batching is always continuous"),
+    "-cb --cont-batching -nocb": _switch("batching is always continuous"),
     "--metrics": _switch("/metrics is always there"),
     "--props --slots --no-slots": _switch("/props and /slots can be read, and change nothing"),
-    "--no-webui --webui": _switch("the pages are always there; they need a key where the server has keys"),
+    "--webui --ui": _switch("the pages are always there; they need a key where the server has keys"),
     "--embedding --embeddings": _switch("vectors are always at /v1/embeddings, and encoders serve nothing else"),
-    "--no-warmup --warmup": _switch("the start always runs a step"),
-    "--no-context-shift --context-shift": _switch("a context is never shifted: an answer ends where the context is full"),
-    "--no-kv-offload -nkvo": _switch("KV pages are on the device that computes"),
-    "--log-disable -v --verbose": _switch("--uvicorn-log-level sets what is logged"),
-    "-cmoe --cpu-moe": _refused(_OFFLOAD, takes_value=False),
+    "--warmup": _switch("the start always runs a step"),
+    "--context-shift": _switch(_NO_SHIFT),
+    "-kvo --kv-offload -nkvo": _switch("KV pages are on the device that computes"),
+    "-kvu --kv-unified -no-kvu": _switch("all requests share the KV pages"),
+    "--swa-full": _switch("layers with windows keep the pages in their window"),
+    "--cache-prompt --cache-idle-slots": _switch("prefixes stay in the cache while there is room; --no-enable-prefix-caching turns that off"),
+    "--op-offload --no-host": _switch(_ONE_DEVICE),
+    "--repack -nr": _switch("weights are packed for the kernels where that is faster"),
+    "--check-tensors": _switch("octavo doctor MODEL --deep looks for NaN in every weight"),
+    "-bs --backend-sampling --spec-draft-backend-sampling": _switch("tokens are drawn on the device that computes"),
+    "-e --escape": _switch("prompts come in requests, as JSON"),
+    "--perf": _switch("/metrics and GET /v1/requests/ID always have the times"),
+    "--log-disable -v --verbose --log-verbose": _switch("--uvicorn-log-level sets what is logged"),
+    "--log-prefix --log-timestamps": _switch("every line of the log has its time"),
+    "--log-jsonl": _refused("--log-format json does that", takes_value=False),
+    "-cmoe --cpu-moe -cmoed --cpu-moe-draft --spec-draft-cpu-moe": _refused(_OFFLOAD, takes_value=False),
     "--reranking --rerank": _switch("documents are always reranked at /v1/rerank"),
+    "--reuse-port": _switch("API processes share one socket"),
+    "--mmproj-auto --mmproj-offload": _switch(_MEDIA),
+    "--reasoning-preserve": _switch("the chat template decides which reasoning of earlier answers it takes"),
+    "--prefill-assistant": _switch("an assistant's message at the end is continued if the request sets continue_final_message"),
+    "--skip-chat-parsing": _refused("tool calls and reasoning are always parsed; /v1/completions has the text as it is", takes_value=False),
+    "--models-autoload": _switch("--load-on-demand loads several models as requests name them"),
+    "--ignore-eos": _refused("requests set ignore_eos", takes_value=False),
+    "-sp --special": _refused("requests set skip_special_tokens to false", takes_value=False),
+    "--spm-infill": _refused("/infill has the order prefix, suffix, middle", takes_value=False),
+    "--spec-default": _switch("drafts from the text are the default on a CPU; " + _DRAFTS),
+    "--lora-init-without-apply": _switch(_ADAPTERS),
+    "-ag --agent -no-ag --ui-mcp-proxy --webui-mcp-proxy": _refused(_NO_TOOLS, takes_value=False),
+    "--offline": _refused("set the environment variable HF_HUB_OFFLINE=1", takes_value=False),
+    "--list-devices": _refused("octavo doctor lists them", takes_value=False),
+    "-cl --cache-list": _refused("octavo list does that", takes_value=False),
+    "--completion-bash": _refused("octavo completion bash does that", takes_value=False),
+    "--usage": _refused("octavo serve --help does that", takes_value=False),
+    "--version": _refused("octavo --version does that", takes_value=False),
+    "--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec "
+    "--fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default": _refused("name the model: -hf owner/name-GGUF:Q4_K_M", takes_value=False),
 }  # fmt: skip
 
 
@@ -462,12 +570,18 @@ def _tables() -> dict[str, ForeignFlag]:
     found |= {f"--{name}": flag for name, flag in _EARLIER.items()}
     for short, name in _SHORT.items():
         found[f"-{short}"] = found.get(f"--{name}") or _renamed("vLLM", f"--{name}")
+    # Both servers have an -n, and it means different things.
+    found["-n"] = _refused_unless(f"requests set max_tokens (llama.cpp's -n); {_NODES} (vLLM's -n)", "1 -1 -2")
     found["-ep"] = _renamed("vLLM", "--enable-expert-parallel", takes_value=False)
     found |= {f"--{name}": _renamed("SGLang", ours) for name, ours in _SGLANG.items()}
     found["--disable-radix-cache"] = _renamed("SGLang", "--no-enable-prefix-caching", takes_value=False)
     found["--enable-metrics"] = _switch("/metrics is always there", "SGLang")
     for ours, names in _CPP_RENAMED.items():
         found |= dict.fromkeys(names.split(), _renamed("llama.cpp", ours))
+    for ours, name in _CPP_RENAMED_SWITCHES.items():
+        found[name] = _renamed("llama.cpp", ours, takes_value=False)
+    for name, member in _CPP_DEFAULTS.items():
+        found[name] = ForeignFlag("llama.cpp", ours="--override-generation-config", member=member, why=_SAMPLING)
     for names, flag in {**_CPP_VALUES, **_CPP_SWITCHES}.items():
         for name in names.split():
             found[name] = dataclasses.replace(flag, source="llama.cpp")
@@ -553,6 +667,7 @@ VALUES: dict[str, dict[str, tuple[str, str]]] = {
         ("awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "bitsandbytes", "mxfp4", "gpt_oss_mxfp4", "fbgemm_fp8",
          "compressed-tensors", "gguf"), _AS_QUANTISED,
     ) | dict.fromkeys(("fp8_per_tensor", "fp8_per_channel", "fp8_per_block"), _ONE_FP8),
+    "--device": {"none": ("cpu", "")},
     "--kv-cache-dtype": {
         "fp8_e4m3": ("fp8", ""), "f16": ("float16", ""), "f32": ("float32", ""), "q8_0": ("int8", ""),
     },
@@ -580,7 +695,7 @@ def translate(
         if (ours := _CPP_SAMPLING.get(name, "")) in own:
             arguments.append(ours + equals + value)
             continue
-        name, member = _split_member(name)
+        name, member = (name, "") if name in table else _split_member(name)
         if member and (whole := name if name in own else table[name].ours if name in table else ""):
             if not equals and (not rest or not _is_value(rest[0])):
                 return arguments, notes, f"{name}.{member} needs a value"
@@ -591,7 +706,7 @@ def translate(
                     f"{name}.{member[:60]} goes through more than {MAX_MEMBER_DEPTH} objects: give one JSON object",
                 )
             continue
-        negated = name.startswith("--no-") and "--" + name[5:] in table
+        negated = name not in table and name.startswith("--no-") and "--" + name[5:] in table
         flag = table.get("--" + name[5:] if negated else name)
         if name in own or flag is None:
             arguments.append(text)
@@ -600,7 +715,11 @@ def translate(
             value = rest.pop(0)
         if member:
             value = json.dumps({member: value})
-        if flag.ours:
+        if flag.member and not negated:
+            if not value:
+                return arguments, notes, f"{name} needs a value"
+            _set_member(parts.setdefault(flag.ours, {}), flag.member, value)
+        elif flag.ours:
             arguments += [flag.ours, value] if flag.takes_value and (equals or value) else [flag.ours]
         elif flag.note and (negated or flag.is_harmless(value)):
             notes.append(f"{name} has no effect: {flag.note}")
@@ -660,7 +779,7 @@ def translate_options(options: Mapping[str, object], own: Collection[str]) -> tu
                 notes += [f"{name}={value!r} means {ours!r} here: {reason}"] if reason else []
         elif flag.ours.startswith("--no-"):
             found[flag.ours[5:].replace("-", "_")] = not value
-        elif flag.ours:
+        elif flag.ours and not flag.member:
             found[flag.ours[2:].replace("-", "_")] = value
         elif not value:
             continue

@@ -924,6 +924,8 @@ def other_flags_page() -> Iterator[str]:
     from octavo.foreign_flags import FOREIGN, VALUES, ForeignFlag
 
     def becomes(flag: ForeignFlag) -> str:
+        if flag.member:
+            return f"`{flag.ours}.{flag.member}`"
         if flag.ours:
             return f"`{flag.ours}`"
         if flag.fate == "no effect for some values":
@@ -937,7 +939,7 @@ def other_flags_page() -> Iterator[str]:
     yield "# Flags of other servers"
     yield ""
     yield "Flags that mean the same as in vLLM have the same name ([Command line](cli.md)). This page has all others: the remaining"
-    yield "flags of `vllm serve` 0.33 with some that earlier versions had, and the common ones of SGLang and llama.cpp. A flag without effect prints a"
+    yield "flags of `vllm serve` 0.33 and of llama.cpp's `llama-server`, with some that earlier versions had, and the common ones of SGLang. A flag without effect prints a"
     yield "line that says why. A flag that is not offered ends the start with one line that names the alternative."
     yield ""
     yield "A flag that takes a JSON object also takes its members, as in vLLM: `--hf-overrides.rope_scaling.factor 4`."

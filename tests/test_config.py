@@ -109,6 +109,12 @@ def test_keys_for_metrics_make_sense(options: dict[str, object], problem: str) -
     assert caught.value.message.startswith(problem)
 
 
+def test_the_models_own_name_as_the_tokenizer_is_its_own_tokenizer() -> None:
+    assert replace(Config(), model="org/name", tokenizer="org/name") == replace(Config(), model="org/name")
+    assert replace(Config(), model="org/name", tokenizer="other").model.tokenizer == "other"
+    assert replace(Config(), model="", tokenizer="").model.tokenizer == ""
+
+
 def test_keys_are_in_no_repr_and_not_given_to_those_who_need_none() -> None:
     config = replace(Config(), api_key="sesame", admin_key="sesame-too", metrics_key="sesame-three")
     assert "sesame" not in repr(config)

@@ -78,7 +78,7 @@ def test_an_image_runs_only_steps_that_are_tried_and_is_not_roots(path: Path) ->
             assert source == "dist/" or (ROOT / source).stat().st_mode & 0o111, f"{source} is missing or not executable"
     # The model's name in try_images.sh, and variables that Octavo would not know.
     assert SMOLLM2.file_name in tried
-    assert unknown_variables(dict(re.findall(r"(OCTAVO_\w+)=(\S+)", text))) == []
+    assert unknown_variables(dict(re.findall(r"(OCTAVO_\w+)=(\S+)", text))) == {}
 
 
 def test_an_install_refuses_the_other_build_of_torch(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_compose_names_what_exists_and_opens_no_port_to_others() -> None:
                 assert source in compose["volumes"], source
         assert set(service.get("secrets", [])) <= compose["secrets"].keys()
     variables = dict.fromkeys(octavo["environment"], "x")
-    assert unknown_variables(variables) == []
+    assert unknown_variables(variables) == {}
     assert octavo["environment"]["OCTAVO_API_KEY_FILE"] == "/run/secrets/api-key"
 
 
@@ -169,7 +169,7 @@ def test_the_unit_starts_octavo_with_flags_that_exist() -> None:
     known = parser._option_string_actions
     assert words[1] == "serve" and {word for word in words if word.startswith("--")} <= known.keys()
     variables = {pair.split("=")[0]: "x" for line in unit_values("Environment") for pair in line.split()}
-    assert unknown_variables(variables) == []
+    assert unknown_variables(variables) == {}
 
 
 def test_systemd_accepts_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:

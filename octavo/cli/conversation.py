@@ -101,6 +101,8 @@ class Conversation:
                 self._say(
                     "there is no command /set: sampling is set at the start, for example octavo run MODEL --temperature 0"
                 )
+            case "/show":
+                self._say("there is no command /show: octavo doctor MODEL says what a model is and needs")
             case _:
                 self._say(f"there is no command {name[:60]}: /help lists them")
         return True

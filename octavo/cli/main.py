@@ -130,8 +130,9 @@ def _add_serve(commands: Any) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
-    for name in unknown_variables(os.environ):
-        say(f"the environment variable {name} is not known and has no effect")
+    for name, close in unknown_variables(os.environ).items():
+        hint = f"; did you mean {close}?" if close else ""
+        say(f"the environment variable {name} is not known and has no effect{hint}")
     for note in foreign_variables(os.environ, ("VLLM_API_KEY",)):
         say(note)
     if config.models.are_several:
@@ -237,7 +238,7 @@ def _add_run(commands: Any) -> None:
         "conversation and stopped after it. A model of the hub is pulled first. With PROMPT, print one answer.",
     )
     parser.takes_foreign_flags, parser.foreign_flags = True, OF_OLLAMA_RUN
-    parser.add_argument("model", metavar="MODEL", help="a model's name, a folder or a .gguf file")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a model's name, a folder or a .gguf file")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the only question; - reads it from stdin")
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     parser.add_argument("--keep", action="store_true", help="leave the server running that was started here")
@@ -249,6 +250,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from octavo.cli import chat, models
     from octavo.cli.conversation import converse
 
+    if not arguments.model:
+        raise ConfigError("name a model: octavo run MODEL; octavo chat takes the embedded one where none is named")
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if prompt is not None and not prompt.strip():
         raise ConfigError("the prompt is empty: give a question")

@@ -57,10 +57,18 @@ def from_environment(environ: Mapping[str, str], reader: Reader) -> dict[str, An
     return found
 
 
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables with our prefix that no flag has."""
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables with our prefix that no flag has, and the known one that each is close to (empty: none)."""
     known = OTHER_VARIABLES | {variable_of(knob) for _, cls in sections() for knob in dataclasses.fields(cls)}
-    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    if not unknown:
+        return {}
+    import difflib  # imported lazily: only needed for a mistake
+
+    # Compared without the prefix, which would make all of them alike.
+    words = [name.removeprefix(PREFIX) for name in sorted(known)]
+    found = {name: difflib.get_close_matches(name.removeprefix(PREFIX), words, n=1, cutoff=0.75) for name in unknown}
+    return {name: PREFIX + close[0] if close else "" for name, close in found.items()}
 
 
 def wants_json_lines(argv: Sequence[str], environ: Mapping[str, str]) -> bool:

@@ -92,7 +92,7 @@ class Screen:
         wide = 26 if width >= 76 else max(8, width - 50)
         lines += self._row_lines(room, wide)
         lines += ["", f"queue: {state['num_waiting']}{self._lanes()}", *self._queue_lines(room, wide)]
-        lines += ["", "finished:", *self._ended_lines(max(1, height - len(lines) - 3), wide)]
+        lines += ["", "finished:", *self._ended_lines(max(1, height - len(lines) - 3), wide, width)]
         lines = [line[:width] for line in lines[: height - 1]]
         if is_coloured:
             self._paint(lines, first_page, pages, at_news)
@@ -213,13 +213,18 @@ class Screen:
         ]
         return lines + ([f"       … and {total - len(lines)} more"] if total > len(lines) else [])
 
-    def _ended_lines(self, room: int, wide: int) -> list[str]:
-        return [
-            f"       {_name(end['id'], 0, wide):{wide}}  {end['status']}  {end['seconds']:7.2f} s  "
-            f"{end['prompt_tokens']} → {end['output_tokens']}  {_cached(end)}"
-            + "  ".join(f"{name} {seconds:.2f}" for name, seconds in end["stages"].items() if seconds >= 0.005)
-            for end in [*self._ended][-room:][::-1]
-        ]
+    def _ended_lines(self, room: int, wide: int, width: int) -> list[str]:
+        """Parts at the end of a line that do not fit into `width` are left out whole."""
+        lines = []
+        for end in [*self._ended][-room:][::-1]:
+            line = f"       {_name(end['id'], 0, wide):{wide}}  {end['status']}  {end['seconds']:7.2f} s  "
+            line += f"{end['prompt_tokens']} → {end['output_tokens']}"
+            stages = [f"{name} {seconds:.2f}" for name, seconds in end["stages"].items() if seconds >= 0.005]
+            for part in (_cached(end), *stages):
+                if part and len(line) + 2 + len(part) <= width:
+                    line += f"  {part}"
+            lines.append(line)
+        return lines
 
 
 def _cached(end: dict[str, Any]) -> str:
@@ -228,8 +233,8 @@ def _cached(end: dict[str, Any]) -> str:
         return ""
     found = f"{end['cached_tokens']} cached, "
     if end["cache_miss"] == "evicted":
-        return f"{found}more was evicted  "
-    return "" if end.get("differs_at") is None else f"{found}differs at token {end['differs_at']}  "
+        return f"{found}more was evicted"
+    return "" if end.get("differs_at") is None else f"{found}differs at token {end['differs_at']}"
 
 
 def _flow(parts: Sequence[str], width: int) -> list[str]:

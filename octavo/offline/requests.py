@@ -72,6 +72,7 @@ class RequestBuilder:
                 self._source.path,
                 tokenizer=model.tokenizer,
                 chat_template=model.chat_template,
+                default_chat_template_kwargs=model.default_chat_template_kwargs,
                 default_sampling=self._source.default_sampling,
                 generation_config=model.generation_config,
                 override_generation_config=model.override_generation_config,

@@ -110,7 +110,10 @@ def _outcome(flag: str, value: str, figures: Figures) -> Outcome:
 
 def _text(outcomes: list[Outcome], trace: Trace) -> str:
     now, *others = outcomes
-    when = f"the last {trace.seconds:.0f} s ({len(trace.requests)} requests)"
+    many = len(trace.requests)
+    when = f"the last {trace.seconds:.0f} s ({many} requests)"
+    if trace.seconds < 1:
+        when = f"the last {many} requests, which came within a second"
     best = min(others, key=lambda each: each.ttft_p99, default=None)
     if best is None:
         return ""

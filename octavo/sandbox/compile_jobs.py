@@ -55,7 +55,7 @@ def prepare(data: bytes) -> Mapping[str, Callable[..., Any]]:
 
 
 class _Jobs:
-    def __init__(self, vocabulary: Vocabulary, variables: Mapping[str, str]) -> None:
+    def __init__(self, vocabulary: Vocabulary, variables: Mapping[str, Any]) -> None:
         self._vocabulary, self._variables = vocabulary, variables
 
     def by_name(self) -> dict[str, Callable[..., Any]]:

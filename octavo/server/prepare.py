@@ -25,6 +25,7 @@ async def prepare(
             Path(model_path),
             tokenizer=model.tokenizer,
             chat_template=model.chat_template,
+            default_chat_template_kwargs=model.default_chat_template_kwargs,
             default_sampling=dict(default_sampling),
             generation_config=model.generation_config,
             override_generation_config=model.override_generation_config,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import AUTO, read_json_object
-from octavo.errors import ConfigError, InvalidRequest
+from octavo.errors import ConfigError, InvalidRequest, quote
 from octavo.gguf import GGUFFile
 from octavo.messages import SamplingParams
-from octavo.text.chat.template import ChatTemplate
+from octavo.text.chat.template import RESERVED, ChatTemplate
 from octavo.text.classifier_config import ClassifierConfig, read_classifier_config
 from octavo.text.formats import choose_formats
 from octavo.text.pooling_config import PoolingConfig, gguf_pooling_config, read_pooling_config
@@ -52,6 +52,7 @@ def load_text(
     *,
     tokenizer: str = "",
     chat_template: str = "",
+    default_chat_template_kwargs: str = "",
     default_sampling: Mapping[str, float] | None = None,
     generation_config: str = AUTO,
     override_generation_config: str = "",
@@ -61,13 +62,17 @@ def load_text(
 ) -> Text:
     """Load the text side of a model. `source_path`: a folder or a .gguf file. `tokenizer`: a folder or file that replaces the
     model's own vocabulary and template. `chat_template`: a file that replaces the template of both. `default_sampling`: values
-    for what the model's own generation_config.json does not set. `generation_config`, `override_generation_config`, `hf_overrides`: as
-    the flags of these names. For the parsers see formats.py."""
+    for what the model's own generation_config.json does not set. `default_chat_template_kwargs`, `generation_config`,
+    `override_generation_config`, `hf_overrides`: as the flags of these names. For the parsers see formats.py."""
     model_path = Path(source_path)
     words_path = Path(tokenizer).expanduser() if tokenizer else model_path
     if not words_path.exists():
-        option = "--tokenizer" if tokenizer else "the model"
-        raise ConfigError(f"{option} {words_path} does not exist; give a folder or a file that does")
+        if not tokenizer:
+            raise ConfigError(f"the model {words_path} does not exist; give a folder or a file that does")
+        own = "; a .gguf file has a tokenizer of its own: leave the flag out" if model_path.suffix == ".gguf" else ""
+        raise ConfigError(
+            f"--tokenizer {tokenizer} does not exist: it names a folder or a file, not a model of the hub{own}"
+        )
     override = _template_file(chat_template) if chat_template else None
     generation = _read_json(model_path / "generation_config.json") if model_path.is_dir() else {}
     stop_ids = _ids(generation.get("eos_token_id"))
@@ -101,7 +106,10 @@ def load_text(
         variables = {**_ROLES_OF.get(_kind(file), {}), **_folder_variables(folder, settings)}
         for token in (variables.get("eos_token"), *_ENDS_OF.get(_kind(file), ())):
             stop_ids |= _ids(words.token_id(token)) if token is not None else set()
-    template = ChatTemplate(override or sources, variables)
+    chosen = _template_variables(default_chat_template_kwargs)
+    template = ChatTemplate(override or sources, {**variables, **chosen})
+    if unread := sorted(chosen.keys() - (template.names if override or sources else set())):
+        log.warning("--default-chat-template-kwargs: the chat template does not read %s", quote(unread[0]))
     sampling = _default_sampling(default_sampling or {}, generation, model_path, generation_config)
     sampling |= _overridden(override_generation_config)
     if pooling_config is None:  # for a single file, read the settings in its folder
@@ -310,6 +318,14 @@ def _overridden(text: str) -> dict[str, float | int]:
             SamplingParams(**{name: value})
         except InvalidRequest as error:
             raise ConfigError(f"--override-generation-config: {error.message}") from None
+    return found
+
+
+def _template_variables(text: str) -> dict[str, Any]:
+    found = read_json_object(text, "--default-chat-template-kwargs")
+    for name in found:
+        if name in RESERVED or not name.isidentifier():
+            raise ConfigError(f"--default-chat-template-kwargs must not set {quote(name)}")
     return found
 
 

@@ -184,7 +184,7 @@ class Text:
         return isinstance(self._template, DescribedTemplate) or self._template.is_there
 
     @property
-    def template_variables(self) -> dict[str, str]:
+    def template_variables(self) -> dict[str, Any]:
         """Variables that every chat template gets: bos_token, eos_token, …"""
         assert isinstance(self._template, ChatTemplate)
         return self._template.variables

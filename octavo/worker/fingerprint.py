@@ -43,8 +43,10 @@ def fingerprint_of(
     }
     if context.splits_experts:  # sums are over experts, not over parts of each
         parts["expert_parallel"] = "yes"
-    settings = (config.hf_overrides, config.generation_config, config.override_generation_config)
-    if settings != ("", AUTO, ""):
+    settings = [config.hf_overrides, config.generation_config, config.override_generation_config]
+    if config.default_chat_template_kwargs:
+        settings.append(config.default_chat_template_kwargs)
+    if settings != ["", AUTO, ""]:
         parts["settings"] = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:16]
     if spec.longest_len > spec.context_len:  # an extended context changes the rotation
         parts["context"] = str(context.max_len)

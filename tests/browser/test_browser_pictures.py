@@ -16,6 +16,14 @@ pytestmark = pytest.mark.model
 
 NUM_STREAMS = 12
 TOPICS = ("tea", "owls", "rivers", "chess", "bread", "maps", "clocks", "rain")
+SHOW_A_HINT = """() => {
+  const [advice, hint] = ["advice", "hint"].map((id) => document.getElementById(id));
+  hint.textContent = "Simulated over the last 120 s (24 requests): ".repeat(8);
+  hint.classList.remove("hidden");
+  const boxes = [advice, hint].map((one) => one.getBoundingClientRect().toJSON());
+  hint.classList.add("hidden");
+  return boxes;
+}"""
 
 
 def stream_for_ever(server: Server, seed: int, is_over: threading.Event) -> None:
@@ -51,6 +59,8 @@ def test_twelve_streams(open_page: Any, server: Server) -> None:
         until(page, "document.querySelectorAll('#ended tr').length >= 24")
         until(page, f"document.getElementById('batch-note').textContent.startsWith('{NUM_STREAMS} of')")
         keep(page, "cockpit")
+        advice, hint = page.evaluate(SHOW_A_HINT)
+        assert advice["height"] < 50 and hint["top"] >= advice["bottom"], "a hint has its own line"
         lines = page.eval_on_selector_all("#line .more", "all => all.map(one => one.offsetHeight)")
         assert len(lines) == 8 and max(lines) < 1.5 * min(lines), "no tile has a word too many"
     finally:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import pytest
 
@@ -275,8 +275,20 @@ def test_a_conversation_is_saved_and_continued(tmp_path: Path) -> None:
     assert "No such file" in other.say("/load /no/such") and "cannot save" in other.say("/save /no/such/folder/x")
     assert other.say("/save") == "give a file: /save FILE\n" and "no command /dance" in other.say("/dance")
     assert "octavo run MODEL --temperature 0" in other.say("/set parameter temperature 0")
+    assert "octavo doctor MODEL" in other.say("/show info")
     assert "/retry" in other.say("/help") and other.it.messages == before
     assert not other.it.run_command("/exit") and not other.it.run_command("/bye")
+
+
+def all_of(screen: BinaryIO) -> bytes:
+    """What was written to a terminal that is closed. One read returns what has arrived by then."""
+    parts = b""
+    try:
+        while part := screen.read(8192):
+            parts += part
+    except OSError:  # EIO: the end
+        pass
+    return parts
 
 
 @pytest.mark.parametrize("columns", [12, 30, 80])
@@ -292,7 +304,8 @@ def test_what_octavo_says_is_wrapped(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         lines = iter(["/help", "/system", "/exit"])
         monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
         assert converse(Echo(), system) == 0
-        shown = screen.read(8192).decode()
+        terminal.close()
+        shown = all_of(screen).decode()
     assert " ".join(shown.split()) == " ".join(f"{GREETING} {HELP} system message: {system}".split())
     longest = max(len(word) for word in shown.split())
     for line in shown.split("\r\n"):

@@ -19,6 +19,7 @@ from octavo.foreign_flags import (
     foreign_variables,
     translate_options,
 )
+from scripts import llama_cpp_flags
 from scripts.vllm_flags import flags_in
 
 
@@ -60,19 +61,22 @@ def test_every_foreign_flag_has_its_effect(name: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == f"octavo: error: {name} is not offered: {flag.why}\n"
 
 
-def vllm_flags() -> dict[str, str]:
-    lines = (Path(__file__).parents[1] / "data" / "vllm_flags.txt").read_text().splitlines()
+def flags_of(file: str) -> dict[str, str]:
+    lines = (Path(__file__).parents[1] / "data" / file).read_text().splitlines()
     pairs = [line.partition(" ") for line in lines if not line.startswith("#")]
     return {name: kind for name, _, kind in pairs}
 
 
-def test_every_flag_of_vllm_is_known_and_takes_a_value_where_it_does_there() -> None:
-    """The list is made from vLLM's own package (scripts/vllm_flags.py). A flag that took a value too many would swallow the model."""
-    ours, listed = parser()._option_string_actions, vllm_flags()
+@pytest.mark.parametrize("file", ["vllm_flags.txt", "llama_cpp_flags.txt"])
+def test_every_flag_of_theirs_is_known_and_takes_a_value_where_it_does_there(file: str) -> None:
+    """The lists are made from their own sources (scripts/vllm_flags.py, scripts/llama_cpp_flags.py). A flag that took a value too many
+    would swallow the model."""
+    ours, listed = parser()._option_string_actions, flags_of(file)
     assert len(listed) > 300
     for name, kind in listed.items():
-        assert name in ours or name in FOREIGN, f"{name} has no fate"
-        takes_value = ours[name].nargs != 0 if name in ours else FOREIGN[name].takes_value
+        negated = name.startswith("--no-") and "--" + name[5:] in FOREIGN  # these have no effect and say so
+        assert name in ours or name in FOREIGN or negated, f"{name} has no fate"
+        takes_value = ours[name].nargs != 0 if name in ours else FOREIGN[name].takes_value if name in FOREIGN else False
         assert takes_value == (kind == "value"), name
 
 
@@ -113,6 +117,46 @@ parser.add_argument("--headless", action="store_true")
     assert flags_in(engine, server) == {
         "--disable-docs": "switch", "--enforce-eager": "switch", "--seed": "value", "--tensor-parallel-size": "value", "-tp": "value",
         "--headless": "switch",
+    }  # fmt: skip
+
+
+def test_flags_are_read_from_llama_cpps_sources() -> None:
+    source = """
+    add_opt(common_arg(
+        {"-c", "--ctx-size"}, "N",
+        string_format("size of the prompt context (default: %d)", params.n_ctx),
+        [](common_params & params, int value) {
+            params.n_ctx = value;
+        }
+    ).set_env("LLAMA_ARG_CTX_SIZE"));
+    add_opt(common_arg(
+        {"-kvu", "--kv-unified"},
+        {"-no-kvu", "--no-kv-unified"},
+        "use one buffer",
+        [](common_params & params, bool value) {
+            params.kv_unified = value;
+        }
+    ).set_examples({LLAMA_EXAMPLE_SERVER, LLAMA_EXAMPLE_PERPLEXITY}));
+    if (is_server) {
+        add_opt(common_arg(
+            {"--draft"}, "N",
+            "the argument has been removed",
+            [](common_params & /*params*/, int /*value*/) {
+                arg_removed("");
+            }
+        ));
+    }
+    add_opt(common_arg(
+        {"--color"},
+        "of another program",
+        [](common_params & params) {
+            params.color = true;
+        }
+    ).set_examples({LLAMA_EXAMPLE_CLI}));
+"""
+    assert llama_cpp_flags.flags_in(source) == {
+        "-c": "value", "--ctx-size": "value", "-kvu": "switch", "--kv-unified": "switch", "-no-kvu": "switch", "--no-kv-unified": "switch",
+        "--draft": "value",
     }  # fmt: skip
 
 
@@ -165,17 +209,56 @@ def test_renamed_flags_set_ours() -> None:
     assert parse("--max_num_queued_reqs", "3").scheduler.max_waiting_requests == 3
 
 
-def test_sampling_flags_of_llama_cpp_are_ours_where_a_command_sends_requests(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sampling_flags_of_llama_cpp_are_ours_where_a_command_sends_requests() -> None:
     arguments = build_parser().parse_args(["chat", "--temp", "0.5", "-n", "7", "-m", "a.gguf"])
     assert (arguments.temperature, arguments.max_tokens) == (0.5, 7)
-    with pytest.raises(SystemExit):
-        parse("--temp", "0.5")
-    assert (
-        "--temp is not offered: requests set it; --override-generation-config sets the defaults"
-        in capsys.readouterr().err
+
+
+def test_sampling_flags_of_llama_cpp_are_the_defaults_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--temp", "0.7", "--top-p=0.8", "--top-k", "20", "--min-p", "0", "--repeat-penalty", "1.05", "a.gguf")
+    kwargs = '{"enable_thinking": false}'
+    assert parse("--chat-template-kwargs", kwargs) == parse("--default-chat-template-kwargs", kwargs)
+    config = parse(*given)
+    assert json.loads(config.model.override_generation_config) == {
+        "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05,
+    }  # fmt: skip
+    assert config.model.model == "a.gguf"
+    for argv, why in (
+        (("--temp",), "--temp needs a value"),
+        (
+            ("--temp", "1", "--override-generation-config", "{}"),
+            "--override-generation-config is given whole and by its members (--override-generation-config.temperature): choose one",
+        ),
+        (("--presence-penalty", "1.5"), "--presence-penalty 1.5 is not offered: requests set it"),
+        (("-n", "50"), "-n 50 is not offered: requests set max_tokens (llama.cpp's -n)"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(*argv)
+        assert why in capsys.readouterr().err
+    assert translate_options({"top_k": 3}, set())[2].startswith("top_k=3 is not offered: requests set it")
+
+
+def test_defaults_of_llama_cpp_are_taken_and_others_say_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    given = (
+        "-n",
+        "-1",
+        "--presence-penalty",
+        "0.0",
+        "--reasoning-budget",
+        "-1",
+        "-fit",
+        "on",
+        "--no-warmup",
+        "-dev",
+        "none",
+        "m",
     )
+    assert parse(*given) == parse("--device", "cpu", "m")
+    assert capsys.readouterr().err.count("has no effect") == 5
+    assert not parse("--no-cache-prompt").cache.enable_prefix_caching
+    with pytest.raises(SystemExit):
+        parse("--lora", "a.gguf")
+    assert "--enable-lora --lora-modules NAME=PATH" in capsys.readouterr().err
 
 
 def test_values_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:

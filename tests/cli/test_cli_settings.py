@@ -67,9 +67,8 @@ def test_every_flag_is_a_variable() -> None:
 
 
 def test_a_variable_that_is_not_known_is_named() -> None:
-    assert unknown_variables({"OCTAVO_PROT": "1", "OCTAVO_PORT": "1", "OCTAVO_CACHE": "x", "PATH": "y"}) == [
-        "OCTAVO_PROT"
-    ]
+    given = {"OCTAVO_PROT": "1", "OCTAVO_PORT": "1", "OCTAVO_CACHE": "x", "OCTAVO_ZEBRA": "z", "PATH": "y"}
+    assert unknown_variables(given) == {"OCTAVO_PROT": "OCTAVO_PORT", "OCTAVO_ZEBRA": ""}
 
 
 @pytest.mark.parametrize(

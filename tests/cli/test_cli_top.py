@@ -211,6 +211,9 @@ def test_it_says_why_a_prompt_was_computed_again(miss: str, differs_at: int | No
     screen.take({**state(102.0, 100, pages=pages, ended=[end]), **kept})
     text = "\n".join(screen.draw(160, 60))
     assert said in text
+    narrow = screen.draw(80, 60)
+    if miss and said != "30 → 30  decode 2.25":  # the reason does not fit, and is not cut
+        assert [line for line in narrow if line.endswith("30 → 30  decode 2.25")] and "cached," not in "".join(narrow)
     assert "h 1 of these held" in text and "l 1 loading" in text and "on disk 40" in text and "hl" in text
 
 

@@ -24,7 +24,13 @@ def test_auto_is_for_cpus():
 def test_vllms_names():
     given = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 3}'
     assert speculation_of(given, is_gpu=False) == SpeculationSettings("ngram", 5, 3, 3)
+    for earlier in ({"model": "[ngram]"}, {"model": "ngram"}, {"method": "ngram", "model": "ngram"}):
+        assert speculation_of(json.dumps(earlier), is_gpu=True) == SpeculationSettings("ngram")
     by_model = SpeculationSettings("draft_model", 5, model="path")
+    assert (
+        speculation_of('{"model": "path", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1}', is_gpu=False)
+        == by_model
+    )
     assert speculation_of('{"model": "path", "num_speculative_tokens": 5}', is_gpu=False) == by_model
     with pytest.raises(ConfigError, match="a draft model works on a CPU only, and a GPU computes here"):
         speculation_of('{"method": "draft_model", "model": "path"}', is_gpu=True)
@@ -61,6 +67,8 @@ def test_vllms_names():
             '{"prompt_lookup_min": 5, "prompt_lookup_max": 4}',
             r"prompt_lookup_min \(5\) is more than prompt_lookup_max \(4\)",
         ),
+        ('{"method": "suffix", "model": "ngram"}', "model is for the methods draft_model and eagle3, not for 'suffix'"),
+        ('{"model": "x", "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size must be 1, got 2"),
         ('{"adaptive": 1}', "adaptive must be true or false, got 1"),
         ("[]", "must be a JSON object"),
     ],

@@ -33,6 +33,18 @@ def test_a_journey_says_why_and_where() -> None:
     assert (evicted.missed, evicted.differs_at) == ("evicted", None)
 
 
+def test_a_beginning_that_only_a_forgotten_prompt_had_is_not_compared() -> None:
+    """The cockpit showed "128 cached, differs at token 7": the eight latest prompts had less in common with it than the cache."""
+    engine = Engine(num_pages=200)
+    ask(engine, "old", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    for number in range(recent_prompts.MAX_COMPARED):
+        ask(engine, f"{number}", [1, 20 + number, 3, 4, 5])
+    late = ask(engine, "late", [1, 2, 3, 4, 5, 6, 7, 8, 30, 31, 32, 33, 34])
+    assert (late.missed, late.cached_tokens, late.differs_at, late.differs_from) == ("new", 8, None, "")
+    follow = ask(engine, "follow", [1, 2, 3, 4, 5, 6, 7, 8, 30, 99, 32, 33, 34])
+    assert (follow.cached_tokens, follow.differs_at, follow.differs_from) == (8, 9, "http-late")
+
+
 def test_prompts_of_another_key_are_not_compared() -> None:
     engine = Engine(num_pages=32)
     ask(engine, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9], owner=b"x")

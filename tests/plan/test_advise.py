@@ -41,6 +41,8 @@ def test_outcomes_begin_with_what_is_and_change_one_flag_each(tmp_path):
         best = min(each.ttft_p99 for each in others)
         is_better = best <= 0.8 * now.ttft_p99 and now.ttft_p99 - best >= 0.05
         assert ("instead of" in hint.text) == is_better and f"{hint.num_requests} requests" in hint.text
+        assert ("requests, which came within a second:" in hint.text) == (hint.seconds < 1)
+        assert "the last 0 s" not in hint.text
 
 
 def test_the_command_prints_the_hint_as_json(tmp_path, capsys):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from octavo.messages import Finish, GenerateRequest, Logprobs, TokenDelta
-from octavo.server.dialects.llama_cpp.infill import fill_prompt, fill_tokens
+from octavo.server.generate.infill import fill_prompt, fill_tokens
 from octavo.text import Text, load_text
 from tests.doubles import REPORT, ScriptedEngine, byte_text, says, write_byte_tokenizer
 from tests.server.conftest import Serve
@@ -259,7 +259,7 @@ async def test_infill_puts_the_parts_between_the_models_tokens(serve: Serve, tmp
 
 def test_files_have_tokens_where_the_model_has_them(tmp_path: Path) -> None:
     text = fill_text(tmp_path, *FILL, *FILES)
-    ids = fill_prompt(text, fill_tokens(text), "a", "b", "", [("f.py", "f")], 1000)
+    ids = fill_prompt(text, fill_tokens(text), "a", "b", 1000, [("f.py", "f")])
     assert text.decode(ids, skip_special_tokens=False) == (
         "<|repo_name|>myproject\n<|file_sep|>f.py\nf\n<|file_sep|>filename\n<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
     )

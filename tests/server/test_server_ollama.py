@@ -16,6 +16,7 @@ from octavo.weights.sources.store import Store
 from tests.doubles import REPORT, AsgiCall, ScriptedEngine, byte_text, never_ends, says
 from tests.registry import Registry, registry
 from tests.server.conftest import Serve
+from tests.server.test_server_llama_cpp import FILL, fill_text
 from tests.weights.gguf_writer import Packed, write_gguf
 
 HI = [{"role": "user", "content": "hi"}]
@@ -78,6 +79,24 @@ async def test_generate_is_a_turn_or_a_raw_prompt(serve: Serve) -> None:
     assert await prompt_of(serve, "/api/generate", generate(raw=True)) == "abc"
     both = await client.post("/api/generate", json=generate(raw=True, system="x"))
     assert "raw" in refusal(both)
+
+
+async def test_a_suffix_is_put_after_the_gap(serve: Serve, tmp_path: Path) -> None:
+    report = msgspec.structs.replace(REPORT, vocab_size=REPORT.vocab_size + len(FILL))
+    engine, text = ScriptedEngine(says("x"), report), fill_text(tmp_path, *FILL)
+    client = serve(engine, text)
+    for more in ({"suffix": "def"}, {"suffix": "def", "raw": True}, {"prompt": "", "suffix": "def"}):
+        body = generate(**more)
+        assert (await client.post("/api/generate", json=body)).json()["response"] == "x"
+        request = engine.requests[-1]
+        expected = f"<|fim_prefix|>{body['prompt']}<|fim_suffix|>def<|fim_middle|>"
+        assert text.decode(request.prompt_ids, skip_special_tokens=False) == expected
+        assert {text.token_id(name) for name in FILL} <= set(request.params.stop_token_ids)
+    assert "suffix leaves out" in refusal(await client.post("/api/generate", json=generate(suffix="x", system="y")))
+    assert "tokens; the context holds 256" in refusal(
+        await client.post("/api/generate", json=generate(suffix="x" * 300))
+    )
+    assert "insert" in (await client.post("/api/show", json={"model": "byte-model"})).json()["capabilities"]
 
 
 async def test_a_name_may_have_the_default_tag_and_another_is_not_found(serve: Serve) -> None:
@@ -176,7 +195,8 @@ async def test_what_has_no_effect_is_named_back_and_refused_in_strict_mode(serve
         ("/api/generate", {"prompt": "x" * 300, "raw": True}, "prompt has"),
         ("/api/generate", {"context": [1, 2]}, "context"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
-        ("/api/generate", {"suffix": "x"}, "suffix"),
+        ("/api/generate", {"suffix": "x"}, "this model cannot fill in the middle"),
+        ("/api/generate", {"suffix": 3}, "suffix"),
         ("/api/generate", {"images": ["aaaa"]}, "images"),
         ("/api/generate", {"prompt": 3}, "prompt"),
         ("/api/embed", {"input": 3}, "input must be a string or a list of strings"),

@@ -22,6 +22,7 @@ from vocabularies import (
     write_gguf_metadata,
 )
 
+from octavo.config import Config, replace
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.messages import SamplingParams
 from octavo.text import load_text
@@ -345,6 +346,33 @@ def test_a_file_with_the_wrong_things_in_it_is_named(name: str, content: Any, tm
     with pytest.raises(ConfigError) as raised:
         load_text(tmp_path)
     assert one_line(raised.value).startswith(str(path))
+
+
+def test_variables_of_the_template_have_defaults(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = "{% if enable_thinking is not false %}<think>{% endif %}{{ messages[0].content }}{{ eos_token }}"
+    write(folder, tokenizer_config={"eos_token": "<|start|>", "chat_template": source})
+    assert load_text(folder).render_chat(HI) == "<think>hi<|start|>"
+    text = load_text(folder, default_chat_template_kwargs='{"enable_thinking": false}')
+    assert text.render_chat(HI) == "hi<|start|>" and not caplog.records
+    assert text.render_chat(HI, enable_thinking=True) == "<think>hi<|start|>", "a request's own value"
+    load_text(folder, default_chat_template_kwargs='{"thinking": false}')
+    assert "the chat template does not read 'thinking'" in caplog.text
+    for name in ("messages", "tools", "a b"):
+        with pytest.raises(ConfigError, match=f"--default-chat-template-kwargs must not set '{name}'"):
+            load_text(folder, default_chat_template_kwargs=json.dumps({name: 1}))
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs"):
+        replace(Config(), default_chat_template_kwargs="[1]")
+
+
+def test_a_tokenizer_that_is_not_here_says_what_can_be_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--tokenizer org/name does not exist: it names a folder or a file, not a model of the hub$"
+    ):
+        load_text(tmp_path, tokenizer="org/name")
+    with pytest.raises(ConfigError, match=r"a \.gguf file has a tokenizer of its own: leave the flag out$"):
+        load_text(tmp_path / "a.gguf", tokenizer="org/name")
+    with pytest.raises(ConfigError, match=r"^the model .* does not exist"):
+        load_text(tmp_path / "a.gguf")
 
 
 def test_a_folder_without_a_tokenizer_and_a_model_that_is_none(tmp_path: Path) -> None:

@@ -279,6 +279,10 @@ def test_refusals_of_the_hub(hub: Registry, store: Store) -> None:
 def test_without_a_network_it_says_so(store: Store) -> None:
     with pytest.raises(HubTrouble, match=r"cannot be reached \(.*check the network connection"):
         pull(ModelName("org/tiny"), lambda _: None, hub=Hub({"HF_ENDPOINT": "http://127.0.0.1:1"}), store=store)
+    for name, says in (("llama3.2", True), ("org/tiny", False)):  # whether it is a name of Ollama's library
+        with pytest.raises(HubTrouble) as trouble:
+            pull(ModelName(name, "1b"), lambda _: None, hub=Hub({"HF_ENDPOINT": "http://127.0.0.1:1"}), store=store)
+        assert ("models are named owner/name, not as in Ollama's library" in str(trouble.value)) is says
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         pull(ModelName("org/tiny"), lambda _: None, hub=Hub({"HF_HUB_OFFLINE": "1"}), store=store)
     with pytest.raises(ConfigError, match="HF_ENDPOINT"):

@@ -181,6 +181,7 @@ def _text_findings(config: Config, source: ModelSource, spec: ModelSpec | None) 
             source.path,
             tokenizer=config.model.tokenizer,
             chat_template=config.model.chat_template,
+            default_chat_template_kwargs=config.model.default_chat_template_kwargs,
             default_sampling=source.default_sampling,
             generation_config=config.model.generation_config,
             override_generation_config=config.model.override_generation_config,

@@ -330,7 +330,9 @@ class EngineJournal(StepObserver):
     def _note_miss(self, track: _Track, source: GenerateRequest, miss: MissReason) -> None:
         track.missed = miss
         name = source.http_id or source.id
-        track.difference = self._prompts.add(source.owner, name, source.prompt_ids, compare=miss == "new")
+        difference = self._prompts.add(source.owner, name, source.prompt_ids, compare=miss == "new")
+        # Fewer tokens in common than the cache had: the prompt that it continues is no longer remembered.
+        track.difference = difference if difference is not None and difference.at >= track.cached else None
 
     def _fork(self, requests: Iterable[Request], now: float) -> None:
         """Choices that share a computed prompt now, and compute its last token in the next step."""

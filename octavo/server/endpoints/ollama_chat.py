@@ -94,7 +94,7 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, GENERATE, service.config)
         model = await check_model(service, fields.model)
-        if not fields.prompt and not fields.raw:
+        if not fields.prompt and not fields.is_raw:
             fields.check_load(service)
             return json_response(generate_chunk(model, done=True, done_reason="load"), fields.ignored)
         task, ignored = await _generate_task(service, fields, arrived)
@@ -108,7 +108,7 @@ async def _generate_task(
 ) -> tuple[ChatTask | TextTask, list[str]]:
     """The task, and the names of fields without effect."""
     response_id, max_tokens = new_id("ollama"), fields.chosen.max_tokens
-    if fields.raw:
+    if fields.is_raw:
         raw, text = await parse_raw(service, fields)
         with GENERATE_NAMES.in_errors():
             return await TextTask.prepare(

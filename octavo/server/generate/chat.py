@@ -12,6 +12,7 @@ from octavo.server.generate.structured import FREE, AnswerCheck, AnswerForm, rea
 from octavo.server.schema.fields import MAX_TEMPLATE_VARIABLES, RequestFields, SamplingFields
 from octavo.server.state.service import Service
 from octavo.text import Text
+from octavo.text.chat.template import RESERVED
 from octavo.text.chat.tools import (
     NO_CALLS,
     Tool,
@@ -25,19 +26,6 @@ from octavo.text.parsers import ToolFormat, tool_format
 from octavo.text.text import RenderCall
 
 T = TypeVar("T")
-RESERVED = (
-    "self",
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "documents",
-    "max_tokens",
-    "tokenize",
-)
-"""Names that template variables may not have: other fields, or values that a request must not set."""
-
 Ending = Literal["answer", "turn", "open"]
 """Where a prompt ends: where the answer begins, after the last message, or within it, to be continued."""
 

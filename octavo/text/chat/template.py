@@ -102,15 +102,29 @@ class Arguments(dict[str, Any]):
         return str(other) + str(self)
 
 
+RESERVED = (
+    "self",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "documents",
+    "max_tokens",
+    "tokenize",
+)
+"""Names that template variables may not have: other fields, or values that a request must not set."""
+
+
 class ChatTemplate:
     """A model's chat templates. `sources`: template text by name. "default" is used, or "tool_use", if there is one, for a
     request with tools.
 
-    `variables`: what templates expect besides the messages: bos_token, eos_token, … Empty `sources`: the model has no template,
+    `variables`: what templates expect besides the messages: bos_token, eos_token, …, and an operator's own. Empty `sources`: the model has no template,
     and render() raises InvalidRequest.
     """
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
         self._environment = _environment()
         self._sources = dict(sources)
         self._names: dict[str, frozenset[str]] = {}  # source → names of the variables that it reads
@@ -125,7 +139,7 @@ class ChatTemplate:
         self._templates[name] = Template.from_code(self._environment, code, self._environment.make_globals(None))
 
     @classmethod
-    def of_code(cls, code: bytes, variables: Mapping[str, str]) -> "ChatTemplate":
+    def of_code(cls, code: bytes, variables: Mapping[str, Any]) -> "ChatTemplate":
         """The template that has this `code`, without its source. The code is executed: call it where that may do no harm."""
         template = cls({}, variables)
         template._add("default", marshal.loads(code))
@@ -218,7 +232,7 @@ class ChatTemplate:
         }
 
 
-def request_template(source: str, variables: Mapping[str, str]) -> ChatTemplate:
+def request_template(source: str, variables: Mapping[str, Any]) -> ChatTemplate:
     """Compile a request's own template. To be called in a confined process (octavo/sandbox): it takes time, and so may
     rendering."""
     check_length(source)

@@ -119,6 +119,7 @@ class Hub:
         return HubTrouble(
             f"cannot fetch {hub_id}: {self.endpoint} cannot be reached ({reason[:200]}): check the network connection, the proxy "
             "or HF_ENDPOINT, or copy the model here and pass its path"
+            + ("" if "/" in hub_id else f"; {how_named(hub_id)}")
         )
 
 

@@ -277,6 +277,7 @@ def said_after_each(name: str, pieces: list[str]) -> list[str]:
 def test_only_what_may_be_a_mark_is_held_back_and_no_longer_than_that() -> None:
     assert said_after_each("hermes", ["a <", "tool", "_", "box> b", " "]) == ["a", "", "", " <tool_box> b", "", " "]
     assert said_after_each("hermes", ['{"', "ci", 'ty": 1', "}"]) == ["", '{"ci', 'ty": 1', "}", ""]  # other JSON
+    assert said_after_each("hermes", ["``", "`py", "thon\n", "x"]) == ["", "```py", "thon", "\nx", ""]  # other code
     assert said_after_each("hermes", ["<tool_call><", "x"]) == ["<tool_call>", "<x", ""]
     assert said_after_each("hermes", ['<tool_call>{"a" 1', "x"]) == ['<tool_call>{"a" 1', "x", ""]  # never JSON
     assert said_after_each("llama3_json", ["{", '"na', 'me"', "x"]) == ["", "", "", '{"name"x', ""]
@@ -319,6 +320,18 @@ HERMES_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
         ("hermes", '{"name": "now", "arguments": {}', None, []),
         ("hermes", 'So: {"name": "now", "arguments": {}}', None, []),
         ("hermes", '{"city": "Rome", "name": "now", "arguments": {}}', None, []),
+        ("hermes", '```json\n{\n  "name": "now",\n  "arguments": {"a": 1}\n}\n```', "", [("now", {"a": 1})]),
+        ("hermes", '\n```\n{"name": "now", "arguments": {}}\n```\n', "", [("now", {})]),
+        ("hermes", '```json\n{"name": "now", "arguments": {}}\n{"name": "files.write", "arguments": {}}\n```', "", [("now", {}), ("files.write", {})]),
+        ("hermes", '```json\n{"name": "now", "arguments": {}}\n```\n```json\n{"name": "now", "arguments": {}}\n```', "", [("now", {}), ("now", {})]),
+        ("hermes", '```json\n{"name": "now", "arguments": {}}', "", [("now", {})]),  # ended by eos
+        ("hermes", '```json\n{"name": "now", "arguments": {}}\n``` calls it.', None, []),
+        ("hermes", '```json\n{"name": "elsewhere", "arguments": {}}\n```', None, []),
+        ("hermes", '```json\n{"city": "Rome"}\n```', None, []),
+        ("hermes", '```python\n{"name": "now", "arguments": {}}\n```', None, []),
+        ("hermes", 'Call:\n```json\n{"name": "now", "arguments": {}}\n```', None, []),
+        ("hermes", "`now`", None, []),
+        ("hermes", '{"name": "now", "arguments": {}}```', None, []),
         ("hermes", f"<tool_call>oops {HERMES_NOW}", "<tool_call>oops", [("now", {})]),
         ("llama3_json", '{"name": "now", "parameters": {}}', "", [("now", {})]),
         ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}', "", [("now", {})]),

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from octavo.errors import Field, InvalidRequest, Unsupported, quote, quote_json
 from octavo.messages.params import MAX_BIASES
-from octavo.server.dialects.llama_cpp.infill import fill_prompt, fill_tokens
 from octavo.server.generate.field_names import FieldNames
+from octavo.server.generate.infill import fill_prompt, fill_tokens
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import Prompt, check_size, check_text_len
 from octavo.server.schema.fields import (
@@ -170,7 +170,7 @@ def _parse_infill(service: Service, fields: InfillRequest) -> Asked:
     check_size(asked, 1, service.report, service.config.budget)
     before, after, typed = fields.input_prefix, fields.input_suffix, fields.prompt or ""
     check_text_len(service, fields.num_bytes, (before, after, typed, files), Field("input_prefix"))
-    ids = fill_prompt(service.text, tokens, before, after, typed, files, service.report.max_model_len)
+    ids = fill_prompt(service.text, tokens, before + typed, after, service.report.max_model_len, files)
     return Asked(asked, [Prompt(ids, Field("input_prefix"))], asked.num_sequences > 1, fields.limit == 0)
 
 

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from octavo.errors import ConfigError, NotFound, quote
 from octavo.server.dialects.ollama.names import is_served, plain_name
 from octavo.server.dialects.ollama.output import timestamp
+from octavo.server.generate.infill import can_fill
 from octavo.server.schema.fields import RequestFields
 from octavo.server.state.service import Service
 from octavo.weights.sources.facts import ModelFacts, read_facts
@@ -22,7 +23,7 @@ API_VERSION = "0.12.6"
 _KEPT_FACTS = 64  # models whose headers are remembered
 FOR_EVER = "2318-01-01T00:00:00Z"  # as Ollama writes the end of keep_alive -1
 
-Capability = Literal["completion", "tools", "thinking", "embedding"]
+Capability = Literal["completion", "tools", "thinking", "insert", "embedding"]
 
 
 class NamedRequest(RequestFields):
@@ -121,6 +122,8 @@ def show(service: Service, name: str) -> Shown:
             capabilities.append("tools")
         if text.formats.thinking is not None:
             capabilities.append("thinking")
+        if service.report.can_generate and can_fill(text):
+            capabilities.append("insert")
         return _shown(facts, text.template_source or "", _parameters(text.default_sampling), capabilities)
     model = find(name)
     return _shown(_facts_of(model.path), "", "", ["completion"])

@@ -12,6 +12,7 @@ from octavo.server.dialects.ollama.models import NamedRequest
 from octavo.server.generate import chat_request, embeddings
 from octavo.server.generate.chat_request import ChatFields, ChatPrompt
 from octavo.server.generate.field_names import FieldNames
+from octavo.server.generate.infill import fill_prompt, fill_tokens
 from octavo.server.generate.messages import MESSAGES
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import Prompt, check_text_len
@@ -70,7 +71,6 @@ GENERATE_NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "images": ([],),
     "shift": (False,),
     "steps": (0,),
-    "suffix": ("",),
     "template": ("",),
     "width": (0,),
 }
@@ -212,6 +212,12 @@ class OllamaGenerateRequest(AnswerFields):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    suffix: str | None = None  # what follows the gap that the answer is to fill
+
+    @property
+    def is_raw(self) -> bool:
+        """The chat template is left out."""
+        return bool(self.raw or self.suffix)
 
 
 class EmbedRequest(ModelFields, LimitFields):
@@ -258,7 +264,7 @@ async def parse_generate(service: Service, fields: OllamaGenerateRequest) -> tup
 
 
 async def parse_raw(service: Service, fields: OllamaGenerateRequest) -> tuple[GenerationFields, Prompt]:
-    """The prompt as it is, without the chat template."""
+    """The prompt as it is, without the chat template; with `suffix`, between the tokens for filling in the middle."""
     return await offload_prompt(fields.num_bytes, lambda: _parse_raw(service, fields))
 
 
@@ -286,13 +292,23 @@ def _generate_fields(service: Service, fields: OllamaGenerateRequest) -> ChatFie
 def _parse_raw(service: Service, fields: OllamaGenerateRequest) -> tuple[GenerationFields, Prompt]:
     for name in ("system", "think"):
         if getattr(fields, name):
-            raise Unsupported(Field(name) + " needs the chat template, which raw leaves out: leave one of them out")
+            cause = "raw" if fields.raw else "suffix"
+            raise Unsupported(
+                Field(name) + f" needs the chat template, which {cause} leaves out: leave one of them out"
+            )
     values = fields.values(service)
     for name in ("logprobs", "top_logprobs", "chat_template_kwargs", "include_reasoning"):
         values.pop(name, None)
     prompt = fields.prompt or ""
     check_text_len(service, fields.num_bytes, prompt, Field("prompt"))
-    ids = service.text.encode(prompt, param="prompt", max_tokens=service.report.max_model_len)
+    most, text = service.report.max_model_len, service.text
+    if fields.suffix:
+        check_text_len(service, fields.num_bytes, fields.suffix, Field("suffix"))
+        tokens = fill_tokens(text)
+        ids = fill_prompt(text, tokens, prompt, fields.suffix, most, names=("prompt", "suffix"))
+        values["stop_token_ids"] = [*tokens.ends]
+    else:
+        ids = text.encode(prompt, param="prompt", max_tokens=most)
     with GENERATE_NAMES.in_errors():
         return make_fields(GenerationFields, values, fields.num_bytes), Prompt(ids, Field("prompt"), prompt)
 

@@ -174,7 +174,7 @@ function draw() {
   const isIdle = !state.rows.length && !state.num_waiting;
   if (!lostAt) advise(state.advice || (isIdle ? idleText() : "No request is waiting: all of them are being computed."), state.blocked_by || (state.advice ? "other" : "none"));
   if (!lostAt) askHint();
-  if (isIdle) find("hint").classList.add("hidden");
+  if (isIdle || Date.now() / 1000 - hintedAt > 2 * HINT_SECONDS) find("hint").classList.add("hidden"); // it is about the past minutes
   document.body.dataset.idle = isIdle ? "yes" : "no";
   charts.draw(past, state.time, offset);
   drawValues();

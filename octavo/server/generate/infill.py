@@ -29,13 +29,17 @@ class FillTokens:
     ends: tuple[int, ...]  # an answer ends before these: it is past the gap
 
 
+def can_fill(text: Text) -> bool:
+    return all(_find(text, names) is not None for names in (_PREFIX, _SUFFIX, _MIDDLE))
+
+
 def fill_tokens(text: Text) -> FillTokens:
     """Raises Unsupported where the vocabulary has none."""
     prefix, suffix, middle = (_find(text, names) for names in (_PREFIX, _SUFFIX, _MIDDLE))
     if prefix is None or suffix is None or middle is None:
         raise Unsupported(
             "this model cannot fill in the middle: its vocabulary has no tokens for it (such as <|fim_prefix|>). "
-            "Serve a model of code that was trained with them, or use /completion"
+            "Serve a model of code that was trained with them"
         )
     repo, file = _find(text, _REPO), _find(text, _FILE)
     ends = (prefix, suffix, middle, repo, file, _find(text, _PAD), _find(text, _END))
@@ -43,10 +47,15 @@ def fill_tokens(text: Text) -> FillTokens:
 
 
 def fill_prompt(
-    text: Text, tokens: FillTokens, before: str, after: str, typed: str, files: Sequence[tuple[str, str]], most: int
+    text: Text,
+    tokens: FillTokens,
+    before: str,
+    after: str,
+    most: int,
+    files: Sequence[tuple[str, str]] = (),
+    names: tuple[str, str] = ("input_prefix", "input_suffix"),
 ) -> list[int]:
-    """`typed`: what follows `before` up to the gap. `files`: names and texts of others that give context. `most`: tokens of the
-    context."""
+    """`most`: tokens of the context. `files`: names and texts of others that give context. `names`: of the fields that hold both texts."""
 
     def encode(words: str, param: str) -> list[int]:
         return text.encode(words, False, param=param, max_tokens=most)
@@ -61,8 +70,8 @@ def fill_prompt(
     else:
         for name, words in files:
             ids += encode(f"{name}\n{words}\n", "input_extra")
-    ids += [tokens.prefix, *encode(before + typed, "input_prefix")]
-    ids += [tokens.suffix, *encode(after, "input_suffix")]
+    ids += [tokens.prefix, *encode(before, names[0])]
+    ids += [tokens.suffix, *encode(after, names[1])]
     return [*ids, tokens.middle]
 
 
