@@ -93,6 +93,10 @@ class AdapterHolder(Protocol[Adapter]):
         """Bytes of a number of an adapter."""
         ...
 
+    def taken_bytes(self, num_bytes: int) -> int:
+        """Bytes of memory that an adapter of so many bytes takes."""
+        ...
+
     def site_of(self, linear: Linear) -> int | None:
         """The number of its product for adapters; None: none can change it."""
 
@@ -308,7 +312,7 @@ class RankAdapters:
         for name, pair in file.pairs.items():
             for placement in self.targets[self._translated(file, name)].placements:
                 count += padded_rank(pair.rank) * (placement.depth + placement.num_rows)
-        return count * self.itemsize
+        return self._holder.taken_bytes(count * self.itemsize)
 
     @property
     def itemsize(self) -> int:
