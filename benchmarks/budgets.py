@@ -6,6 +6,7 @@ answer time of GET /health while it runs, the memory that the API process gains,
 Exit code 1 if an attack is answered with a 5xx, blocks /health for more than 300 ms, or takes more than 256 MB of memory beyond
 twice the bytes that were sent. The requests go to 127.0.0.1 only, one at a time."""
 
+import argparse
 import contextlib
 import dataclasses
 import http.client
@@ -342,8 +343,16 @@ def run(house: House, chosen: list[Attack]) -> bool:
 
 
 def main() -> int:
-    names = sys.argv[1:]
-    chosen = [one for one in attacks() if not names or any(name in one.name for name in names)]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="only attacks whose name contains one of these (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the names of the attacks")
+    args = parser.parse_args()
+    chosen = [one for one in attacks() if not args.names or any(name in one.name for name in args.names)]
+    if args.list:
+        print("\n".join(one.name for one in chosen))
+        return 0
+    if not chosen:
+        parser.error(f"no attack has {' or '.join(args.names)} in its name; --list prints them")
     with House(
         "--api-processes", "1", "--device", "cpu", "--max-num-batched-tokens", "512", log=os.environ.get("LOG", "")
     ) as house:

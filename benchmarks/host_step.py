@@ -1,11 +1,13 @@
 """Host time of one step in steady decode, without a model: plan, assemble, commit and hand-off by the real modules.
 The executor assembles every batch as a worker does and makes up the sampled tokens.
 
-Usage: python benchmarks/host_step.py [--rows 256] [--steps 1000] [--waiting 0 100000] [--depth 0] [--clock wall] [--lockstep] [--windows 0]"""
+Usage: python benchmarks/host_step.py [--rows 256] [--steps 1000] [--waiting 0 100000] [--depth 0] [--clock wall] [--lockstep] [--windows 0]
+       python benchmarks/host_step.py --adapters …: two engines in turn, one of them with --enable-lora and no request that has an adapter"""
 
 import argparse
 import gc
 import random
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,9 +17,20 @@ import msgspec
 from octavo.cache import KVCache
 from octavo.cli.bench.report import facts, percentile
 from octavo.device import pick
+from octavo.engine.adapter_traffic import AdapterTraffic
 from octavo.engine.build import build_engine
 from octavo.engine.loop import EngineLoop
-from octavo.messages import EngineReport, GenerateRequest, SamplingParams, StepDeltas, StepPlan, StepResult
+from octavo.errors import EngineDead
+from octavo.messages import (
+    AdapterLoaded,
+    AdapterRef,
+    EngineReport,
+    GenerateRequest,
+    SamplingParams,
+    StepDeltas,
+    StepPlan,
+    StepResult,
+)
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 from octavo.worker.assemble import Columns, assemble
@@ -97,6 +110,54 @@ def fill(loop: EngineLoop, num_running: int, num_waiting: int, max_tokens: int, 
         loop.add(GenerateRequest(f"request-{i}", prompt, params, [2]))
 
 
+class NoAdapters:
+    """A loader of adapters that no request asks for one."""
+
+    def adapter_itemsize(self) -> int:
+        return 2
+
+    def check_adapter(self, ref: AdapterRef) -> int:
+        raise AssertionError(ref)
+
+    def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str | EngineDead], None]) -> None:
+        raise AssertionError(ref)
+
+    def forget_adapters(self, ids: list[str]) -> None:
+        raise AssertionError(ids)
+
+
+def measure_adapters(arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
+    """What --enable-lora adds to a step where it is not used: steps of both engines in turn, the first one alternating."""
+    num_rows, num_steps = arguments.rows, arguments.steps
+    loops = []
+    for has_adapters in (False, True):
+        loop, _ = build(num_rows, num_steps + WARMUP, bool(arguments.depth), clock, tuple(arguments.windows))
+        if has_adapters:
+            loop.open_adapters(AdapterTraffic(loop.scheduler, NoAdapters(), 2**30, time.monotonic))
+        fill(loop, num_rows, 0, num_steps + WARMUP + 8, arguments.lockstep)
+        loops.append(loop)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    times: tuple[list[float], list[float]] = ([], [])
+    for step in range(WARMUP + num_steps):
+        for which in (0, 1) if step % 2 else (1, 0):
+            started = clock()
+            deltas = loops[which].step()
+            seconds = clock() - started
+            if step >= WARMUP:
+                assert len(deltas) == num_rows, "not a steady decode"
+                times[which].append(seconds)
+    added = sorted(after - before for before, after in zip(*times, strict=True))
+    # Of a median: ranks by the normal approximation of the binomial distribution.
+    half = 0.98 * len(added) ** 0.5
+    low, high = (added[round(len(added) / 2 + side * half)] for side in (-1, 1))
+    print(
+        f"a step without the flag {1e6 * statistics.median(times[0]):.1f}; with the flag, unused, {1e6 * statistics.median(added):+.2f} "
+        f"(95 % interval of the median {1e6 * low:+.2f} … {1e6 * high:+.2f})"
+    )
+
+
 def measure(arguments: argparse.Namespace, num_waiting: int, clock: Callable[[], float]) -> None:
     num_rows, num_steps = arguments.rows, arguments.steps
     windows = tuple(arguments.windows)
@@ -139,12 +200,18 @@ def main() -> None:
     parser.add_argument(
         "--windows", type=int, nargs="+", default=[0], help="of each group of layers; 0: it keeps everything"
     )
+    parser.add_argument(
+        "--adapters", action="store_true", help="what --enable-lora adds to a step where it is not used"
+    )
     arguments = parser.parse_args()
     clock = time.thread_time if arguments.clock == "cpu" else time.perf_counter
     machine = facts()["machine"]
     print(
         f"{machine['processor']}, {machine['cores']} cores; {arguments.rows} rows, {arguments.steps} steps, {arguments.clock} microseconds"
     )
+    if arguments.adapters:
+        measure_adapters(arguments, clock)
+        return
     titles = ("whole step", "plan + commit", "assemble", "hand-off")
     print(f"{'waiting':>8}  " + "  ".join(f"{title:>15}" for title in titles))
     print(f"{'':>8}  " + "  ".join(f"{'p50':>7} {'p99':>7}" for _ in titles))

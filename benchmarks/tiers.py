@@ -8,6 +8,7 @@
     python -m benchmarks.tiers identity --requests 10000    the same requests without a tier, with one, and with one now and then: the same tokens
     python -m benchmarks.tiers pressure --group FOLDER  another process of the server's control group takes memory: idle prefixes give theirs back
     python -m benchmarks.tiers full --folder MOUNT      a disk that fills up, files that are damaged and a folder that goes away under a running server
+    python -m benchmarks.tiers faults                   a disk that is slow, returns errors and hangs under a running server (FUSE; needs root and mfusepy)
 
 Prompts are token ids drawn by a seed. Servers get ports of their own; everything else on the machine should be idle."""
 
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.fault_disk import MODES, FaultDisk
 from octavo.cli.bench.report import percentile
 
 START_S = 180.0
@@ -390,6 +392,49 @@ def full(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"wrong answers": wrong, "counted": counts}
 
 
+def faults(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A new server for each fault, which finds eight prompts in the tier and is to store one more. Nothing may be wrong, and no first token
+    later than patience with the tier allows."""
+    prompts = [drawn(number, 512) for number in range(8)]
+    new = [drawn(100 + number, 512) for number in range(len(MODES))]
+    with serving(arguments.flags) as server:
+        answers = by_order(server.url, prompts)
+        texts = [answer.text for answer in (*answers, *by_order(server.url, new))]
+    backing, mount = folder.parent / "backing", folder.parent / "disk"
+    backing.mkdir()
+    mount.mkdir()
+    found: dict[str, Any] = {"without a tier": {"slowest first token, ms": _slowest(answers)}}
+    flags = ["--kv-tier", f"disk:1GiB:{mount / 'tier'}", *arguments.flags]
+    with FaultDisk(backing, mount) as disk:
+        with serving(flags) as server:
+            by_order(server.url, prompts)
+            server.wait_stored(sum(map(len, prompts)) - 16 * len(prompts))
+        for number, mode in enumerate(MODES):
+            server = Server(flags)
+            disk.set(mode)
+            answers = by_order(server.url, [*prompts, new[number]])
+            time.sleep(3)  # in which it is stored, or is not
+            right = [*texts[: len(prompts)], texts[len(prompts) + number]]
+            found[mode] = {
+                "wrong answers": sum(answer.text != text for answer, text in zip(answers, right, strict=True)),
+                "slowest first token, ms": _slowest(answers),
+                "prompt tokens from the tier": sum(answer.cached for answer in answers),
+                "tokens stored": server.metric("octavo:kv_tier_tokens_total", 'what="stored"'),
+                "files that failed or were bad": sum(
+                    server.metric("octavo:kv_tier_files_total", f'reason="{reason}"') for reason in ("failed", "bad")
+                ),
+            }
+            started = time.monotonic()
+            server.stop()
+            found[mode] |= {"stopped after, s": round(time.monotonic() - started, 1), "exit": server.process.poll()}
+            disk.set("well")
+    return found
+
+
+def _slowest(answers: Sequence[Answer]) -> int:
+    return round(1000 * max(answer.first for answer in answers))
+
+
 def pressure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`--group`: a memory control group of version 1 with a limit, for example of 3 GiB; needs the right to put processes into it."""
     group = Path(arguments.group)
@@ -441,6 +486,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "identity": identity,
     "full": full,
     "pressure": pressure,
+    "faults": faults,
 }
 
 

@@ -1,8 +1,10 @@
-"""Adapters: train a few (train), compare answers with PEFT (compare), and measure what they cost on a CPU (speed) and on a GPU (gpu).
+"""Adapters: train a few (train), compare answers with PEFT (compare), and measure what they cost on a CPU (speed), beside llama.cpp (llama) and on a GPU
+(gpu).
 
     python -m benchmarks.adapters train --model FOLDER --out FOLDER
     python -m benchmarks.adapters compare --model FOLDER --adapters FOLDER
     python -m benchmarks.adapters speed [--model MODEL] [--rounds 3]
+    python -m benchmarks.adapters llama --llama-server PROGRAM [--adapter FOLDER] [--rounds 3]
     python -m benchmarks.adapters many [--parts stall,zipf] [--rounds 3]
     python -m benchmarks.adapters gpu [--parts speed,stall,zipf] [--rounds 3] [--result FILE.json]
 
@@ -14,6 +16,9 @@ merged, for the logprobs of the same tokens: alone, mixed in one batch, preempte
 speed: tokens per second of decoding with random rank-16 adapters, beside the base in the same engine and beside an engine without
 --enable-lora, in turn; the medians of the ratios of a round. It prints what the adapters' bytes and products must cost: the limit.
 
+llama: tokens per second of `octavo serve` and of llama.cpp's server on a CPU, both with the same adapters as GGUF files in float16, in turn: the base,
+one adapter for all clients, and a different one for each.
+
 many: on a CPU, a model of SmolLM2's shape with random weights: what loading 40 MB adds to the time between other requests' tokens, and 1,000
 registered adapters (q, k, v, o; 3.7 MB each) with Zipf traffic and a budget for 100, beside a budget for all.
 
@@ -24,7 +29,8 @@ registered adapters (27 GB on disk) with Zipf traffic and a budget for 100. `--t
 import argparse
 import sys
 
-from benchmarks.adapters import compare, gpu, speed, train
+from benchmarks.adapters import compare, gpu, llama, speed, train
+from octavo.errors import ConfigError
 
 
 def main() -> int:
@@ -33,10 +39,14 @@ def main() -> int:
     train.add_options(commands.add_parser("train"))
     compare.add_options(commands.add_parser("compare"))
     speed.add_options(commands.add_parser("speed"))
+    llama.add_options(commands.add_parser("llama"))
     gpu.add_cpu_options(commands.add_parser("many"))
     gpu.add_options(commands.add_parser("gpu"))
     options = parser.parse_args()
-    return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except ConfigError as error:
+        sys.exit(error.message)
 
 
 if __name__ == "__main__":

@@ -94,8 +94,10 @@ def num_added(shapes: dict[str, tuple[int, ...]], targets: tuple[str, ...]) -> i
     return sum(RANK * sum(shape) for name, shape in shapes.items() if name.rsplit(".", 1)[-1] in targets)
 
 
-def write(folder: Path, shapes: dict[str, tuple[int, ...]], targets: tuple[str, ...], seed: int) -> Path:
-    """A random adapter, small enough that answers stay sane."""
+def write(
+    folder: Path, shapes: dict[str, tuple[int, ...]], targets: tuple[str, ...], seed: int, alpha: float = RANK
+) -> Path:
+    """A random adapter, with this `alpha` so small that answers stay sane."""
     import torch
     from safetensors.torch import save_file
 
@@ -109,7 +111,7 @@ def write(folder: Path, shapes: dict[str, tuple[int, ...]], targets: tuple[str, 
                 torch.randn(out_features, RANK, generator=generator) * 0.02
             )
     folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(targets)}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": alpha, "target_modules": list(targets)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder

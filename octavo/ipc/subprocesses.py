@@ -16,6 +16,8 @@ from octavo.config import KEY_VARIABLES
 _KILL_FIRST = 1000  # the highest oom_score_adj
 _PR_SET_PDEATHSIG = 1
 
+KILLED_SECONDS = 5.0  # a process that was killed has ended long before, unless it waits for the system
+
 
 def spawn(
     module: str, launch: msgspec.Struct, pass_fds: tuple[int, ...] = (), environment: Mapping[str, str] | None = None
@@ -50,6 +52,14 @@ def offer_to_oom_killer() -> None:
     """Have the kernel kill this process and its children first when the machine runs out of memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(f"{_KILL_FIRST}\n")
+
+
+def reap_killed(process: subprocess.Popen[bytes]) -> bool:
+    """Wait for the end of a process that was killed. False: it does not end, because it waits for the system, as for a disk that does not
+    answer. Nobody can do more than leave it behind."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILLED_SECONDS)
+    return process.returncode is not None
 
 
 def describe_exit(code: int) -> str:

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from octavo.kernels.triton.sampling import records as columns
 from octavo.messages import SamplingParams
-from octavo.sampling.grammar.masks import Grammars, no_vocabulary
+from octavo.sampling.grammar.masks import Grammars
+from octavo.sampling.grammar.row_processes import no_vocabulary
 from octavo.sampling.logit_bias import Edits
 
 Ints = NDArray[np.int64]

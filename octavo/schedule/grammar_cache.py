@@ -2,7 +2,7 @@
 which compile jobs to start; prepared() reports that one is done.
 
 A request's wait for its grammar does not depend on requests that come after it. It lasts until these are compiled, two at a time, each
-in a process that is ended when it has used a few seconds of processor time (sampling/grammar/masks.py):
+in a process that is ended when it has used a few seconds of processor time (sampling/grammar/row_processes.py):
 
     jobs that are out (two at most) + grammars of earlier requests that have no job yet, each once + its own
 

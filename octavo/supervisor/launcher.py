@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from typing import Protocol
 
 from octavo.config import Config
 from octavo.ipc.launch import EngineLaunch
-from octavo.ipc.subprocesses import describe_exit, spawn
+from octavo.ipc.subprocesses import KILLED_SECONDS, describe_exit, reap_killed, spawn
 from octavo.supervisor.shares import Share, gpus, own_cores, share_of
 
 
@@ -21,6 +23,8 @@ class EngineProcess(Protocol):
     """It waits for room in a cluster, and is not starting yet."""
     placed: float
     """time.monotonic() when it had room; 0: it never waited."""
+    is_left_behind: bool
+    """It was killed, has not ended, and counts as ended."""
 
     def fileno(self) -> int:
         """A descriptor that is readable when there are lines to read, or the engine has ended."""
@@ -29,13 +33,16 @@ class EngineProcess(Protocol):
         """The lines that have come. None: the engine has ended."""
 
     def wait(self) -> int:
-        """Wait for its end, which has been seen or is certain, and return the exit code."""
+        """Wait for its end, which has been seen or is certain, and return the exit code. One that was killed is left behind after a while."""
 
     def poll(self) -> int | None:
         """The exit code. None: it runs."""
 
     def kill(self) -> None:
         """End it at once. It must not send anything afterwards that its clients would take."""
+
+    def outlives_kill(self) -> bool:
+        """Whether it was killed a while ago and has not ended. It is left behind then."""
 
     def stop(self) -> None:
         """Ask it to end. It closes its recording first."""
@@ -92,6 +99,8 @@ class LocalEngine:
         assert process.stdout is not None
         self.process = process
         self.place, self.is_waiting, self.placed = "", False, 0.0
+        self.is_left_behind = False
+        self._killed_at = 0.0  # 0: it was not
         self._fd = process.stdout.fileno()
         self._lines = LineReader(self._fd)
 
@@ -102,14 +111,23 @@ class LocalEngine:
         return self._lines.read()
 
     def wait(self) -> int:
-        return self.process.wait()
+        if not self._killed_at:
+            return self.process.wait()
+        self.is_left_behind = not reap_killed(self.process)
+        return -signal.SIGKILL if self.is_left_behind else self.process.returncode
 
     def poll(self) -> int | None:
-        return self.process.poll()
+        return -signal.SIGKILL if self.is_left_behind else self.process.poll()
 
     def kill(self) -> None:
+        self._killed_at = self._killed_at or time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
+
+    def outlives_kill(self) -> bool:
+        is_due = self._killed_at and time.monotonic() - self._killed_at >= KILLED_SECONDS
+        self.is_left_behind = self.is_left_behind or bool(is_due and self.process.poll() is None)
+        return self.is_left_behind
 
     def stop(self) -> None:
         assert self.process.stdin is not None

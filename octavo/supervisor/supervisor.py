@@ -22,7 +22,7 @@ from octavo.ipc.heartbeat import Heartbeat, shared_memory
 from octavo.ipc.launch import ApiLaunch, EngineLaunch, FleetMember
 from octavo.ipc.memory_trim import drop_library_pages
 from octavo.ipc.stderr import hold_standard_streams, settle_standard_error
-from octavo.ipc.subprocesses import describe_exit
+from octavo.ipc.subprocesses import describe_exit, reap_killed
 from octavo.kv_tier.folder import folder_secret
 from octavo.messages import (
     EngineGone,
@@ -213,9 +213,12 @@ class _Supervisor:
         for process in self._api_processes.processes:
             if process.poll() is None:
                 process.kill()
-            process.wait()
+            if not reap_killed(process):
+                self._say_left_behind("an API process", process.pid)
         for replica in self._replicas.values():
             replica.kill()
+            if replica.engine is not None and replica.engine.is_left_behind:
+                self._say_left_behind(self._name(replica), replica.heartbeat.pid)
         self._context.destroy(linger=0)
         self._selector.close()
         for replica in self._replicas.values():
@@ -482,7 +485,13 @@ class _Supervisor:
                 address = EngineAddress(replica.number, replica.epoch, self._address_of(replica.epoch))
                 self._api_processes.announce_engine(address)
             return
-        if replica.engine is None or replica.has_failed or replica.kill_reason:
+        if replica.engine is None or replica.has_failed:
+            return
+        if replica.engine.outlives_kill():
+            self._selector.unregister(replica.engine.fileno())
+            self._say_left_behind(self._name(replica), replica.heartbeat.pid)
+            return self._engine_ended(replica, -signal.SIGKILL)
+        if replica.kill_reason:
             return
         if not replica.is_ready:
             limit = 0.0 if replica.engine.is_waiting else self._config.server.start_timeout
@@ -659,6 +668,12 @@ class _Supervisor:
 
     def _say_error(self, message: str) -> None:
         log.error("%s", message)
+
+    def _say_left_behind(self, name: str, pid: int) -> None:
+        self._say_error(
+            f"{name} (process {pid}) was killed and does not end: it waits for the system, most likely for a disk that does not "
+            "answer. It is left behind, with the memory that it has"
+        )
 
     def _name(self, replica: Replica) -> str:
         return f"replica {replica.number}" if self._is_fleet else "the engine"

@@ -107,6 +107,9 @@ class GpuHolder:
     def itemsize(self) -> int:
         return self._dtype.itemsize
 
+    def taken_bytes(self, num_bytes: int) -> int:
+        return num_bytes
+
     def site_of(self, linear: Linear) -> int | None:
         weight = linear.weight
         return weight.site if isinstance(weight, AdaptedWeight) else None

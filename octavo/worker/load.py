@@ -32,7 +32,8 @@ from octavo.messages.speculation import FLAG, SpeculationSettings, names_method,
 from octavo.models import load_family
 from octavo.models.draft_heads.kinds import has_prediction_layers, kind_of
 from octavo.parallel import Ranks, single_rank
-from octavo.sampling.grammar.masks import GrammarLimits, Grammars
+from octavo.sampling.grammar.masks import Grammars
+from octavo.sampling.grammar.row_processes import GrammarLimits
 from octavo.spec import ModelSpec, PageLayout
 from octavo.stage import WHOLE, Stage, check_stages, in_words, read_split, stage_of
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint

@@ -6,7 +6,7 @@ import torch
 
 from octavo.batch import Batch
 from octavo.kernels.cpu.adapters import AdapterPart, AdapterRows, NativeAdapter
-from octavo.kernels.cpu.library import Threads
+from octavo.kernels.cpu.library import Threads, whole_pages
 from octavo.kernels.cpu.native import Native
 from octavo.layers.experts import Experts
 from octavo.layers.linear import Linear
@@ -26,6 +26,9 @@ class NativeHolder:
     @property
     def itemsize(self) -> int:
         return self._dtype.itemsize
+
+    def taken_bytes(self, num_bytes: int) -> int:
+        return whole_pages(num_bytes)
 
     def site_of(self, linear: Linear) -> int | None:
         weight = linear.weight

@@ -1,7 +1,10 @@
 """Adapters through the whole engine: equal to the merged model, and the same bytes whatever else is in the batch."""
 
 import json
+import os
 import random
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from octavo import LLM, LoRARequest, SamplingParams
@@ -324,9 +328,30 @@ def test_files_that_change_or_vanish(served: Served, tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite(served: Served, tmp_path: Path) -> None:
-    folder = write_peft(tmp_path / "a", weights_of(Path(served.folder)), size=float("nan"))
-    with engine(served) as llm, pytest.raises(InvalidRequest, match="not finite"):
-        llm.generate([served.prompts[0]], PARAMS, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder)))
+    with engine(served) as llm:
+        for name, side, value in (("a", "A", "nan"), ("b", "B", "inf"), ("c", "A", "-inf")):
+            folder = write_peft(tmp_path / name, weights_of(Path(served.folder)), dtype=torch.bfloat16)
+            file = folder / "adapter_model.safetensors"
+            tensors = load_file(file)
+            next(matrix for at, matrix in tensors.items() if f"lora_{side}" in at)[1, 2] = float(value)
+            save_file(tensors, file)
+            with pytest.raises(InvalidRequest, match="not finite"):
+                llm.generate(
+                    [served.prompts[0]], PARAMS, use_tqdm=False, lora_request=LoRARequest(name, 1, str(folder))
+                )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+def test_loading_yields_to_steps(served: Served) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with engine(served) as llm:
+        llm.generate([served.prompts[0]], PARAMS, use_tqdm=False, lora_request=served.adapters[0])
+        found = {
+            thread.name.rsplit("_", 1)[0]: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
+            for thread in threading.enumerate()
+        }
+    assert found["octavo-adapters"] == max(10, before)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_options(served: Served) -> None:

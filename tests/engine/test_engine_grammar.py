@@ -19,7 +19,7 @@ from octavo.messages import Finish, GenerateRequest, TokenDelta
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.step_observer import StepObserver, StepTimes
 from octavo.sampling.grammar import masks
-from octavo.sampling.grammar.masks import GrammarLimits
+from octavo.sampling.grammar.row_processes import GrammarLimits
 from octavo.schedule.results import Committed
 from octavo.text.grammar.build import schema_grammar
 from octavo.text.grammar.keywords import FORMATS
@@ -130,7 +130,7 @@ def test_many_required_fields_are_all_there_in_the_end(llm):
         answer = one(llm, asks(seed, 240, json=LONG))
         validator(LONG).validate(json.loads(answer.text))
         assert answer.finish_reason == "length"
-    processes = llm._loop.executor._runner.rows.sampling.grammars._processes
+    processes = llm._loop.executor._runner.rows.sampling.grammars._processes._by_grammar
     assert max(process.looks_from for process in processes.values()) > 192
 
 
@@ -173,7 +173,7 @@ def test_nobody_waits_while_a_grammar_is_compiled(llm):
     grammars = llm._loop.executor._runner.rows.sampling.grammars
     requests = [llm._request([at + 1], asks(at, 60)) for at in range(2)]
     needs = llm._request([9], asks(2, 60, regex="[ab]{7}(compiled|late)"))
-    held, _ = [grammars._pool.submit(is_compiled.wait, 10) for _ in range(2)]  # all of its threads
+    held, _ = [grammars._processes._pool.submit(is_compiled.wait, 10) for _ in range(2)]  # all of its threads
     loop.add(requests[0])
     loop.step()
     loop.add(needs)

@@ -190,3 +190,16 @@ def test_memory_is_its_own() -> None:
     adapter = adapters(kernels.new_site(), kernels.num_sites, torch.bfloat16)[1]
     # A: 3 parts of 16 × 64, B: 112 × 16, two bytes each.
     assert adapter.nbytes == 2 * (3 * 16 * HIDDEN + COLUMNS * 16)
+
+
+def test_memory_is_on_huge_pages_where_these_are_nearly_full() -> None:
+    def held(num_columns: int) -> NativeAdapter:
+        part = AdapterPart(torch.zeros(16, 16), torch.zeros(num_columns, 16), 0, 1.0)
+        return NativeAdapter(Threads(1), {0: [part]}, 1, torch.bfloat16)
+
+    page = 2 << 20
+    for num_columns, expected in ((57_000, page), (64_000, page), (50_000, 0), (66_000, 0), (125_000, 2 * page)):
+        adapter, packed = held(num_columns), 32 * (16 + num_columns)
+        assert adapter.nbytes == (expected or packed)
+        if expected:
+            assert adapter.entry.sites[0].parts[0].down % page == 0

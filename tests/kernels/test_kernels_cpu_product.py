@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels.cpu import build, elementwise, library
-from octavo.kernels.cpu.library import GGUF_KINDS, Kind, PackedWeight, Threads, pack, pack_quantised, prepare, product
+from octavo.kernels.cpu.library import (
+    GGUF_KINDS,
+    Kind,
+    PackedWeight,
+    Threads,
+    aligned,
+    pack,
+    pack_quantised,
+    packed_bytes,
+    prepare,
+    product,
+)
 from octavo.weights.formats.gguf_tensors import dequantise
 from tests.kernels import cpu_product_model as model
 from tests.kernels.cpu_product_model import QUANTS, random_quants
@@ -261,6 +272,21 @@ def test_columns_come_back(threads, kind):
 def test_float_columns_come_back(threads):
     w = torch.randn(37, 50)
     assert torch.equal(pack(threads, w, Kind.FLOAT32).columns(torch.arange(37)), w)
+
+
+@pytest.mark.parametrize("num_columns", [1, 16, 37])
+@pytest.mark.parametrize("depth", [1, 15, 16, 31, 33, 576])
+def test_plain_panels(threads, num_columns, depth):
+    """Every word of a panel is where product.h says, and its padding is zero, in memory that was not."""
+    w = torch.randn(num_columns, depth, generator=torch.Generator().manual_seed(depth))
+    for kind, dtype, per_word in ((Kind.FLOAT32, torch.float32, 1), (Kind.BFLOAT16, torch.bfloat16, 2)):
+        memory = aligned(packed_bytes(kind, num_columns, depth)).fill_(0xFF)
+        pack(threads, w.to(dtype), kind, memory)
+        panels, slices = -(-num_columns // 16), -(-depth // 16)
+        padded = torch.zeros(panels * 16, slices * 16, dtype=dtype)
+        padded[:num_columns, :depth] = w.to(dtype)
+        expected = padded.view(panels, 16, -1, per_word).transpose(1, 2).contiguous()
+        assert torch.equal(memory.view(dtype), expected.flatten())
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [(Kind.CODES8, 0.006), (Kind.CODES4, 0.11), (Kind.CODES4_MINIMUM, 0.09)])

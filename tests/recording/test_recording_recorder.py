@@ -41,8 +41,8 @@ from octavo.replay.recompute import Recomputation
 from octavo.replay.replay import Replay, ReplayedPlan
 from octavo.replay.simulate import SimulatedRun
 from octavo.replay.what_if import ScheduleSettings, learn, pace_of
-from octavo.sampling.grammar import masks
-from octavo.sampling.grammar.masks import GrammarLimits
+from octavo.sampling.grammar import masks, row_processes
+from octavo.sampling.grammar.row_processes import GrammarLimits
 from octavo.schedule.step_costs import Sample, StepCosts, StepShape
 from tests.doubles import write_byte_tokenizer
 from tests.recording.recorded import Recorded
@@ -632,7 +632,7 @@ def test_the_model_gives_the_same_tokens_where_masks_behind_drafts_are_late(tmp_
     recording = read(segment)
     outcomes = [outcome for record in recording.records if isinstance(record, Stepped) for outcome in record.outcomes]
     assert sum(run - 1 for outcome in outcomes for run in outcome.runs) > 20
-    monkeypatch.setattr(masks, "_NUM_AHEAD", 0)
+    monkeypatch.setattr(row_processes, "_NUM_AHEAD", 0)
     computation = Recomputation(recording)
     findings = computation.run()
     assert computation.replay.num_same == computation.replay.num_steps

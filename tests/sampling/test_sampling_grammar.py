@@ -18,7 +18,9 @@ from llguidance import LLMatcher
 
 from octavo.messages import SamplingParams
 from octavo.sampling.grammar import masks as masks_module
-from octavo.sampling.grammar.masks import FAILED, IN_TIME, LATE, UNLIKELIEST, GrammarLimits, Grammars, Masks, apply
+from octavo.sampling.grammar import row_processes
+from octavo.sampling.grammar.masks import FAILED, IN_TIME, LATE, UNLIKELIEST, Grammars, Masks, apply
+from octavo.sampling.grammar.row_processes import GrammarLimits
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import SamplingState
 from tests.interpreter import mend
@@ -200,7 +202,7 @@ def test_masks_behind_a_draft_are_those_of_steps_of_one_token(found, step):
     found.drafts = {}
     masks = found.masks(rows(0, 1), rows(6, 8))
     assert left(masks, 0) == ENDS and left(masks, 1) == more and not masks.late
-    assert len(found._free_ahead) == len({*found._free_ahead}), "slots are free once"
+    assert len(found._processes.free_ahead) == len({*found._processes.free_ahead}), "slots are free once"
 
 
 def test_masks_of_a_draft_that_grows_token_by_token(found, monkeypatch):
@@ -208,7 +210,7 @@ def test_masks_of_a_draft_that_grows_token_by_token(found, monkeypatch):
     monkeypatch.setattr(masks_module, "_LEAST_WAIT", 60.0)
     found.enter(0, params(max_tokens=1000), 3, [], [*ENDS])
     found.enter(1, params(HEAD + 'start: "x" "y"+ "z"', max_tokens=1000), 3, [*b"x"], [*ENDS])
-    b, y, num_free = {"b", "c", *ENDS}, {"y", "z"}, len(found._free_ahead)
+    b, y, num_free = {"b", "c", *ENDS}, {"y", "z"}, len(found._processes.free_ahead)
     rounds = [(3, 4, b"abb", b"yyy", [{"a"}, b, b, b], [{"y"}, y, y, y]), (5, 6, b"bbb", b"yyy", [b] * 4, [y] * 4)]
     for first, second, drafts, others, left_first, left_second in rounds:
         found.begin_drafts([0, 1, 2], [first, second, 9])
@@ -217,7 +219,7 @@ def test_masks_of_a_draft_that_grows_token_by_token(found, monkeypatch):
             assert masks is not None and masks.at.tolist() == [0, 2] and not masks.late
             assert left(masks, 0) == left_first[place] and left(masks, 1) == left_second[place]
             found.add_drafts({0: drafts[place], 1: others[place], 2: 7})
-        assert len(found._free_ahead) == num_free - 6
+        assert len(found._processes.free_ahead) == num_free - 6
         found.drafts = {0: [*drafts], 1: [*others]}
         places = np.arange(4)
         masks = found.masks(np.repeat(rows(0, 1), 4), np.concatenate([first + places, second + places]))
@@ -228,7 +230,7 @@ def test_masks_of_a_draft_that_grows_token_by_token(found, monkeypatch):
     found.drafts = {}
     masks = found.masks(rows(0, 1), rows(7, 8))
     assert left(masks, 0) == b and left(masks, 1) == y and not masks.late
-    assert len(found._free_ahead) == num_free == len({*found._free_ahead}), "slots are free once"
+    assert len(found._processes.free_ahead) == num_free == len({*found._processes.free_ahead}), "slots are free once"
 
 
 def test_a_draft_ends_where_its_grammar_has_no_mask(make_grammars, monkeypatch):
@@ -249,7 +251,7 @@ def test_a_draft_ends_where_its_grammar_has_no_mask(make_grammars, monkeypatch):
     found.drafts = {}
     found.begin_drafts([0, 1], [5, 5])
     assert found.draft_masks(rows(0, 1), rows(5, 5)).late == []
-    del found._free_ahead[1:]
+    del found._processes.free_ahead[1:]
     found.add_drafts({0: ord("b"), 1: ord("b")})
     assert found.draft_masks(rows(0, 1), rows(6, 6)).late == [1]
     found.drafts = {0: [*b"b"], 1: [*b"b"]}
@@ -278,7 +280,7 @@ def test_masks_are_asked_for_as_soon_as_a_step_is_done(found):
     found.enter(0, params(max_tokens=9), 3, [*b"ab"], [*ENDS])
     assert left(found.masks(rows(0), rows(5))) == {"b", "c", *ENDS}
     assert found.rows[0].process.num_unanswered == 0 and not found.rows[0].process.retired
-    assert len(found._free_slots) == len({*found._free_slots})
+    assert len(found._processes._free_slots) == len({*found._processes._free_slots})
 
 
 def at_addresses(masks: Masks) -> list[list[int]]:
@@ -395,7 +397,7 @@ def prepared(own: Grammars, grammar: str, forgets: Sequence[str] = ()) -> int:
 
 
 def pid_of(own: Grammars, grammar: str) -> int:
-    return own._processes[grammar].pid
+    return own._processes._by_grammar[grammar].pid
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
@@ -434,11 +436,11 @@ def test_what_was_prepared_is_at_hand_until_it_may_go(make_grammars):
     pid = pid_of(own, first)
     prepared(own, second, [first])
     wait_until(lambda: not is_alive(pid))
-    assert first not in own._processes and is_alive(pid_of(own, second))
+    assert first not in own._processes._by_grammar and is_alive(pid_of(own, second))
     pid = pid_of(own, second)
     prepared(own, "", [second])  # nothing is compiled, and one goes
     wait_until(lambda: not is_alive(pid))
-    assert not own._processes.keys() & {"", second}
+    assert not own._processes._by_grammar.keys() & {"", second}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say it")
@@ -493,7 +495,7 @@ def test_a_grammar_that_takes_too_long_fails_alone(make_grammars):
     slower = HEAD + "start: " + " | ".join(['"a"'] * 20_000)  # half a second for its first mask
     prepared(own, slower)
     prepared(own, ABC)
-    assert own._processes[slower].was_ready, "it is compiled in less than the limit"
+    assert own._processes._by_grammar[slower].was_ready, "it is compiled in less than the limit"
     own.enter(0, params(slower, max_tokens=1000), 3, [], [*ENDS])
     own.enter(1, params(max_tokens=1000), 3, [], [*ENDS])
     pid, text = pid_of(own, slower), itertools.chain(b"a", itertools.repeat(ord("b")))
@@ -511,6 +513,27 @@ def test_a_grammar_that_takes_too_long_fails_alone(make_grammars):
     own.leave(0)
     own.enter(0, params(max_tokens=1000), 3, [], [*ENDS])
     assert left(until_in_time(own, 0, 3)) == {"a"}
+
+
+@pytest.mark.parametrize("is_server_stopped", [True, False])
+def test_only_a_process_that_alone_stands_still_is_ended(make_grammars, monkeypatch, is_server_stopped):
+    monkeypatch.setattr(row_processes, "_STANDSTILL", 0.15)  # 0.3 s until a process is ended
+    own = make_grammars(limits=GrammarLimits(most_wait=0.0))
+    prepared(own, ABC)
+    process = own._processes._by_grammar[ABC]
+    os.kill(process.pid, signal.SIGSTOP)
+    own.enter(0, params(max_tokens=1000), 3, [], [*ENDS])
+    for pause in (0, 0.6, 0) if is_server_stopped else itertools.repeat(0.02, 1000):  # between two steps
+        time.sleep(pause)
+        masks = own.masks(rows(0), rows(3))
+        assert masks is not None and masks.late == [0] and not masks.failures
+        own.started(Done(SPOILED))
+        if process.is_slow:
+            break
+    assert process.is_slow is not is_server_stopped
+    if is_server_stopped:
+        os.kill(process.pid, signal.SIGCONT)
+    assert left(until_in_time(own, 0, 3)) == {"a"}, "if the process was ended, by another"
 
 
 def left_of(masks: Masks, number: int) -> set[str | int]:
@@ -555,7 +578,7 @@ def test_a_row_goes_on_where_its_process_was_killed(found):
     os.kill(pid_of(found, ABC), signal.SIGKILL)
     assert left(until_in_time(found, 0, 4, ord("c"))) == {"b", "c", *ENDS}
     # Its fork server is killed, and all processes with it.
-    server = found._fork_server._process
+    server = found._processes._fork_server._process
     server.kill()
     server.wait()
     assert left(until_in_time(found, 0, 5)) == ENDS
@@ -569,7 +592,7 @@ def test_a_row_that_ends_its_process_fails_and_its_siblings_go_on(make_grammars)
     prepared(own, SLOW)
     own.enter(0, params(SLOW, max_tokens=1000), 3, [], [*ENDS])
     assert own.masks(rows(0), rows(3)).late == [0]
-    wait_until(lambda: own._slots.is_busy(own.rows[0].slot))
+    wait_until(lambda: own._processes.slots.is_busy(own.rows[0].slot))
     os.kill(pid_of(own, SLOW), signal.SIGSEGV)
     own.enter(1, params(SLOW, max_tokens=1000), 3, [], [*ENDS])
     wait_until(lambda: own.masks(rows(0, 1), rows(3, 3)).failures)

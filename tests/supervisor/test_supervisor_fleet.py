@@ -1,15 +1,19 @@
 """What the supervisor of a fleet decides: shares of the machine, signs of life, suspects, how many replicas."""
 
 import os
+import signal
+import subprocess
+import time
 
 import pytest
 
 from octavo.config import Config, replace
 from octavo.errors import ConfigError
+from octavo.ipc import subprocesses
 from octavo.ipc.heartbeat import Heartbeat, shared_memory
-from octavo.supervisor import shares, watchdog
+from octavo.supervisor import launcher, shares, watchdog
 from octavo.supervisor.autoscale import DOWN_SECONDS, UP_SECONDS, Autoscale
-from octavo.supervisor.launcher import LineReader
+from octavo.supervisor.launcher import LineReader, LocalEngine
 from octavo.supervisor.shares import gpus, share_of
 from octavo.supervisor.watchdog import LOOK_SECONDS, CommonRequests, PulseWatch
 
@@ -180,3 +184,26 @@ def test_flags_that_contradict_each_other_are_refused():
     with pytest.raises(ConfigError, match="--min-replicas needs --max-replicas"):
         replace(Config(), min_replicas=2)
     assert not Config().fleet.is_fleet and replace(Config(), max_replicas=2).fleet.is_fleet
+
+
+def test_a_killed_engine_that_does_not_end_is_left_behind(monkeypatch):
+    """As one that waits for a disk that does not answer: here, one that the signal does not reach."""
+    monkeypatch.setattr(launcher, "KILLED_SECONDS", 0.2)
+    monkeypatch.setattr(subprocesses, "KILLED_SECONDS", 0.2)
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        monkeypatch.setattr(process, "send_signal", lambda number: None)
+        engine = LocalEngine(process)
+        assert not engine.outlives_kill() and engine.poll() is None
+        engine.kill()
+        assert not engine.outlives_kill(), "it may still end"
+        time.sleep(0.25)
+        assert engine.outlives_kill() and engine.poll() == -signal.SIGKILL
+        engine = LocalEngine(process)
+        engine.kill()
+        started = time.monotonic()
+        assert engine.wait() == -signal.SIGKILL and engine.is_left_behind
+        assert 0.2 <= time.monotonic() - started < 30
+        monkeypatch.undo()
+        engine = LocalEngine(process)
+        engine.kill()
+        assert engine.wait() == -signal.SIGKILL and not engine.is_left_behind and not engine.outlives_kill()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.library import Kind, Threads, aligned, check, pack, packed_bytes
+from octavo.kernels.cpu.library import Kind, Threads, aligned, check, pack, packed_bytes, whole_pages
 from octavo.kernels.cpu.ops import Step
 
 NO_SITE = -1  # no adapter changes this product
@@ -51,7 +51,7 @@ class NativeAdapter:
         self._kind, self._dtype, self._threads = _KINDS[dtype], dtype, threads
         matrices = [matrix for parts in sites.values() for part in parts for matrix in (part.down, part.up)]
         # One piece of memory for all, so that it is free again when the adapter is dropped.
-        self._memory = aligned(sum(self._size(matrix) for matrix in matrices))
+        self._memory = aligned(whole_pages(sum(self._size(matrix) for matrix in matrices)))
         self._taken = 0
         table = (_Site * max(num_sites, 1))()
         for number, parts in sites.items():

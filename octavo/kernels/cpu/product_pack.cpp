@@ -133,14 +133,24 @@ inline int64_t plain_at(int kind, int64_t k, int64_t lane) {
   return kind == OCTAVO_FLOAT32 ? k * kPanel + lane : (k / 2 * kPanel + lane) * 2 + k % 2;
 }
 
+// A panel is its rows' 32-bit words, a float32 or a pair of bfloat16, transposed. Done in blocks that stay in the first cache.
 template <int KIND, typename Weight>
 void pack_plain_panel(const void* rows, int64_t num_columns, int64_t depth, void* packed, int64_t panel) {
+  constexpr int64_t per_word = sizeof(uint32_t) / sizeof(Weight);
   Weight* to = static_cast<Weight*>(packed) + panel * round_up(depth, kSlice) * kPanel;
-  memset(to, 0, panel_bytes(KIND, depth));
-  for (int64_t lane = 0; lane < kPanel && panel * kPanel + lane < num_columns; ++lane) {
-    const Weight* row = static_cast<const Weight*>(rows) + (panel * kPanel + lane) * depth;
-    for (int64_t k = 0; k < depth; ++k) to[plain_at(KIND, k, lane)] = row[k];
+  const Weight* from = static_cast<const Weight*>(rows) + panel * kPanel * depth;
+  const int64_t left = num_columns - panel * kPanel, num_lanes = left < kPanel ? left : kPanel, num_words = depth / per_word;
+  if (num_lanes < kPanel || depth % kSlice) memset(to, 0, panel_bytes(KIND, depth));
+  for (int64_t begin = 0; begin < num_words; begin += kSlice) {
+    const int64_t end = begin + kSlice < num_words ? begin + kSlice : num_words;
+    for (int64_t lane = 0; lane < num_lanes; ++lane) {
+      const Weight* row = from + lane * depth;
+      for (int64_t word = begin; word < end; ++word)
+        memcpy(to + (word * kPanel + lane) * per_word, row + word * per_word, sizeof(uint32_t));
+    }
   }
+  if (depth % per_word)
+    for (int64_t lane = 0; lane < num_lanes; ++lane) to[plain_at(KIND, depth - 1, lane)] = from[lane * depth + depth - 1];
 }
 
 void read_plain_column(int kind, const void* panel, int64_t depth, int64_t lane, float* out) {

@@ -129,7 +129,8 @@ class GrammarProcess:
         self.plainly_filled: Fill | None = (
             None  # the last one that was answered, if the answer for all of its rows was plain
         )
-        self.filling_since = 0.0  # when the oldest of them was given
+        self._looked_at = 0.0  # when the oldest of them was given, or when look() was last called, if that is later
+        self._seconds = 0.0  # that the oldest has taken so far
         self.pid = 0
         self._is_lowered = False
         self._line: socket.socket | None = None
@@ -187,11 +188,22 @@ class GrammarProcess:
 
     def ask(self, command: Fill) -> None:
         if not self.num_unanswered:
-            self.filling_since = time.monotonic()
+            self._begin_wait()
         self.num_unanswered += 1
         self._asked.append(command)
         self.queue(command)
         self.send()
+
+    def _begin_wait(self) -> None:
+        self._looked_at, self._seconds = time.monotonic(), 0.0
+
+    def look(self, most: float) -> float:
+        """Seconds for which the oldest command has been without an answer. At most `most` of them count for the time since the last look: where
+        the whole server was stopped, nobody could answer."""
+        now = time.monotonic()
+        self._seconds += min(most, now - self._looked_at)
+        self._looked_at = now
+        return self._seconds
 
     def send(self) -> None:
         if self._line is None or self.is_over:
@@ -218,7 +230,7 @@ class GrammarProcess:
                 return
             for message in self._inbox.add(data):
                 self.num_unanswered -= 1
-                self.filling_since = time.monotonic()
+                self._begin_wait()
                 filled, asked = self._decoder.decode(message), self._asked.popleft()
                 self.plainly_filled = None if filled.rows else asked
                 yield asked, filled

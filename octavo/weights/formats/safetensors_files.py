@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _TYPES = {
 # … and types that are weights only together with other tensors of a quantised checkpoint
 QUANTISED_TYPES = {"F8_E4M3": (1, "float8_e4m3fn", ""), "F8_E5M2": (1, "float8_e5m2", "")}
 _KNOWN_TYPES = _TYPES | QUANTISED_TYPES
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _SMALL = 1 << 20  # bytes: the largest tensor that small() reads
 
 
@@ -187,13 +189,19 @@ def _opened(path: Path, framework: str) -> Any:
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """Read a file's header. A file is a length of 8 bytes, a JSON header, then the tensors' bytes."""
-    with _opened(path, "numpy"):  # the library checks sizes and offsets
-        pass
+    """Read a file's header. A file is a length of 8 bytes, a JSON header, then the tensors' bytes.
+
+    The library would check sizes and offsets too, but no other thread of the process runs while it reads a long header."""
     try:
         with open(path, "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
             header_len = int.from_bytes(file.read(8), "little")
+            if header_len > min(num_bytes - 8, _MAX_HEADER_BYTES):
+                raise ValueError(
+                    f"it has {num_bytes} bytes, and says that {header_len} are its header; at most {_MAX_HEADER_BYTES} are read"
+                )
             header = _read_header(file.read(header_len))
+        _check_places(header, num_bytes - 8 - header_len)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -205,11 +213,41 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 
 class _Described(msgspec.Struct, gc=False):
-    """A tensor, as a header describes it; what describes none is read without error."""
+    """A tensor, as a header describes it. What describes none is read without error; no check lets these values pass."""
 
     dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
+    shape: tuple[int, ...] = (-1,)
+    data_offsets: tuple[int, int] = (-1, -1)
+
+
+def _check_places(header: dict[str, _Described], num_bytes: int) -> None:
+    """Tensors must lie one after the other, with no gap, and fill the file. Raises ValueError."""
+    end = 0
+    for name, found in sorted(header.items(), key=lambda named: named[1].data_offsets):
+        first, last = found.data_offsets
+        if first != end or not first <= last <= num_bytes:
+            raise ValueError(
+                f"tensor {name!r} has the bytes {first} to {last} of {num_bytes}; they should begin at {end}"
+            )
+        # A type that is not known has no size here: who reads such a tensor refuses it by its type.
+        known = _KNOWN_TYPES.get(found.dtype)
+        if not found.dtype or (known and _num_elements(found.shape, num_bytes) * known[0] != last - first):
+            raise ValueError(f"tensor {name!r} has {last - first} bytes, which do not fit its type and shape")
+        end = last
+    if end != num_bytes:
+        raise ValueError(f"its tensors have {end} bytes, and {num_bytes} are there")
+
+
+def _num_elements(shape: tuple[int, ...], most: int) -> int:
+    """How many a tensor has; -1: more than `most`, or no number. Numbers in a header may be long, and many."""
+    if shape and min(shape) == 0:
+        return 0
+    product = 1
+    for size in shape:
+        product *= size
+        if not 0 < product <= most:
+            return -1
+    return product
 
 
 def _read_header(text: bytes) -> dict[str, _Described]:
@@ -223,12 +261,18 @@ def _read_header(text: bytes) -> dict[str, _Described]:
         if b"\\" not in text and len(header) - ("__metadata__" in header) == text.count(b'"data_offsets"'):
             header.pop("__metadata__", None)
             return header
-    except msgspec.DecodeError:  # ValidationError among them
+    except msgspec.ValidationError:
         pass
-    named = json.loads(text, object_pairs_hook=_unique)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    try:
+        named = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     if not isinstance(named, dict):
         raise ValueError("its header is not an object")
     named.pop("__metadata__", None)
+    "".join(named).encode()  # half a pair of surrogates is no name
     try:
         return msgspec.convert(named, dict[str, _Described])
     except msgspec.ValidationError as error:
