@@ -383,9 +383,10 @@ def _run_manifest(data: bytes) -> None:
 
 def _run_channel(data: bytes) -> None:
     """A stranger's bytes where a rank is expected; or, after a proper handshake, in place of messages."""
-    secret, listening = b"s" * 32, _listening()
-    client = socket.create_connection(listening.getsockname())
-    server, _ = listening.accept()
+    secret = b"s" * 32
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        client = socket.create_connection(listening.getsockname())
+        server, _ = listening.accept()
     try:
         is_stranger = len(data) % 2
         client.sendall(data if is_stranger else b"")
@@ -417,11 +418,6 @@ def _say_hello(client: socket.socket, secret: bytes, data: bytes) -> None:
     with contextlib.suppress(OSError):
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
-
-
-@cache
-def _listening() -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0))
 
 
 _DECODERS = [

@@ -19,18 +19,19 @@ def audit(cache: KVCache, is_idle: bool = False) -> list[str]:
     on_host = Counter(cache.host_free)
     on_host.update(page for tables in cache.host_tables.values() for table in tables for page in table.pages)
     pages = range(pool.num_pages)
+    adds_up = len(blank) + len(cached) + len(owned) == pool.num_pages
+    num_holders = holders.get  # indexing a Counter is slow where a page has none
     found = [
-        (
-            "blank, cached and owned pages do not add up to all pages",
-            len(blank) + len(cached) + len(owned) != pool.num_pages,
-        ),
+        ("blank, cached and owned pages do not add up to all pages", not adds_up),
         (
             "not in exactly one state",
-            [page for page in pages if (page in blank) + (page in cached) + (page in owned) != 1],
+            [page for page in pages if (page in blank) + (page in cached) + (page in owned) != 1]
+            if not adds_up or blank.keys() | cached | owned != set(pages)
+            else [],
         ),
         ("more pages are owned or cached than have memory", pool.num_touched < pool.num_pages - len(pool.blank)),
         ("listed as blank more than once", [page for page, count in blank.items() if count > 1]),
-        ("with a wrong reference count", [page for page in pages if pool.refs[page] != holders[page]]),
+        ("with a wrong reference count", [page for page in pages if pool.refs[page] != num_holders(page, 0)]),
         ("cached without a key", [page for page in cached if pool.keys[page] is None]),
         ("blank with a key", [page for page in blank if pool.keys[page] is not None]),
         ("not found under their key", [page for key, page in pool.index.items() if pool.keys[page] != key]),

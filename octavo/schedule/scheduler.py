@@ -337,9 +337,10 @@ class Scheduler:
         filled: dict[int, int] = {}
         for request in self.rows.running:
             for table in self.cache.tables.get(request.sequence, ()):
-                for i, page in enumerate(table.pages, table.first):
-                    held = min(max(request.computed - i * page_size, 0), page_size)
-                    filled[page] = max(filled.get(page, 0), held)
+                num_full = max(request.computed // page_size - table.first, 0)
+                filled.update(dict.fromkeys(table.pages[:num_full], page_size))
+                for i, page in enumerate(table.pages[num_full:], table.first + num_full):
+                    filled[page] = max(filled.get(page, 0), request.computed - i * page_size, 0)
         return sum(filled.values()), len(filled) * page_size
 
     # ── planning ──

@@ -59,6 +59,11 @@ class Sequence:
             state = attended(state, given[-window:] if window else given)
         return state
 
+    def copy(self) -> "Sequence":
+        other = Sequence(self._windows)
+        other._given = [given[:] for given in self._given]
+        return other
+
 
 def reference(
     prompt: list[int], seed: int, max_tokens: int, stop_ids: list[int], min_tokens: int, windows: tuple[int, ...] = (0,)
@@ -74,13 +79,18 @@ def reference(
 def beam_reference(
     prompt: list[int], params: SamplingParams, stop_ids: list[int], windows: tuple[int, ...] = (0,)
 ) -> list[tuple[list[int], bool]]:
-    """(answer, whether a stop id ended it), the best first: every beam computed by itself, from its first token on."""
+    """(answer, whether a stop id ended it), the best first: every beam computed by itself, from a copy of what it continues."""
     search = BeamSearch(params, stop_ids, params.max_tokens)
+    sequence = Sequence(windows)
+    *_, state = [sequence.state_after(token) for token in prompt]
+    known = {(): sequence}  # a beam's tokens → what is at hand behind them
     while True:
         found = []
         for path in search.beams:
-            sequence = Sequence(windows)
-            *_, state = [sequence.state_after(token) for token in prompt + (path.tokens() if path else [])]
+            if path:
+                *before, token = path.tokens()
+                sequence = known[*before, token] = known[tuple(before)].copy()
+                state = sequence.state_after(token)
             found.append(continuations(state, search.num_candidates))
         if not search.advance(found):
             return [(ended.path.tokens(), ended.is_stopped) for ended in search.ended[: params.n]]
@@ -253,9 +263,10 @@ class OracleDevice:
 
     def _attend(self, layer: int, row: int, position: int, state: int) -> int:
         window = self.windows[layer]
+        cells, table, page_size = self.cells, self.tables[row][layer], self.page_size
         seen = []
         for other in range(max(0, position - window + 1) if window else 0, position + 1):
-            at, given = self.cells[self._cell(layer, row, other)]
+            at, given = cells[table[other // page_size], other % page_size]
             assert at == other, "read a cell of another position"
             seen.append(given)
         return attended(state, seen)
