@@ -3,14 +3,17 @@
 import copy
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.messages import EngineReport, GenerateRequest, TokenDelta
 from tests.doubles import EOS, REPORT, ScriptedEngine, byte_text, says
 from tests.server import running
 from tests.server.conftest import Serve, error_of, events
+from tests.server.test_server_llama_cpp import FILL, fill_text
 
 URL = "/v1/completions"
 
@@ -298,3 +301,29 @@ async def test_more_choices_than_rows_wait_for_rows(served: Callable[..., runnin
     answer = (await server.http.post(URL, json=body)).json()
     assert sorted(choice["index"] for choice in answer["choices"]) == list(range(11))
     assert {choice["text"] for choice in answer["choices"]} == {"aaaaa"} and answer["usage"]["completion_tokens"] == 55
+
+
+async def test_a_suffix_is_put_after_the_gap(serve: Serve, tmp_path: Path) -> None:
+    report = msgspec.structs.replace(REPORT, vocab_size=REPORT.vocab_size + len(FILL))
+    engine, text = ScriptedEngine(says("x"), report), fill_text(tmp_path, *FILL)
+    client = serve(engine, text)
+    for stop_ids in (None, [65]):
+        body = {"prompt": "abc", "suffix": "def", "stop_token_ids": stop_ids}
+        assert (await client.post(URL, json=body)).json()["choices"][0]["text"] == "x"
+        request = engine.requests[-1]
+        expected = "<|fim_prefix|>abc<|fim_suffix|>def<|fim_middle|>"
+        assert text.decode(request.prompt_ids, skip_special_tokens=False) == expected
+        assert {*(stop_ids or []), *(text.token_id(name) for name in FILL)} <= set(request.params.stop_token_ids)
+    for more, param in (
+        ({"echo": True}, "echo"),
+        ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"prompt": ["abc", "def"]}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"suffix": "x" * 300}, "prompt"),  # it is one prompt with it
+        ({"suffix": 5}, "suffix"),
+    ):
+        error = (await client.post(URL, json={"prompt": "abc", "suffix": "def", **more})).json()["error"]
+        assert error["param"] == param, error
+    assert (await client.post(URL, json={"prompt": "abc", "suffix": ""})).status_code == 200
+    refused = await serve().post(URL, json={"prompt": "abc", "suffix": "def"})
+    assert refused.status_code == 400 and "cannot fill in the middle" in refused.json()["error"]["message"]

@@ -59,7 +59,7 @@ async def test_any_other_value_is_refused_by_name(serve: Serve, path: str, stric
         ("/v1/chat/completions", {"echo": True}),
         ("/v1/chat/completions", {"truncation_side": "right"}),
         ("/v1/chat/completions", {"bad_word_ids": [[1]]}),
-        ("/v1/completions", {"suffix": "x"}),
+        ("/v1/completions", {"suffix": "x"}),  # the model cannot fill in the middle
         ("/v1/completions", {"messages": []}),
         ("/v1/chat/completions", {"functions": [{"name": "x"}]}),
         ("/v1/chat/completions", {"prompt_embeds": "x"}),

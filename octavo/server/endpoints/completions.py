@@ -34,7 +34,7 @@ def router(service: Service) -> APIRouter:
         await service.check_model(fields.model)
         form = await read_form(service, fields, fields.response_format)
         response_id = new_id("cmpl")
-        prompts = await parse(service, fields)
+        fields, prompts = await parse(service, fields)
         make = functools.partial(CompletionWriter, service, fields, response_id, prompts, arrived, form)
         writer = await offload_prompt(fields.num_bytes + BYTES_PER_PROMPT * len(prompts), make)
         return await submit_and_respond(

@@ -33,13 +33,14 @@ def can_fill(text: Text) -> bool:
     return all(_find(text, names) is not None for names in (_PREFIX, _SUFFIX, _MIDDLE))
 
 
-def fill_tokens(text: Text) -> FillTokens:
-    """Raises Unsupported where the vocabulary has none."""
+def fill_tokens(text: Text, param: str | None = None) -> FillTokens:
+    """Raises Unsupported where the vocabulary has none. `param`: the field that asks for it."""
     prefix, suffix, middle = (_find(text, names) for names in (_PREFIX, _SUFFIX, _MIDDLE))
     if prefix is None or suffix is None or middle is None:
         raise Unsupported(
             "this model cannot fill in the middle: its vocabulary has no tokens for it (such as <|fim_prefix|>). "
-            "Serve a model of code that was trained with them"
+            "Serve a model of code that was trained with them",
+            param=param,
         )
     repo, file = _find(text, _REPO), _find(text, _FILE)
     ends = (prefix, suffix, middle, repo, file, _find(text, _PAD), _find(text, _END))

@@ -304,7 +304,7 @@ def _parse_raw(service: Service, fields: OllamaGenerateRequest) -> tuple[Generat
     most, text = service.report.max_model_len, service.text
     if fields.suffix:
         check_text_len(service, fields.num_bytes, fields.suffix, Field("suffix"))
-        tokens = fill_tokens(text)
+        tokens = fill_tokens(text, "suffix")
         ids = fill_prompt(text, tokens, prompt, fields.suffix, most, names=("prompt", "suffix"))
         values["stop_token_ids"] = [*tokens.ends]
     else:

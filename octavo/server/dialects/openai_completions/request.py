@@ -2,7 +2,8 @@
 
 import functools
 
-from octavo.errors import Field, InvalidRequest
+from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.server.generate.infill import fill_prompt, fill_tokens
 from octavo.server.generate.offload import offload_prompt
 from octavo.server.generate.requests import Prompt, check_size, check_text_len, cut_prompt
 from octavo.server.schema.fields import GenerationFields
@@ -15,7 +16,6 @@ MAX_PROMPTS = 1024
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     **NOT_OFFERED_ANYWHERE,
     "add_special_tokens": (True,),
-    "suffix": ("",),
 }
 
 
@@ -23,13 +23,15 @@ class CompletionRequest(GenerationFields):
     prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = None  # 0 asks for the chosen token's alone
+    suffix: str | None = None  # what follows the gap that the answer is to fill
 
 
-async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
+async def parse(service: Service, fields: CompletionRequest) -> tuple[CompletionRequest, list[Prompt]]:
+    """The prompts, and the fields with what filling in the middle adds to them."""
     return await offload_prompt(fields.num_bytes, functools.partial(_parse, service, fields))
 
 
-def _parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
+def _parse(service: Service, fields: CompletionRequest) -> tuple[CompletionRequest, list[Prompt]]:
     given = fields.prompt
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
         prompts = {"prompt": given}
@@ -48,6 +50,8 @@ def _parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise _wrong_prompt(param)
     check_text_len(service, fields.num_bytes, given, Field("prompt"))
+    if fields.suffix:
+        return _fill(service, fields, fields.suffix)
     words, report = service.text.encode, service.report
     limit = report.max_model_len if fields.truncate_prompt_tokens is None else None
     found = []
@@ -55,7 +59,21 @@ def _parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
         ids = words(item, param=param, max_tokens=limit) if isinstance(item, str) else item
         kept = cut_prompt(ids, fields, report)
         found.append(Prompt(kept, Field(param), item if isinstance(item, str) and len(kept) == len(ids) else None))
-    return found
+    return fields, found
+
+
+def _fill(service: Service, fields: CompletionRequest, suffix: str) -> tuple[CompletionRequest, list[Prompt]]:
+    """One prompt: for each of several, the suffix would have to be read again."""
+    tokens = fill_tokens(service.text, "suffix")
+    if not isinstance(fields.prompt, str):
+        raise InvalidRequest("with suffix, prompt must be one string", param="prompt")
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(fields, name):
+            raise Unsupported(f"{name} cannot be combined with suffix: leave one of them out", param=name)
+    check_text_len(service, fields.num_bytes, suffix, Field("suffix"))
+    most, ends = service.report.max_model_len, [*(fields.stop_token_ids or []), *tokens.ends]
+    ids = fill_prompt(service.text, tokens, fields.prompt, suffix, most, names=("prompt", "suffix"))
+    return fields.model_copy(update={"stop_token_ids": ends}), [Prompt(ids, Field("prompt"))]
 
 
 def _wrong_prompt(param: str) -> InvalidRequest:
