@@ -5,7 +5,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.errors import Forbidden, Unsupported
-from octavo.ipc.memory_trim import trim_heap
 from octavo.messages import ASLEEP, ReadSleep, SleepEngine, WakeEngine
 from octavo.server.http.sse import owner_of
 from octavo.server.schema.shapes import Shape
@@ -31,9 +30,7 @@ def router(service: Service) -> APIRouter:
                 "(octavo serve NAME=MODEL) can drop them with level 2",
                 param="level",
             )
-        answer = _answer(await service.engine.control(SleepEngine(call=0)))
-        trim_heap()
-        return answer
+        return _answer(await service.engine.control(SleepEngine(call=0)))
 
     @router.post("/wake_up")
     async def wake_up(request: Request) -> Response:
