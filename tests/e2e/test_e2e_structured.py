@@ -93,7 +93,7 @@ def test_what_cannot_be_kept_to_is_refused(client, model):
 @pytest.fixture
 def hasty():
     """A server on which a grammar has little time. Its process has a low priority: on a busy machine, a second of computing takes ten."""
-    with Server("--kv-cache-memory-bytes", "128M", "--grammar-step-seconds", "0.5") as server:
+    with Server("--kv-cache-memory-bytes", "128M", "--grammar-step-seconds", "0.2") as server:
         yield server
         assert server.terminate() == 0, server.lines
 
@@ -103,7 +103,7 @@ def test_a_grammar_that_takes_too_long_fails_alone(hasty):
     the server answers. (The check of the request tries the "!", which ends it.)"""
     server, model = hasty, ""
     client = openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=120)
-    rules = range(500)
+    rules = range(1000)
     grammar = 'start: "!" | slow\nslow: "a" slow | ' + " | ".join(f"r{n}" for n in rules) + '\nas: "a" as | "a" "c"\n'
     grammar += "".join(f'r{n}: as "b{n}"\n' for n in rules)
     letter = json.loads(server.post("/tokenize", {"prompt": "a", "add_special_tokens": False})[1])["tokens"][0]
