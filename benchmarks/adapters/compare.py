@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
             for prompt, adapter in zip(prompts, of_prompt, strict=True)
         ]
     most = max(len(prompt) for prompt in prompts) + options.tokens
-    few_pages = llm.report.page_bytes * (2 * -(-most // llm.report.page_size) + 2)
+    # Room for the longest and little more: two that begin together cannot both end.
+    few_pages = llm.report.page_bytes * (-(-most // llm.report.page_size) + 2)
     with engine(kv_cache_memory_bytes=few_pages, max_model_len=most, enable_prefix_caching=False) as llm:
         preempted = _answers(llm.generate(prompts, params, use_tqdm=False, lora_request=of_prompt))
         num_preemptions = llm._loop.scheduler.num_preemptions
@@ -77,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
             if given is adapter:
                 worst = max(worst, _difference(model, prompt, tokens, scores))
         print(f"{adapter.name if adapter else 'the base'}: largest difference so far {worst:.2e}")
+    if not num_preemptions:
+        print("no request was preempted: that part shows nothing; more --tokens need more pages")
     for what, is_same in same.items():
         print(f"{what}: {'the same bytes as mixed' if is_same else 'DIFFERS from mixed'}")
     print(f"largest difference from PEFT: {worst:.2e} (limit {LIMIT:.0e})")

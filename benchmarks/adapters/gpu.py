@@ -252,7 +252,7 @@ def _gaps(llm: Any, prompts: list[list[int]], adapter: Any) -> Iterator[tuple[fl
     from octavo.offline.prompts import read_prompt
 
     traffic, box = llm._loop.adapters, []
-    requests = [llm._requests.request(read_prompt(prompt), params(120), 0) for prompt in prompts]
+    requests = [llm._requests.request(read_prompt(prompt), params(300), 0) for prompt in prompts]
     (wanted,) = llm._adapted([llm._requests.request(read_prompt(prompts[0]), params(1), 0)], adapter)
     for request in requests:
         llm._submit(request, box)

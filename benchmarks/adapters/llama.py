@@ -121,8 +121,8 @@ class Side:
 
     def _ask(self, prompt: list[int], adapter: str, num_tokens: int) -> Any:
         body: dict[str, Any] = {"prompt": prompt, "n_predict": num_tokens, "temperature": 0, "ignore_eos": True}
-        if self._is_llama:  # those that are not named are off
-            body["lora"] = [{"id": self._names.index(adapter), "scale": 1.0}] if adapter else []
+        if self._is_llama:
+            body["lora"] = [{"id": at, "scale": float(name == adapter)} for at, name in enumerate(self._names)]
         else:
             body["model"] = adapter or MODEL_NAME
         connection = http.client.HTTPConnection(self._host, timeout=600)

@@ -27,6 +27,7 @@ from octavo.sampling.state import Ints
 from octavo.weights.adapters.adapter_file import AdapterFile, check_rank, open_adapter, padded_rank, stamp_of
 from octavo.weights.adapters.gguf_file import GGUFAdapter
 from octavo.weights.methods.base import HeldWeight, Use
+from octavo.worker.priority import give_way
 from octavo.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -352,6 +353,7 @@ class RankAdapters:
                     pair.scale,
                 )
                 sites.setdefault(placement.site, []).append(part)
+            give_way()
         name = known or digest.hexdigest()
         if ref.stamp:
             self._known[ref.key] = name

@@ -12,6 +12,7 @@ from octavo.layers.experts import Experts
 from octavo.layers.linear import Linear
 from octavo.weights.methods.cpu_native import NativeWeight
 from octavo.weights.methods.cpu_native_experts import NativeExperts
+from octavo.worker.priority import give_way
 from octavo.worker.staging import Staging
 
 
@@ -39,7 +40,7 @@ class NativeHolder:
         return weights.sites if isinstance(weights, NativeExperts) and weights.sites[0] >= 0 else None
 
     def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> NativeAdapter:
-        return NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype)
+        return NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype, give_way)
 
     def release(self, adapter: NativeAdapter) -> None:
         """Its memory is free when nothing refers to it."""

@@ -133,6 +133,14 @@ def test_bits_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
         at = mixed(150)[row : row + 1]
         assert torch.equal(run(torch.tensor([row]), at)[0], together[row])
         assert torch.equal(run(everything, at.repeat(150))[row], together[row])
+    # Single rows, which one thread computes several at a time: all kinds of groups, with rows between them that have none.
+    for pattern in ([0, 1, 2, 3, 2], [1, 3, NO_ADAPTER, 2], [3, 0], [0, 1, 2]):
+        for num_rows in (2, 3, 8, 13):
+            of_tokens = torch.tensor(pattern, dtype=torch.int32).repeat(num_rows)[:num_rows].contiguous()
+            found = run(everything[:num_rows], of_tokens)
+            for row in range(num_rows):
+                # In a run of the same adapter, products of many rows compute it.
+                assert torch.equal(found[row], run(everything, of_tokens[row : row + 1].repeat(150))[row])
     try:
         for name in ("avx512vnni", "avx2", "neon"):
             if name != best and use_isa(name):

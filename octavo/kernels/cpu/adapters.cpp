@@ -11,6 +11,7 @@
 namespace octavo {
 namespace {
 
+constexpr int kTogether = 4;  // pieces of one row each that one thread computes together
 constexpr int64_t kMost = 32;  // rows of a piece: enough to use what was read of A and B, and few enough to share a prompt
 
 // Memory of one thread, aligned for the kernels.
@@ -55,22 +56,39 @@ void multiply(const OctavoProduct& product) {
   product_kernels().product_share(&product, nullptr, nullptr, &num_claimed, 0, 1);
 }
 
-// One part's columns begin … end − 1, counted from the part's first; `begin` is a multiple of kPanel.
-void add_part(const AdaptedProduct& product, const AdaptedRows& rows, const OctavoAdapterPart& part, int64_t begin, int64_t end,
-              const uint8_t* prepared, uint8_t* room) {
-  const int64_t width = round_up(part.rank, kPanel);
-  float* inner = reinterpret_cast<float*>(room);  // [rows, width]
-  uint8_t* inner_prepared = room + round_up(rows.count * width * 4, 64);
+// What one piece of rows needs for its inner numbers, part after part: [rows, width], with width the rank rounded up.
+int64_t inner_floats(const OctavoAdapterSite& site, int64_t num_rows) {
+  int64_t total = 0;
+  for (int64_t p = 0; p < site.num_parts; ++p) total += round_up(site.parts[p].rank, kPanel) * num_rows;
+  return total;
+}
+
+// inner [rows, width] = x · Aᵀ of one part.
+void shrink(const OctavoAdapterPart& part, int64_t num_rows, int64_t depth, const uint8_t* prepared, float* inner) {
   OctavoProduct down = {};
   down.weights = part.down;
   down.activations = prepared;
   down.y = inner;
-  down.y_stride = width;
-  down.num_rows = rows.count;
+  down.y_stride = round_up(part.rank, kPanel);
+  down.num_rows = num_rows;
   down.num_columns = part.rank;
-  down.depth = product.depth;
+  down.depth = depth;
   down.kind = part.kind;
   multiply(down);
+}
+
+// The same for one row: lists the panels of A.
+void list_panels(const OctavoAdapterPart& part, int64_t depth, const uint8_t* prepared, float* inner, std::vector<RowPanel>& list) {
+  const int64_t num_bytes = panel_bytes(part.kind, depth);
+  const uint8_t* panel = static_cast<const uint8_t*>(part.down);
+  for (int64_t k = 0; k < part.rank; k += kPanel, panel += num_bytes)
+    list.push_back({reinterpret_cast<const float*>(prepared), panel, inner + k});
+}
+
+// y += scale · inner · Bᵀ for one part's columns begin … end − 1, counted from the part's first; `begin` is a multiple of kPanel.
+void expand(const AdaptedProduct& product, const AdaptedRows& rows, const OctavoAdapterPart& part, int64_t begin, int64_t end,
+            float* inner, uint8_t* inner_prepared) {
+  const int64_t width = round_up(part.rank, kPanel);
   for (int64_t row = 0; row < rows.count; ++row)
     for (int64_t k = 0; k < part.rank; ++k) inner[row * width + k] *= part.scale;
   prepare(part.kind, inner, width, nullptr, 0.0f, rows.count, part.rank, nullptr, inner_prepared);
@@ -87,33 +105,77 @@ void add_part(const AdaptedProduct& product, const AdaptedRows& rows, const Octa
   multiply(up);
 }
 
-// One share of the columns of one piece of rows. Columns are divided over threads where there are fewer pieces than threads: each
-// then computes the inner numbers of its parts anew.
-void add_piece(const AdaptedProduct& product, const AdaptedRows& rows, int share, int num_shares) {
-  static thread_local Room numbers, prepared, inner;
-  const OctavoAdapterSite& site = rows.adapter->sites[product.site];
-  if (!site.num_parts) return;
-  int64_t total = 0, widest = 0;
-  for (int64_t p = 0; p < site.num_parts; ++p) {
-    total += round_up(site.parts[p].num_columns, kPanel);
-    if (site.parts[p].rank > widest) widest = site.parts[p].rank;
-  }
+// The columns of a part that belong to a share of all panels, counted from the part's first. `before`: those of the parts before it, each a
+// whole number of panels.
+Share columns_of(const OctavoAdapterPart& part, const Share& panels, int64_t before) {
+  const int64_t begin = panels.begin * kPanel - before, end = panels.end * kPanel - before;
+  return {begin < 0 ? 0 : begin, end > part.num_columns ? part.num_columns : end};
+}
+
+template <typename Body>
+void for_parts(const OctavoAdapterSite& site, int share, int num_shares, Body body) {
+  int64_t total = 0, before = 0;
+  for (int64_t p = 0; p < site.num_parts; ++p) total += round_up(site.parts[p].num_columns, kPanel);
   const Share panels = share_of(total / kPanel, share, num_shares);
-  if (panels.begin == panels.end) return;
-  const int kind = site.parts[0].kind;  // a layout in float32, the same for both kinds
-  uint8_t* records = prepared.of(octavo_prepared_bytes(kind, rows.count, product.depth));
-  prepare(kind, product.x + rows.first * product.x_stride, product.x_stride, product.norm_weight, product.epsilon, rows.count,
-          product.depth, reinterpret_cast<float*>(numbers.of(4 * product.depth)), records);
-  uint8_t* room = inner.of(round_up(rows.count * round_up(widest, kPanel) * 4, 64) +
-                           octavo_prepared_bytes(kind, rows.count, widest));
-  int64_t before = 0;  // columns of the parts so far, each a whole number of panels
   for (int64_t p = 0; p < site.num_parts; ++p) {
-    const OctavoAdapterPart& part = site.parts[p];
-    int64_t begin = panels.begin * kPanel - before, end = panels.end * kPanel - before;
-    before += round_up(part.num_columns, kPanel);
-    if (begin < 0) begin = 0;
-    if (end > part.num_columns) end = part.num_columns;
-    if (begin < end) add_part(product, rows, part, begin, end, records, room);
+    const Share columns = columns_of(site.parts[p], panels, before);
+    before += round_up(site.parts[p].num_columns, kPanel);
+    body(site.parts[p], columns);
+  }
+}
+
+// One share of the columns of some pieces of rows: of several only if each has one row, so that their A's are multiplied together. Columns are
+// divided over threads where there are fewer pieces than threads: each then computes the inner numbers of its parts anew.
+void add_pieces(const AdaptedProduct& product, const AdaptedRows* some, int64_t count, int share, int num_shares) {
+  static thread_local Room numbers, prepared, inner, inner_prepared;
+  static thread_local std::vector<RowPanel> list;
+  int64_t num_inner = 0, num_prepared = 0, widest = 0;
+  const auto site_of = [&](const AdaptedRows& rows) -> const OctavoAdapterSite& { return rows.adapter->sites[product.site]; };
+  const auto changes = [&](const AdaptedRows& rows) { return product.site < rows.adapter->num_sites && site_of(rows).num_parts; };
+  // A layout in float32, the same for both kinds.
+  const auto bytes_of = [&](int64_t num_rows, int64_t depth) { return round_up(octavo_prepared_bytes(OCTAVO_FLOAT32, num_rows, depth), 64); };
+  for (int64_t i = 0; i < count; ++i) {
+    if (!changes(some[i])) continue;
+    num_inner += inner_floats(site_of(some[i]), some[i].count);
+    num_prepared += bytes_of(some[i].count, product.depth);
+    for (int64_t p = 0; p < site_of(some[i]).num_parts; ++p) widest = std::max(widest, site_of(some[i]).parts[p].rank);
+  }
+  if (!num_inner) return;
+  uint8_t* records = prepared.of(num_prepared);
+  float* room = reinterpret_cast<float*>(inner.of(4 * num_inner));
+  list.clear();
+  int kind = -1;
+  const auto multiply_list = [&] {
+    if (!list.empty()) product_kernels().row_panels(kind, product.depth, list.data(), static_cast<int64_t>(list.size()));
+    list.clear();
+  };
+  float* at = room;
+  for (int64_t i = 0; i < count; ++i) {
+    const AdaptedRows& rows = some[i];
+    if (!changes(rows)) continue;
+    prepare(OCTAVO_FLOAT32, product.x + rows.first * product.x_stride, product.x_stride, product.norm_weight, product.epsilon, rows.count,
+            product.depth, reinterpret_cast<float*>(numbers.of(4 * product.depth)), records);
+    for_parts(site_of(rows), share, num_shares, [&](const OctavoAdapterPart& part, const Share& columns) {
+      if (columns.begin < columns.end) {
+        if (part.kind != kind) multiply_list();
+        kind = part.kind;
+        if (rows.count == 1) list_panels(part, product.depth, records, at, list);
+        else shrink(part, rows.count, product.depth, records, at);
+      }
+      at += round_up(part.rank, kPanel) * rows.count;
+    });
+    records += bytes_of(rows.count, product.depth);
+  }
+  multiply_list();
+  at = room;
+  for (int64_t i = 0; i < count; ++i) {
+    const AdaptedRows& rows = some[i];
+    if (!changes(rows)) continue;
+    uint8_t* scaled = inner_prepared.of(bytes_of(rows.count, widest));
+    for_parts(site_of(rows), share, num_shares, [&](const OctavoAdapterPart& part, const Share& columns) {
+      if (columns.begin < columns.end) expand(product, rows, part, columns.begin, columns.end, at, scaled);
+      at += round_up(part.rank, kPanel) * rows.count;
+    });
   }
 }
 
@@ -157,8 +219,10 @@ void add_to_row(const OctavoAdapter& adapter, int64_t site, int64_t first, int64
   uint8_t* records = prepared.of(octavo_prepared_bytes(part->kind, 1, depth));
   prepare(part->kind, x, depth, nullptr, 0.0f, 1, depth, nullptr, records);
   for (; part < end && part->first_column < first + count; ++part) {
-    uint8_t* room = inner.of(round_up(round_up(part->rank, kPanel) * 4, 64) + octavo_prepared_bytes(part->kind, 1, part->rank));
-    add_part(product, row, *part, 0, part->num_columns, records, room);
+    const int64_t inner_bytes = round_up(round_up(part->rank, kPanel) * 4, 64);
+    uint8_t* room = inner.of(inner_bytes + octavo_prepared_bytes(part->kind, 1, part->rank));
+    shrink(*part, 1, depth, records, reinterpret_cast<float*>(room));
+    expand(product, row, *part, 0, part->num_columns, reinterpret_cast<float*>(room), room + inner_bytes);
   }
 }
 
@@ -172,11 +236,15 @@ bool is_adapted(const std::vector<AdaptedRows>& rows, int64_t site) {
 void add_adapters(Threads* threads, const AdaptedProduct& product, const std::vector<AdaptedRows>& rows) {
   const int num_pieces = static_cast<int>(rows.size());
   const int num_shares = num_pieces >= threads->size() ? 1 : threads->size();
+  const bool is_single = std::all_of(rows.begin(), rows.end(), [](const AdaptedRows& some) { return some.count == 1; });
+  // As many together as leave each thread a group: their A's are multiplied four panels at a time.
+  const int most = num_shares > 1 || !is_single ? 1 : std::min(kTogether, num_pieces / threads->size());
+  const int num_groups = (num_pieces + most - 1) / most;
   auto body = [&](int index, int) {
-    const AdaptedRows& some = rows[static_cast<size_t>(index / num_shares)];
-    if (product.site < some.adapter->num_sites) add_piece(product, some, index % num_shares, num_shares);
+    const Share group = share_of(num_pieces, index / num_shares, num_groups);
+    add_pieces(product, rows.data() + group.begin, group.end - group.begin, index % num_shares, num_shares);
   };
-  run_on(threads, body, num_pieces * num_shares);
+  run_on(threads, body, num_groups * num_shares);
 }
 
 }  // namespace octavo

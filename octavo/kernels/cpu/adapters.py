@@ -1,7 +1,7 @@
 """Low-rank adapters in the form that the native kernels read (adapters.h): y += scale · (x · Aᵀ) · Bᵀ for the rows that have one."""
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -44,9 +44,16 @@ class NativeAdapter:
     """An adapter's matrices, packed for the kernels. `sites`: the parts by the number of the product that they change."""
 
     def __init__(
-        self, threads: Threads, sites: Mapping[int, Sequence[AdapterPart]], num_sites: int, dtype: torch.dtype
+        self,
+        threads: Threads,
+        sites: Mapping[int, Sequence[AdapterPart]],
+        num_sites: int,
+        dtype: torch.dtype,
+        packed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`dtype`: float32 or bfloat16. `threads`: not those of a running step: a pool has one caller at a time."""
+        """`dtype`: float32 or bfloat16. `threads`: not those of a running step: a pool has one caller at a time. `packed`: called after
+        each matrix."""
+        self._packed = packed
         self._arrays: list[object] = []  # what the structures point to
         self._kind, self._dtype, self._threads = _KINDS[dtype], dtype, threads
         matrices = [matrix for parts in sites.values() for part in parts for matrix in (part.down, part.up)]
@@ -81,6 +88,7 @@ class NativeAdapter:
         room = self._memory[self._taken : self._taken + self._size(matrix)]
         self._taken += len(room)
         pack(self._threads, matrix.to(self._dtype).contiguous(), self._kind, room)
+        self._packed()
         return room.data_ptr()
 
 

@@ -131,6 +131,13 @@ struct alignas(64) Ahead {
   int64_t num_lines;
 };
 
+// One row of activations and one panel of plain weights.
+struct RowPanel {
+  const float* x;    // [depth], padded with zeros to a multiple of kSlice
+  const void* panel;
+  float* y;          // [kPanel]
+};
+
 // The kernels of one instruction set. Each call does one share of the work, for callers inside Threads::run.
 struct ProductKernels {
   const char* name;
@@ -145,6 +152,9 @@ struct ProductKernels {
                         int index, int num_shares);
   // y [size] = what a product with this finish would have stored, of the plain product's x [size], or [2 · size] if it is gated.
   void (*finish_row)(int finish, const float* x, int64_t size, float* y);
+  // y = panel · x of each, in FLOAT32 or BFLOAT16: the bits of product_share. One panel is a single chain of sums over K, so that several
+  // are multiplied at a time.
+  void (*row_panels)(int kind, int64_t depth, const RowPanel* items, int64_t count);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);
   int64_t (*dot_all)(int64_t num_dots);
 };

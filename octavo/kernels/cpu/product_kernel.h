@@ -253,6 +253,48 @@ void product_share(const OctavoProduct* product, const OctavoProduct* next, Ahea
   });
 }
 
+template <int KIND, int COUNT>
+void some_row_panels(int64_t depth, const RowPanel* items) {
+  using Tile = FloatTile<KIND>;
+  const uint8_t* weights[COUNT];
+  const float* x[COUNT];
+  Floats total[COUNT];
+  for (int i = 0; i < COUNT; ++i) {
+    weights[i] = static_cast<const uint8_t*>(items[i].panel);
+    x[i] = items[i].x;
+    total[i] = L::splat(0.0f);
+  }
+  for (int64_t at = 0; at < depth; at += kSlice) {
+#pragma GCC unroll 2
+    for (int k = 0; k < kSlice; k += 2) {
+      for (int i = 0; i < COUNT; ++i) {
+        Floats even, odd;
+        Tile::load_two(weights[i] + k * kPanel * Tile::kWidth, even, odd);
+        total[i] = L::fma(L::splat(x[i][k]), even, total[i]);
+        total[i] = L::fma(L::splat(x[i][k + 1]), odd, total[i]);
+      }
+    }
+    for (int i = 0; i < COUNT; ++i) {
+      weights[i] += kSlice * kPanel * Tile::kWidth;
+      x[i] += kSlice;
+    }
+  }
+  for (int i = 0; i < COUNT; ++i) L::store(items[i].y, total[i]);
+}
+
+template <int KIND>
+void row_panels_of(int64_t depth, const RowPanel* items, int64_t count) {
+  for (; count >= 4; items += 4, count -= 4) some_row_panels<KIND, 4>(depth, items);
+  if (count == 3) return some_row_panels<KIND, 3>(depth, items);
+  if (count == 2) return some_row_panels<KIND, 2>(depth, items);
+  if (count == 1) some_row_panels<KIND, 1>(depth, items);
+}
+
+void row_panels(int kind, int64_t depth, const RowPanel* items, int64_t count) {
+  if (kind == OCTAVO_FLOAT32) row_panels_of<OCTAVO_FLOAT32>(depth, items, count);
+  else row_panels_of<OCTAVO_BFLOAT16>(depth, items, count);
+}
+
 // ── activations ─────────────────────────────────────────────────────────────────────────────────────
 
 inline void quantise_group(const float* x, OctavoGroup* group) {
