@@ -715,7 +715,12 @@ def translate(
             value = rest.pop(0)
         if member:
             value = json.dumps({member: value})
-        if flag.member and not negated:
+        if negated and flag.ours:
+            inverse = "--" + flag.ours[5:] if flag.ours.startswith("--no-") else "--no-" + flag.ours[2:]
+            if flag.takes_value or inverse not in own:
+                return arguments, notes, f"there is no flag {name}: leave {name.replace('--no-', '--', 1)} out"
+            arguments.append(inverse)
+        elif flag.member:
             if not value:
                 return arguments, notes, f"{name} needs a value"
             _set_member(parts.setdefault(flag.ours, {}), flag.member, value)

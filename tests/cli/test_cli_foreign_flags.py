@@ -17,6 +17,7 @@ from octavo.foreign_flags import (
     FOREIGN_VARIABLES,
     VALUES,
     foreign_variables,
+    translate,
     translate_options,
 )
 from scripts import llama_cpp_flags
@@ -78,6 +79,26 @@ def test_every_flag_of_theirs_is_known_and_takes_a_value_where_it_does_there(fil
         assert name in ours or name in FOREIGN or negated, f"{name} has no fate"
         takes_value = ours[name].nargs != 0 if name in ours else FOREIGN[name].takes_value if name in FOREIGN else False
         assert takes_value == (kind == "value"), name
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FOREIGN if name.startswith("--") and "." not in name))
+def test_the_negation_of_a_flag_never_does_what_the_flag_does(name: str) -> None:
+    """It does the opposite, has no effect, or there is none."""
+    own = parser()._option_string_actions
+    negated = "--no-" + name[2:]
+    if negated in own or negated in FOREIGN:
+        return
+    arguments, notes, problem = translate([negated], own, FOREIGN)
+    flag = FOREIGN[name]
+    opposite = "--" + flag.ours[5:] if flag.ours.startswith("--no-") else "--no-" + flag.ours[2:]
+    assert arguments == ([opposite] if flag.ours and not problem else []) and bool(arguments or notes) is not bool(
+        problem
+    )
+
+
+def test_negations_of_switches() -> None:
+    assert parse("--cors-credentials", "--no-cors-credentials").server.allow_credentials is False
+    assert parse("--no-disable-radix-cache").cache.enable_prefix_caching is True
 
 
 def test_the_page_for_vllms_users_names_flags_with_their_fates() -> None:

@@ -123,6 +123,8 @@ def test_any_header_is_read_or_refused(tmp_path: Path, head: dict[str, Any], bod
     )
 )
 @example(({"a": {"dtype": "F32", "shape": [4]}}, 16))
+@example(({"a": {"dtype": "F32", "shape": [2**65, 0], "data_offsets": [0, 0]}}, 0))
+@example(({"a": {"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}, 0))
 @example(({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4))
 @example(({"a": {"dtype": "F32", "shape": [0]}}, 0))
 @example(({"a": {"shape": [4], "data_offsets": [0, 16]}}, 16))
@@ -163,6 +165,8 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, head: bytes, header_len: 
         ('{"a": %s, "a": %s}', "it names a twice"),
         ('{"a": %s, "\\u0061": %s}', "it names a twice"),
         ('{"a": %s, "a": {"dtype": "F32", "shape": [4], "data\\u005foffsets": [0, 16]}}', "it names a twice"),
+        ('{"a": {"dtype": "F32", "shape": [4]}, "a": %s}', "it names a twice"),
+        ('{"a": {"dtype": "F16", "dtype": "F32", "shape": [8], "shape": [4], "data_offsets": [0, 16]}}', "twice"),
         ('{"a": %s, "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}', "corrupt"),
         ('{"a": {"dtype": "F32", "shape": [1099511627776, 1099511627776], "data_offsets": [0, 16]}}', "corrupt"),
         ('{"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}}', "corrupt"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, quote
 from octavo.weights.sources.folder import WeightFiles, find_weights
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _TYPES = {
 QUANTISED_TYPES = {"F8_E4M3": (1, "float8_e4m3fn", ""), "F8_E5M2": (1, "float8_e5m2", "")}
 _KNOWN_TYPES = _TYPES | QUANTISED_TYPES
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_MAX_ELEMENTS = 2**63 - 1  # of a shape without its zeros
 _SMALL = 1 << 20  # bytes: the largest tensor that small() reads
 
 
@@ -188,18 +189,20 @@ def _opened(path: Path, framework: str) -> Any:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _entries(path: Path) -> dict[str, Entry]:
-    """Read a file's header. A file is a length of 8 bytes, a JSON header, then the tensors' bytes.
+def _entries(path: Path, most: int = _MAX_HEADER_BYTES) -> dict[str, Entry]:
+    """Read a file's header, of at most `most` bytes. A file is a length of 8 bytes, a JSON header, then the tensors' bytes.
 
     The library would check sizes and offsets too, but no other thread of the process runs while it reads a long header."""
     try:
         with open(path, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             header_len = int.from_bytes(file.read(8), "little")
-            if header_len > min(num_bytes - 8, _MAX_HEADER_BYTES):
-                raise ValueError(
-                    f"it has {num_bytes} bytes, and says that {header_len} are its header; at most {_MAX_HEADER_BYTES} are read"
+            if header_len > most:
+                raise ConfigError(
+                    f"{path} has a header of {header_len} bytes, more than {most}: it is corrupt, or no adapter"
                 )
+            if header_len > num_bytes - 8:
+                raise ValueError(f"it has {num_bytes} bytes, too few for a header of {header_len}")
             header = _read_header(file.read(header_len))
         _check_places(header, num_bytes - 8 - header_len)
     except OSError as error:
@@ -213,7 +216,7 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 
 class _Described(msgspec.Struct, gc=False):
-    """A tensor, as a header describes it. What describes none is read without error; no check lets these values pass."""
+    """A tensor, as a header describes it. Missing members get values that _check_places() refuses."""
 
     dtype: str = ""
     shape: tuple[int, ...] = (-1,)
@@ -227,27 +230,25 @@ def _check_places(header: dict[str, _Described], num_bytes: int) -> None:
         first, last = found.data_offsets
         if first != end or not first <= last <= num_bytes:
             raise ValueError(
-                f"tensor {name!r} has the bytes {first} to {last} of {num_bytes}; they should begin at {end}"
+                f"tensor {quote(name)} has the bytes {quote(first)} to {quote(last)} of {num_bytes}; they should begin at {end}"
             )
-        # A type that is not known has no size here: who reads such a tensor refuses it by its type.
+        # A type that is not known has no size here: _require_known() refuses such a tensor.
         known = _KNOWN_TYPES.get(found.dtype)
         if not found.dtype or (known and _num_elements(found.shape, num_bytes) * known[0] != last - first):
-            raise ValueError(f"tensor {name!r} has {last - first} bytes, which do not fit its type and shape")
+            raise ValueError(f"tensor {quote(name)} has {last - first} bytes, which do not fit its type and shape")
         end = last
     if end != num_bytes:
         raise ValueError(f"its tensors have {end} bytes, and {num_bytes} are there")
 
 
 def _num_elements(shape: tuple[int, ...], most: int) -> int:
-    """How many a tensor has; -1: more than `most`, or no number. Numbers in a header may be long, and many."""
-    if shape and min(shape) == 0:
-        return 0
-    product = 1
+    """How many elements a tensor has; -1: more than `most`, or too large a shape. Numbers in a header may be long, and many."""
+    product, is_empty = 1, 0 in shape
     for size in shape:
-        product *= size
-        if not 0 < product <= most:
+        product *= size or 1
+        if not 0 < product <= (_MAX_ELEMENTS if is_empty else most):
             return -1
-    return product
+    return 0 if is_empty else product
 
 
 def _read_header(text: bytes) -> dict[str, _Described]:
@@ -258,7 +259,8 @@ def _read_header(text: bytes) -> dict[str, _Described]:
     try:
         header = msgspec.json.decode(text, type=dict[str, _Described])
         # An escape could write the same word in another way.
-        if b"\\" not in text and len(header) - ("__metadata__" in header) == text.count(b'"data_offsets"'):
+        count, members = len(header) - ("__metadata__" in header), (b'"data_offsets"', b'"dtype"', b'"shape"')
+        if b"\\" not in text and all(text.count(each) == count for each in members):
             header.pop("__metadata__", None)
             return header
     except msgspec.ValidationError:
@@ -281,16 +283,7 @@ def _read_header(text: bytes) -> dict[str, _Described]:
 
 def read_entries(path: Path, max_header_bytes: int) -> dict[str, Entry]:
     """The tensors of one file that are stored in types that can be read. Raises ConfigError, also for a header that is longer."""
-    try:
-        with open(path, "rb") as file:
-            header_len = int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    if header_len > max_header_bytes:
-        raise ConfigError(
-            f"{path} has a header of {header_len} bytes, more than {max_header_bytes}: it is corrupt, or no adapter"
-        )
-    entries = _entries(path)
+    entries = _entries(path, max_header_bytes)
     for name, entry in entries.items():
         _require_known(name, entry, _TYPES)
     return entries

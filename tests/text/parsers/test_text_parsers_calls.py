@@ -326,6 +326,7 @@ HERMES_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
         ("hermes", '```json\n{"name": "now", "arguments": {}}\n```\n```json\n{"name": "now", "arguments": {}}\n```', "", [("now", {}), ("now", {})]),
         ("hermes", '```json\n{"name": "now", "arguments": {}}', "", [("now", {})]),  # ended by eos
         ("hermes", '```json\n{"name": "now", "arguments": {}}\n``` calls it.', None, []),
+        ("hermes", '```json\n{"name": "now", "arguments": {}}\n```\n`now` is called', None, []),
         ("hermes", '```json\n{"name": "elsewhere", "arguments": {}}\n```', None, []),
         ("hermes", '```json\n{"city": "Rome"}\n```', None, []),
         ("hermes", '```python\n{"name": "now", "arguments": {}}\n```', None, []),

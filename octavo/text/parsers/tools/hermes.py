@@ -45,7 +45,11 @@ def _read_bare(reader: Reader, tools: Schemas) -> Steps[None]:
     if is_fenced and following:  # the block may be open at the end of the text: the object is complete
         yield from literal(reader, _FENCE)
         following = yield from skip_space(reader)
-    if following not in ("", "{", "<", "`" if is_fenced else ""):  # text about an object: the object is not a call
+    if is_fenced and following == "`":  # another block may follow, but no word in backticks
+        start = reader.at
+        yield from literal(reader, _FENCE)
+        reader.at = start
+    elif following not in ("", "{", "<"):  # text about an object: the object is not a call
         raise Malformed
     if following == "<":
         yield from find(reader, ("</tool_call>",))  # some leave out the opening mark alone
