@@ -1,4 +1,4 @@
-"""FaultDisk: a folder on a disk that is slow, fails or hangs when it is told to. A FUSE file system over another folder, in a process of
+"""FaultDisk: a folder on a disk that is slow, fails or hangs on command. A FUSE file system over another folder, in a process of
 its own; it needs /dev/fuse, the right to mount, libfuse and the package mfusepy.
 
     with FaultDisk(backing, mount) as disk:
@@ -41,12 +41,15 @@ class FaultDisk:
 
     def set(self, mode: str) -> None:
         assert mode in MODES
-        self._control.write_text(mode)
+        new = self._control.with_suffix(".new")
+        new.write_text(mode)
+        new.replace(self._control)
 
     def __enter__(self) -> Self:
         end = time.monotonic() + START_SECONDS
         while not os.path.ismount(self.mount):
             if self._process.poll() is not None or time.monotonic() > end:
+                self._process.kill()
                 raise SystemExit("benchmarks.fault_disk: cannot mount: needs root, /dev/fuse, libfuse and mfusepy")
             time.sleep(0.05)
         return self
@@ -54,7 +57,7 @@ class FaultDisk:
     def __exit__(self, *_: object) -> None:
         self.set("well")
         subprocess.run(["umount", "-l", str(self.mount)], check=False)
-        self._process.terminate()
+        self._process.kill()
         self._process.wait(START_SECONDS)
 
 
@@ -67,11 +70,11 @@ def _serve(backing: str, mount: str, control: str) -> None:
 
     def act(kind: str) -> None:
         """What a read, a write or another operation (`kind`) meets now."""
-        while mode() == "hangs":
+        while (now := mode()) == "hangs":
             time.sleep(0.05)
-        if mode() == f"slow {kind}s":
+        if now == f"slow {kind}s":
             time.sleep(SLOW_SECONDS)
-        elif mode() == f"{kind} errors":
+        elif now == f"{kind} errors":
             raise mfusepy.FuseOSError(errno.EIO)
 
     class Through(mfusepy.Operations):  # type: ignore[misc, unused-ignore]
@@ -105,6 +108,7 @@ def _serve(backing: str, mount: str, control: str) -> None:
             return os.pwrite(fh, data, offset)
 
         def truncate(self, path: str, length: int, fh: int | None = None) -> None:
+            act("look")
             os.truncate(backing + path, length)
 
         def fsync(self, path: str, datasync: int, fh: int) -> None:
@@ -114,18 +118,22 @@ def _serve(backing: str, mount: str, control: str) -> None:
             os.close(fh)
 
         def utimens(self, path: str, times: tuple[int, int] | None = None) -> None:
+            act("look")
             with contextlib.suppress(FileNotFoundError):
                 os.utime(backing + path, ns=times) if times else os.utime(backing + path)
 
         def statfs(self, path: str) -> dict[str, int]:
+            act("look")
             found = os.statvfs(backing + path)
             names = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_files", "f_ffree", "f_frsize", "f_namemax")
             return {name: getattr(found, name) for name in names}
 
         def mkdir(self, path: str, mode: int) -> None:
+            act("look")
             os.mkdir(backing + path, mode)
 
         def rmdir(self, path: str) -> None:
+            act("look")
             os.rmdir(backing + path)
 
         def unlink(self, path: str) -> None:
@@ -141,6 +149,7 @@ def _serve(backing: str, mount: str, control: str) -> None:
             os.link(backing + source, backing + target)
 
         def chmod(self, path: str, mode: int) -> None:
+            act("look")
             os.chmod(backing + path, mode)
 
     run: Callable[..., Any] = mfusepy.FUSE

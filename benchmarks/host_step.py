@@ -111,7 +111,7 @@ def fill(loop: EngineLoop, num_running: int, num_waiting: int, max_tokens: int, 
 
 
 class NoAdapters:
-    """A loader of adapters that no request asks for one."""
+    """A loader of adapters that must never be called."""
 
     def adapter_itemsize(self) -> int:
         return 2

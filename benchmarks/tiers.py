@@ -401,8 +401,8 @@ def faults(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         answers = by_order(server.url, prompts)
         texts = [answer.text for answer in (*answers, *by_order(server.url, new))]
     backing, mount = folder.parent / "backing", folder.parent / "disk"
-    backing.mkdir()
-    mount.mkdir()
+    backing.mkdir(parents=True, exist_ok=True)
+    mount.mkdir(exist_ok=True)
     found: dict[str, Any] = {"without a tier": {"slowest first token, ms": _slowest(answers)}}
     flags = ["--kv-tier", f"disk:1GiB:{mount / 'tier'}", *arguments.flags]
     with FaultDisk(backing, mount) as disk:

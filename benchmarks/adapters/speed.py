@@ -97,7 +97,7 @@ def num_added(shapes: dict[str, tuple[int, ...]], targets: tuple[str, ...]) -> i
 def write(
     folder: Path, shapes: dict[str, tuple[int, ...]], targets: tuple[str, ...], seed: int, alpha: float = RANK
 ) -> Path:
-    """A random adapter, with this `alpha` so small that answers stay sane."""
+    """A random adapter. With the default `alpha`, answers stay sane."""
     import torch
     from safetensors.torch import save_file
 

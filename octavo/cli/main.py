@@ -238,7 +238,8 @@ def _add_run(commands: Any) -> None:
         "conversation and stopped after it. A model of the hub is pulled first. With PROMPT, print one answer.",
     )
     parser.takes_foreign_flags, parser.foreign_flags = True, OF_OLLAMA_RUN
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="a model's name, a folder or a .gguf file")
+    # It may be missing only so that the error can name what to do.
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a model's name, a folder or a .gguf file (required)")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the only question; - reads it from stdin")
     parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     parser.add_argument("--keep", action="store_true", help="leave the server running that was started here")

@@ -15,7 +15,7 @@ from octavo.worker.adapters import RankAdapters
 from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import settle
 from octavo.worker.page_mover import PageMover, open_mover
-from octavo.worker.priority import yield_to_steps
+from octavo.worker.priority import LOADING, yield_to_steps
 from octavo.worker.runner import Runner
 from octavo.worker.step import LaunchedStep
 
@@ -70,7 +70,7 @@ class LocalExecutor:
     def load_adapter(self, ref: AdapterRef, done: Callable[[AdapterLoaded | str | EngineDead], None]) -> None:
         adapters = self._adapters()
         if self._loading is None:
-            self._loading = ThreadPoolExecutor(1, "octavo-adapters", yield_to_steps)
+            self._loading = ThreadPoolExecutor(1, "octavo-adapters", yield_to_steps, (LOADING,))
         self._loading.submit(lambda: done(adapters.load_or_say_why(ref)))
 
     def forget_adapters(self, ids: list[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from octavo.config import KEY_VARIABLES
 _KILL_FIRST = 1000  # the highest oom_score_adj
 _PR_SET_PDEATHSIG = 1
 
-KILLED_SECONDS = 5.0  # a process that was killed has ended long before, unless it waits for the system
+KILLED_SECONDS = 5.0  # a killed process ends sooner, unless it is blocked in the kernel
 
 
 def spawn(
@@ -54,11 +55,11 @@ def offer_to_oom_killer() -> None:
         Path("/proc/self/oom_score_adj").write_text(f"{_KILL_FIRST}\n")
 
 
-def reap_killed(process: subprocess.Popen[bytes]) -> bool:
-    """Wait for the end of a process that was killed. False: it does not end, because it waits for the system, as for a disk that does not
-    answer. Nobody can do more than leave it behind."""
+def reap_killed(process: subprocess.Popen[bytes], killed_at: float) -> bool:
+    """Wait for the end of a process that was killed at this time.monotonic(). False: it does not end, because it waits for the system, as for a disk that does not
+    answer. It cannot be ended: the caller leaves it behind."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILLED_SECONDS)
+        process.wait(max(0.0, killed_at + KILLED_SECONDS - time.monotonic()))
     return process.returncode is not None
 
 

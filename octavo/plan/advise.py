@@ -110,10 +110,10 @@ def _outcome(flag: str, value: str, figures: Figures) -> Outcome:
 
 def _text(outcomes: list[Outcome], trace: Trace) -> str:
     now, *others = outcomes
-    many = len(trace.requests)
-    when = f"the last {trace.seconds:.0f} s ({many} requests)"
+    num_requests = len(trace.requests)
+    when = f"the last {trace.seconds:.0f} s ({num_requests} requests)"
     if trace.seconds < 1:
-        when = f"the last {many} requests, which came within a second"
+        when = f"the last {num_requests} requests, which came within a second"
     best = min(others, key=lambda each: each.ttft_p99, default=None)
     if best is None:
         return ""

@@ -23,6 +23,7 @@ class EngineProcess(Protocol):
     """It waits for room in a cluster, and is not starting yet."""
     placed: float
     """time.monotonic() when it had room; 0: it never waited."""
+    pid: int
     is_left_behind: bool
     """It was killed, has not ended, and counts as ended."""
 
@@ -33,7 +34,7 @@ class EngineProcess(Protocol):
         """The lines that have come. None: the engine has ended."""
 
     def wait(self) -> int:
-        """Wait for its end, which has been seen or is certain, and return the exit code. One that was killed is left behind after a while."""
+        """Wait for its end, which has been seen or is certain, and return the exit code. A killed engine that has not ended after KILLED_SECONDS is left behind."""
 
     def poll(self) -> int | None:
         """The exit code. None: it runs."""
@@ -41,8 +42,8 @@ class EngineProcess(Protocol):
     def kill(self) -> None:
         """End it at once. It must not send anything afterwards that its clients would take."""
 
-    def outlives_kill(self) -> bool:
-        """Whether it was killed a while ago and has not ended. It is left behind then."""
+    def give_up_if_unkillable(self) -> bool:
+        """Leave it behind if it was killed KILLED_SECONDS ago and has not ended. → whether it is."""
 
     def stop(self) -> None:
         """Ask it to end. It closes its recording first."""
@@ -99,7 +100,7 @@ class LocalEngine:
         assert process.stdout is not None
         self.process = process
         self.place, self.is_waiting, self.placed = "", False, 0.0
-        self.is_left_behind = False
+        self.pid, self.is_left_behind = process.pid, False
         self._killed_at = 0.0  # 0: it was not
         self._fd = process.stdout.fileno()
         self._lines = LineReader(self._fd)
@@ -113,7 +114,7 @@ class LocalEngine:
     def wait(self) -> int:
         if not self._killed_at:
             return self.process.wait()
-        self.is_left_behind = not reap_killed(self.process)
+        self.is_left_behind = not reap_killed(self.process, self._killed_at)
         return -signal.SIGKILL if self.is_left_behind else self.process.returncode
 
     def poll(self) -> int | None:
@@ -124,7 +125,7 @@ class LocalEngine:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
-    def outlives_kill(self) -> bool:
+    def give_up_if_unkillable(self) -> bool:
         is_due = self._killed_at and time.monotonic() - self._killed_at >= KILLED_SECONDS
         self.is_left_behind = self.is_left_behind or bool(is_due and self.process.poll() is None)
         return self.is_left_behind

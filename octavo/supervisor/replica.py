@@ -70,13 +70,6 @@ class Replica:
         pid = self.heartbeat.pid if self.is_ready else 0
         return ReplicaState(self.number, self.status, self.epoch, self.num_restarts, place, pid)
 
-    def kill(self) -> None:
-        """Kill and reap the engine."""
-        if self.engine is not None:
-            if self.engine.poll() is None:
-                self.engine.kill()
-            self.engine.wait()
-
     def close(self) -> None:
         """Release the shared memory and the recording."""
         self.heartbeat.close()

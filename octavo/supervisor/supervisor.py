@@ -22,7 +22,7 @@ from octavo.ipc.heartbeat import Heartbeat, shared_memory
 from octavo.ipc.launch import ApiLaunch, EngineLaunch, FleetMember
 from octavo.ipc.memory_trim import drop_library_pages
 from octavo.ipc.stderr import hold_standard_streams, settle_standard_error
-from octavo.ipc.subprocesses import describe_exit, reap_killed
+from octavo.ipc.subprocesses import KILLED_SECONDS, describe_exit, reap_killed
 from octavo.kv_tier.folder import folder_secret
 from octavo.messages import (
     EngineGone,
@@ -168,6 +168,9 @@ class _Supervisor:
         self._num_engines = 0
         self._has_served = False
         self._drain_until: float | None = None  # None: not draining
+        self._killed_at: float | None = (
+            None  # when API processes that did not stop in time were killed; None: they were not
+        )
         self._close_until: float | None = None  # None: the engines have not been asked to stop
         self._exit_code: int | None = None  # None: not stopping
         self._is_over = False
@@ -210,15 +213,18 @@ class _Supervisor:
 
     def __exit__(self, *exc_info: object) -> None:
         """Kill and reap every process, and release the shared memory and the recordings."""
+        engines = [(each, each.engine) for each in self._replicas.values() if each.engine is not None and each.runs]
+        self._api_processes.kill()
+        for _, engine in engines:
+            engine.kill()
+        killed_at = time.monotonic()
         for process in self._api_processes.processes:
-            if process.poll() is None:
-                process.kill()
-            if not reap_killed(process):
+            if not reap_killed(process, killed_at):
                 self._say_left_behind("an API process", process.pid)
-        for replica in self._replicas.values():
-            replica.kill()
-            if replica.engine is not None and replica.engine.is_left_behind:
-                self._say_left_behind(self._name(replica), replica.heartbeat.pid)
+        for replica, engine in engines:
+            engine.wait()
+            if engine.is_left_behind:
+                self._say_left_behind(self._name(replica), engine.pid)
         self._context.destroy(linger=0)
         self._selector.close()
         for replica in self._replicas.values():
@@ -472,8 +478,11 @@ class _Supervisor:
             ready = [each.ready_at for each in self._replicas.values() if each.is_ready]
             self._api_processes.look(min(ready, default=None))
         if self._drain_until is not None and now >= self._drain_until:
-            self._drain_until = None
+            self._drain_until, self._killed_at = None, now
             self._api_processes.kill()
+        if self._killed_at is not None and now - self._killed_at >= KILLED_SECONDS and self._close_until is None:
+            self._exit_code = self._exit_code or 3
+            self._close_engines()  # an API process does not end; __exit__ leaves it behind
         if self._close_until is not None and now >= self._close_until:
             self._is_over = True  # __exit__ kills the processes that are left
 
@@ -487,9 +496,9 @@ class _Supervisor:
             return
         if replica.engine is None or replica.has_failed:
             return
-        if replica.engine.outlives_kill():
+        if replica.engine.give_up_if_unkillable():
             self._selector.unregister(replica.engine.fileno())
-            self._say_left_behind(self._name(replica), replica.heartbeat.pid)
+            self._say_left_behind(self._name(replica), replica.engine.pid)
             return self._engine_ended(replica, -signal.SIGKILL)
         if replica.kill_reason:
             return

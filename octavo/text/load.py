@@ -108,8 +108,10 @@ def load_text(
             stop_ids |= _ids(words.token_id(token)) if token is not None else set()
     chosen = _template_variables(default_chat_template_kwargs)
     template = ChatTemplate(override or sources, {**variables, **chosen})
-    if unread := sorted(chosen.keys() - (template.names if override or sources else set())):
-        log.warning("--default-chat-template-kwargs: the chat template does not read %s", quote(unread[0]))
+    if chosen and not (override or sources):
+        log.warning("--default-chat-template-kwargs has no effect: the model has no chat template")
+    elif unread := [name for name in chosen if not (template.reads(name) or template.reads(name, with_tools=True))]:
+        log.warning("--default-chat-template-kwargs: the chat template does not read %s", ", ".join(map(quote, unread)))
     sampling = _default_sampling(default_sampling or {}, generation, model_path, generation_config)
     sampling |= _overridden(override_generation_config)
     if pooling_config is None:  # for a single file, read the settings in its folder
@@ -325,7 +327,9 @@ def _template_variables(text: str) -> dict[str, Any]:
     found = read_json_object(text, "--default-chat-template-kwargs")
     for name in found:
         if name in (*RESERVED, *_ROLES) or not name.isidentifier():
-            raise ConfigError(f"--default-chat-template-kwargs must not set {quote(name)}")
+            raise ConfigError(
+                f"--default-chat-template-kwargs must not set {quote(name)}: the request or the model sets it"
+            )
     return found
 
 

@@ -95,7 +95,7 @@ class AdapterHolder(Protocol[Adapter]):
         ...
 
     def taken_bytes(self, num_bytes: int) -> int:
-        """Bytes of memory that an adapter of so many bytes takes."""
+        """Bytes of memory that an adapter of `num_bytes` takes."""
         ...
 
     def site_of(self, linear: Linear) -> int | None:

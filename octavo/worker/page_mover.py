@@ -8,7 +8,6 @@ and some stay there: the level "ram"."""
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -39,6 +38,7 @@ from octavo.messages.tiers import (
 )
 from octavo.worker.page_transfer import PageTransfer
 from octavo.worker.pages import Pages
+from octavo.worker.priority import STORING, yield_to_steps
 
 log = logging.getLogger("octavo.engine")
 
@@ -221,8 +221,7 @@ class PageMover:
     # ── the storing thread ──
 
     def _run_stores(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # beside steps, never before them
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        yield_to_steps(STORING)
         self._memory.use_device()
         looked_at = self._clock()
         while not self._is_closing:

@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import sys
 import threading
 
-# A tenth of a core that steps use all of, and all of one that they do not: a request waits for what is loaded.
-_NICE = 10
+LOADING = 10
+"""At nice 10 a thread gets about a tenth of a busy core and all of an idle one: a request waits for what is loaded."""
+STORING = 19
+"""The least there is: no request waits for it."""
 
 
 def give_way() -> None:
@@ -15,8 +18,10 @@ def give_way() -> None:
         os.sched_yield()
 
 
-def yield_to_steps() -> None:
-    """Let the steps' threads go first from now on. For a thread that loads something: on a CPU, steps take all cores."""
-    with contextlib.suppress(OSError, AttributeError):  # not every system has priorities of threads
+def yield_to_steps(nice: int) -> None:
+    """Let the steps' threads go first from now on: on a CPU, steps take all cores. For the calling thread."""
+    if sys.platform != "linux":  # elsewhere, threads have no priorities of their own
+        return
+    with contextlib.suppress(OSError):
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+        os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))

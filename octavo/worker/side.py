@@ -24,7 +24,7 @@ from octavo.messages.side import (
     WakeRank,
 )
 from octavo.worker.adapters import RankAdapters
-from octavo.worker.priority import yield_to_steps
+from octavo.worker.priority import LOADING, yield_to_steps
 from octavo.worker.runner import Runner
 
 log = logging.getLogger("octavo.worker")
@@ -54,7 +54,7 @@ class SideWork:
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()  # of senders
         # A grammar does not wait for files, nor does a check, for which the engine waits, for an adapter that is being read.
-        self._reading = ThreadPoolExecutor(1, "octavo-adapters", yield_to_steps)
+        self._reading = ThreadPoolExecutor(1, "octavo-adapters", yield_to_steps, (LOADING,))
         self._checking = ThreadPoolExecutor(1, "octavo-adapter-checks")
 
     def serve(self) -> None:

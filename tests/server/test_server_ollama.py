@@ -195,7 +195,7 @@ async def test_what_has_no_effect_is_named_back_and_refused_in_strict_mode(serve
         ("/api/generate", {"prompt": "x" * 300, "raw": True}, "prompt has"),
         ("/api/generate", {"context": [1, 2]}, "context"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
-        ("/api/generate", {"suffix": "x"}, "this model cannot fill in the middle"),
+        ("/api/generate", {"suffix": "x"}, "suffix: this model cannot fill in the middle"),
         ("/api/generate", {"suffix": 3}, "suffix"),
         ("/api/generate", {"images": ["aaaa"]}, "images"),
         ("/api/generate", {"prompt": 3}, "prompt"),

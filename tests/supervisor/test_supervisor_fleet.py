@@ -193,11 +193,11 @@ def test_a_killed_engine_that_does_not_end_is_left_behind(monkeypatch):
     with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         monkeypatch.setattr(process, "send_signal", lambda number: None)
         engine = LocalEngine(process)
-        assert not engine.outlives_kill() and engine.poll() is None
+        assert not engine.give_up_if_unkillable() and engine.poll() is None
         engine.kill()
-        assert not engine.outlives_kill(), "it may still end"
+        assert not engine.give_up_if_unkillable(), "it may still end"
         time.sleep(0.25)
-        assert engine.outlives_kill() and engine.poll() == -signal.SIGKILL
+        assert engine.give_up_if_unkillable() and engine.poll() == -signal.SIGKILL
         engine = LocalEngine(process)
         engine.kill()
         started = time.monotonic()
@@ -206,4 +206,4 @@ def test_a_killed_engine_that_does_not_end_is_left_behind(monkeypatch):
         monkeypatch.undo()
         engine = LocalEngine(process)
         engine.kill()
-        assert engine.wait() == -signal.SIGKILL and not engine.is_left_behind and not engine.outlives_kill()
+        assert engine.wait() == -signal.SIGKILL and not engine.is_left_behind and not engine.give_up_if_unkillable()

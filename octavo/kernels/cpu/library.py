@@ -396,7 +396,7 @@ def aligned(num_bytes: int) -> Tensor:
 
 
 def whole_pages(num_bytes: int) -> int:
-    """So many bytes, rounded up to huge pages if this adds at most a sixth. The end of a smaller tensor lies on small pages, and reading
+    """Round `num_bytes` up to whole huge pages if that adds at most a sixth. The end of a smaller tensor lies on small pages, and reading
     it takes a look-up of an address every 4 KiB."""
     whole = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     return whole if hasattr(mmap, "MADV_HUGEPAGE") and 6 * (whole - num_bytes) <= num_bytes else num_bytes

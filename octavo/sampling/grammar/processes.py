@@ -129,8 +129,8 @@ class GrammarProcess:
         self.plainly_filled: Fill | None = (
             None  # the last one that was answered, if the answer for all of its rows was plain
         )
-        self._looked_at = 0.0  # when the oldest of them was given, or when look() was last called, if that is later
-        self._seconds = 0.0  # that the oldest has taken so far
+        self._looked_at = 0.0  # when the oldest of them was given, or when add_wait() was last called, if that is later
+        self._seconds = 0.0  # counted for the oldest command
         self.pid = 0
         self._is_lowered = False
         self._line: socket.socket | None = None
@@ -197,9 +197,9 @@ class GrammarProcess:
     def _begin_wait(self) -> None:
         self._looked_at, self._seconds = time.monotonic(), 0.0
 
-    def look(self, most: float) -> float:
-        """Seconds for which the oldest command has been without an answer. At most `most` of them count for the time since the last look: where
-        the whole server was stopped, nobody could answer."""
+    def add_wait(self, most: float) -> float:
+        """Return the seconds for which the oldest command has been without an answer. Each call adds at most `most`, so that a pause of the whole
+        server does not count as a hang."""
         now = time.monotonic()
         self._seconds += min(most, now - self._looked_at)
         self._looked_at = now

@@ -30,7 +30,7 @@ _MOST_MOVES = 3  # processes that may end under a row, through no fault of its o
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What one grammar may take on one rank. Seconds are of processor time, but for the last."""
+    """What one grammar may take on one rank. Seconds of processor time, except most_wait, which is wall time."""
 
     compile_seconds: float = 5.0
     step_seconds: float = 2.0  # for one token of a row
@@ -267,7 +267,7 @@ class RowProcesses:
         if not process.is_ready or not process.num_unanswered:
             return
         most = _STANDSTILL * limits.step_seconds + 0.05 * len(row.tokens)
-        seconds = process.look(most / 10)
+        seconds = process.add_wait(most / 10)
         if seconds > _LONG_MASK:
             process.lower()
         if seconds > most and not process.is_slow:

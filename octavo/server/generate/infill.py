@@ -38,7 +38,8 @@ def fill_tokens(text: Text, param: str | None = None) -> FillTokens:
     prefix, suffix, middle = (_find(text, names) for names in (_PREFIX, _SUFFIX, _MIDDLE))
     if prefix is None or suffix is None or middle is None:
         raise Unsupported(
-            "this model cannot fill in the middle: its vocabulary has no tokens for it (such as <|fim_prefix|>). "
+            (f"{param}: " if param else "")
+            + "this model cannot fill in the middle: its vocabulary has no tokens for it (such as <|fim_prefix|>). "
             "Serve a model of code that was trained with them",
             param=param,
         )

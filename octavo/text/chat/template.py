@@ -113,7 +113,7 @@ RESERVED = (
     "max_tokens",
     "tokenize",
 )
-"""Names that template variables may not have: other fields, or values that a request must not set."""
+"""Names that template variables may not have: other fields of a request, or values that the server sets."""
 
 
 class ChatTemplate:

@@ -1,6 +1,6 @@
 """Builds and checks the grammar of a structured output: JSON, a JSON schema, a regex, a choice, a grammar or structural tags.
 
-`llguidance` compiles the grammar here, to reject what it cannot compile, and in the worker (sampling/grammar/masks.py), to
+`llguidance` compiles the grammar here, to reject what it cannot compile, and in the worker (sampling/grammar/row_processes.py), to
 enforce it. A construct is either enforced or rejected: what the compiler would ignore is rejected first, in json_schema.py or
 by name here."""
 

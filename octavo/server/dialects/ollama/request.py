@@ -300,10 +300,9 @@ def _parse_raw(service: Service, fields: OllamaGenerateRequest) -> tuple[Generat
     for name in ("logprobs", "top_logprobs", "chat_template_kwargs", "include_reasoning"):
         values.pop(name, None)
     prompt = fields.prompt or ""
-    check_text_len(service, fields.num_bytes, prompt, Field("prompt"))
+    check_text_len(service, fields.num_bytes, (prompt, fields.suffix or ""), Field("prompt"))
     most, text = service.report.max_model_len, service.text
     if fields.suffix:
-        check_text_len(service, fields.num_bytes, fields.suffix, Field("suffix"))
         tokens = fill_tokens(text, "suffix")
         ids = fill_prompt(text, tokens, prompt, fields.suffix, most, names=("prompt", "suffix"))
         values["stop_token_ids"] = [*tokens.ends]

@@ -49,9 +49,9 @@ def _parse(service: Service, fields: CompletionRequest) -> tuple[CompletionReque
     for param, item in prompts.items():
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise _wrong_prompt(param)
-    check_text_len(service, fields.num_bytes, given, Field("prompt"))
     if fields.suffix:
         return _fill(service, fields, fields.suffix)
+    check_text_len(service, fields.num_bytes, given, Field("prompt"))
     words, report = service.text.encode, service.report
     limit = report.max_model_len if fields.truncate_prompt_tokens is None else None
     found = []
@@ -63,16 +63,17 @@ def _parse(service: Service, fields: CompletionRequest) -> tuple[CompletionReque
 
 
 def _fill(service: Service, fields: CompletionRequest, suffix: str) -> tuple[CompletionRequest, list[Prompt]]:
-    """One prompt: for each of several, the suffix would have to be read again."""
+    """Only one prompt: each further one would tokenize the suffix again."""
     tokens = fill_tokens(service.text, "suffix")
-    if not isinstance(fields.prompt, str):
+    prompt = fields.prompt[0] if isinstance(fields.prompt, list) and len(fields.prompt) == 1 else fields.prompt
+    if not isinstance(prompt, str):
         raise InvalidRequest("with suffix, prompt must be one string", param="prompt")
     for name in ("echo", "truncate_prompt_tokens"):
         if getattr(fields, name):
             raise Unsupported(f"{name} cannot be combined with suffix: leave one of them out", param=name)
-    check_text_len(service, fields.num_bytes, suffix, Field("suffix"))
+    check_text_len(service, fields.num_bytes, (prompt, suffix), Field("prompt"))
     most, ends = service.report.max_model_len, [*(fields.stop_token_ids or []), *tokens.ends]
-    ids = fill_prompt(service.text, tokens, fields.prompt, suffix, most, names=("prompt", "suffix"))
+    ids = fill_prompt(service.text, tokens, prompt, suffix, most, names=("prompt", "suffix"))
     return fields.model_copy(update={"stop_token_ids": ends}), [Prompt(ids, Field("prompt"))]
 
 
