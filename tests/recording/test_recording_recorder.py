@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from octavo.cli.main import main
@@ -394,6 +394,7 @@ def test_a_grammar_is_named_once_and_not_kept_for_ever(tmp_path, monkeypatch):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
+@example(111664527, True, True)  # a job that only forgets, while a request waits for its grammar
 def test_other_settings_serve_the_same_requests(tmp_path_factory, seed, has_windows, with_tokens):
     """With any settings, every request that fits is served to its last token."""
     folder = tmp_path_factory.mktemp("recording")
