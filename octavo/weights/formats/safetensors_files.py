@@ -197,12 +197,12 @@ def _entries(path: Path, most: int = _MAX_HEADER_BYTES) -> dict[str, Entry]:
         with open(path, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             header_len = int.from_bytes(file.read(8), "little")
+            if header_len > num_bytes - 8:
+                raise ValueError(f"it has {num_bytes} bytes, too few for a header of {header_len}")
             if header_len > most:
                 raise ConfigError(
                     f"{path} has a header of {header_len} bytes, more than {most}: it is corrupt, or no adapter"
                 )
-            if header_len > num_bytes - 8:
-                raise ValueError(f"it has {num_bytes} bytes, too few for a header of {header_len}")
             header = _read_header(file.read(header_len))
         _check_places(header, num_bytes - 8 - header_len)
     except OSError as error:
