@@ -8,7 +8,7 @@ import threading
 LOADING = 10
 """At nice 10 a thread gets about a tenth of a busy core and all of an idle one: a request waits for what is loaded."""
 STORING = 19
-"""The least there is: no request waits for it."""
+"""The lowest priority: no request waits for what is stored."""
 
 
 def give_way() -> None:
