@@ -197,6 +197,7 @@ async def _serve(launch: ApiLaunch, service: Service, server: HttpServer, stop: 
     await serving
     beating.cancel()
     service.compiler.close()
+    service.adapters.close()
     service.tenants.close()
     if service.traces is not None:
         await asyncio.to_thread(service.traces.close)

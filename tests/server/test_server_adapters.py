@@ -18,9 +18,8 @@ from octavo.engine.build import start_engine
 from octavo.engine.in_process_client import InProcessClient
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.server.app import build_app
-from octavo.server.state import adapters
 from octavo.server.state.adapters import AdapterRegistry
-from octavo.weights.adapters.adapter_file import AdapterFile, open_adapter
+from octavo.weights.adapters.reader_process import AdapterReader
 from octavo.weights.sources.source import local
 from tests.adapters import ALL, weights_of, write_model, write_peft
 from tests.doubles import byte_text
@@ -269,11 +268,12 @@ async def test_broken_files_are_read_once_and_again_when_they_change(
     server = Server(place, lora_modules=f"pirate={tmp_path / 'pirate'}")
     threads: list[str] = []
 
-    def opened(path: str) -> AdapterFile:
+    def read(reader: AdapterReader, path: str, max_rank: int) -> int:
         threads.append(threading.current_thread().name)
-        return open_adapter(path)
+        return num_weights(reader, path, max_rank)
 
-    monkeypatch.setattr(adapters, "open_adapter", opened)
+    num_weights = AdapterReader.num_weights
+    monkeypatch.setattr(AdapterReader, "num_weights", read)
     good = (tmp_path / "pirate" / "adapter_config.json").read_text()
 
     async def ask() -> tuple[int, str]:

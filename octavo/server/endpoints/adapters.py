@@ -69,8 +69,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _describe(service: Service, name: str, path: str) -> AdapterRef | str:
-    """Read an adapter's headers. → the adapter, or what is wrong with it: an error that was raised would keep the headers in memory, with the
-    frames that it went through."""
+    """Read an adapter's headers. → the adapter, or what is wrong with it."""
     try:
         return service.adapters.describe(name, path)
     except ConfigError as error:

@@ -18,7 +18,8 @@ from octavo.config import MAX_ADAPTER_NAME, LoraConfig
 from octavo.errors import ConfigError, Forbidden, InvalidRequest, NotFound, quote
 from octavo.messages import AdapterRef
 from octavo.server.state.pools import ADAPTERS
-from octavo.weights.adapters.adapter_file import check_rank, open_adapter, stamp_of
+from octavo.weights.adapters.adapter_file import stamp_of
+from octavo.weights.adapters.reader_process import AdapterReader
 
 MAX_ADAPTERS = 10_000
 MAX_PATH = 4096  # characters: as long as the system's own limit
@@ -47,6 +48,7 @@ class AdapterRegistry:
         self._changes = _Changes()
         self._refs: dict[str, AdapterRef | _Broken] = {}  # of --lora-modules, as far as they were asked for
         self._reading = asyncio.Lock()
+        self._reader = AdapterReader()
         self._folder: Path | None = None
         self._seen: tuple[int, int] = (0, 0)  # of the file that was read last
         for name in self._static:
@@ -62,6 +64,10 @@ class AdapterRegistry:
     def open(self, folder: Path) -> None:
         """Share changes with the other API processes in this folder."""
         self._folder = folder
+
+    def close(self) -> None:
+        """End the process that reads adapters, which may be reading one."""
+        self._reader.close()
 
     def names(self) -> list[str]:
         self._read()
@@ -105,10 +111,9 @@ class AdapterRegistry:
         return self._static.get(name, "") if added is None else added.path
 
     def describe(self, name: str, path: str) -> AdapterRef:
-        """Read an adapter's headers. Raises ConfigError."""
-        file = open_adapter(path)
-        check_rank(file, self._config.max_lora_rank)
-        return AdapterRef(name, path, stamp_of(Path(path)), self._config.max_lora_rank, file.num_weights)
+        """Read an adapter's headers, in another process, and wait for it. Raises ConfigError."""
+        num_weights = self._reader.num_weights(path, self._config.max_lora_rank)
+        return AdapterRef(name, path, stamp_of(Path(path)), self._config.max_lora_rank, num_weights)
 
     def allowed(self, path: str) -> str:
         """The path of an adapter that may be loaded while the server runs, without links. Raises Forbidden."""

@@ -8,4 +8,4 @@ BATCHES = Pool("batches", num_threads=4, max_waiting=1024)
 """Reads and writes files and batches for running batches."""
 MAX_WAITING_ADAPTERS = 64
 ADAPTERS = Pool("adapters", num_threads=1, max_waiting=MAX_WAITING_ADAPTERS)
-"""Reads the headers of adapters that are loaded, one at a time: Python's parsers share one lock with the event loop."""
+"""Asks the process that reads the headers of adapters, one at a time (weights/adapters/reader_process.py), and writes down what is loaded."""

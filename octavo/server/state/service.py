@@ -297,6 +297,7 @@ class Service:
         for task in list(self._work):
             task.cancel()
         self.compiler.close()
+        self.adapters.close()
 
 
 async def _log_failure(work: Coroutine[Any, Any, None]) -> None:
