@@ -65,7 +65,7 @@ PACE_SECONDS = 3.0
 GOALS = {"mean": 0.05, "p99": 0.10, "tokens/s": 0.05}
 
 
-def loads(seconds: float) -> dict[str, Trace]:
+def loads(seconds: float, seed: int = 11) -> dict[str, Trace]:
     shapes = {
         "chat": Shape(3.0, seconds, Lengths(150, 0.8), Lengths(60, 0.6)),
         "code": Shape(2.5, seconds, Lengths(400, 0.7), Lengths(12, 0.6)),
@@ -73,7 +73,7 @@ def loads(seconds: float) -> dict[str, Trace]:
             2.5, seconds, Lengths(64, 0.5), Lengths(40, 0.5), "bursty", shared_prefix=256, num_prefixes=3
         ),
     }
-    return {name: trace_of(shape, seed=11) for name, shape in shapes.items()}
+    return {name: trace_of(shape, seed) for name, shape in shapes.items()}
 
 
 def settings_of(costs: MachineCosts, changes: dict[str, int | float]) -> FleetSettings:
@@ -118,12 +118,13 @@ class Seen(msgspec.Struct, frozen=True):
     seconds: float
     measuring: list[Measuring]  # before each round of the loads
     sent: list[Sent]
+    seed: int = 11  # of the loads
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Costs are measured on the same server just before each round of the loads: a shared machine is not the same some minutes later."""
     flags, _ = SETTINGS[arguments.setting]
-    traces = loads(arguments.seconds)
+    traces = loads(arguments.seconds, arguments.seed)
     folder = Path(arguments.output) / arguments.setting
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -145,7 +146,7 @@ def run(arguments: argparse.Namespace) -> None:
             shutil.copytree(next(Path(recordings).glob("live-*")), folder / "recording")
         finally:
             server.stop()
-    seen = Seen(arguments.model, arguments.setting, arguments.seconds, measuring, sent)
+    seen = Seen(arguments.model, arguments.setting, arguments.seconds, measuring, sent, arguments.seed)
     (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
     print(f"{arguments.setting}: {len(sent)} runs of {len(traces)} loads")
 
@@ -158,7 +159,7 @@ def predict(folder: Path) -> dict[str, Any]:
     costs = costs_of(recording, measured, seen.measuring, read_shape(seen.model))
     _, changes = SETTINGS[seen.setting]
     found: dict[str, Any] = {}
-    for name, trace in loads(seen.seconds).items():
+    for name, trace in loads(seen.seconds, seen.seed).items():
         rounds = [each for each in seen.sent if each.load == name]
         factors = [speed_at(costs, measured, each.since, seen.measuring) for each in rounds]
         near = [msgspec.structs.replace(costs, step=costs.step.scaled(factor)) for factor in factors]
@@ -411,6 +412,7 @@ def main() -> None:
     parser.add_argument(
         "--share", type=float, action="append", help="of the fleet that is simulated; several: compared with the first"
     )
+    parser.add_argument("--seed", type=int, default=11, help="of the loads")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--trace", default="")
     parser.add_argument("--requests", type=int, default=4000)
