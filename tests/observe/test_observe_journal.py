@@ -12,10 +12,13 @@ from octavo.cache import KVCache
 from octavo.engine.build import build_engine
 from octavo.engine.cost_meter import CostMeter
 from octavo.messages import Abort, EngineReport, GenerateRequest, PoolingParams, SamplingParams, StepPlan, StepResult
+from octavo.messages.speculation import SpeculationSettings
 from octavo.observe.journeys.stages import FOLD_AT, MAX_STAGES, EngineJourney, Stage, Track, fold
 from octavo.observe.journeys.step_totals import Look, StepTotals, between, histogram
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
+from octavo.schedule.drafts.base import Speculation
+from octavo.schedule.drafts.lengths import speculation
 from octavo.schedule.stall_limit import StallLimit
 from octavo.schedule.step_costs import StepCosts
 
@@ -23,7 +26,7 @@ PAGE_SIZE = 4
 
 
 class Tokens:
-    """Samples token 7 for every row; a vector for a row that is pooled."""
+    """Samples token 7 for every row, and behind all that is drafted; a vector for a row that is pooled."""
 
     def __init__(self, overlap: bool, pooled: bool = False) -> None:
         self.overlap, self._pooled = overlap, pooled
@@ -40,7 +43,8 @@ class Tokens:
         num_samples = sum(plan.samples)
         if self._pooled:
             return StepResult(plan.step, [], [b"1234"] * num_samples)
-        return StepResult(plan.step, [7] * num_samples)
+        runs = [1 + len(draft.tokens) for draft in plan.drafts]
+        return StepResult(plan.step, [7] * (num_samples + sum(runs) - len(runs)), runs=runs)
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
         self.prepared = done
@@ -63,11 +67,14 @@ class Engine:
         host: int = 0,
         pooled: bool = False,
         stall_limit: StallLimit | None = None,
+        drafts: Speculation | None = None,
     ) -> None:
         self.now = 1000.0
         report = EngineReport("cpu", "float32", 100, 64, rows, budget, PAGE_SIZE, num_pages, host, 1, 1)
         cache = KVCache(num_pages, PAGE_SIZE, host)
-        scheduler = Scheduler(cache, rows, budget, swap_min_tokens=PAGE_SIZE, stall_limit=stall_limit)
+        scheduler = Scheduler(
+            cache, rows, budget, swap_min_tokens=PAGE_SIZE, stall_limit=stall_limit, speculation=drafts
+        )
         self.loop, _, self.control = build_engine(
             scheduler, Tokens(overlap, pooled), EngineMetrics("m", report), self.tick
         )
@@ -176,6 +183,19 @@ def test_one_request_alone() -> None:
     assert decode.mean_rows == 1 and decode.rows == {"1": 4} and decode.mixed_steps == 0
     assert decode.ms == {"5000": 4}  # the clock ticks four times a step
     adds_up(track, 20)
+
+
+def test_a_draft_is_not_part_of_the_prompt() -> None:
+    """The prompt's last chunk has one token, so the step may verify a draft behind it."""
+    engine = Engine(num_pages=32, budget=8, drafts=speculation(SpeculationSettings("ngram", 4)))
+    engine.loop.scheduler.learn(StepCosts(0.030, 0.001, 0.001, 0.0, 0.0))
+    engine.add("a", [7] * 17, max_tokens=12)
+    engine.run()
+    (track,) = engine.ended["a"].tracks
+    prefill, decode = track.stages[1], track.stages[2]
+    assert track.drafted_tokens > 0 and decode.steps < decode.output_tokens
+    assert [(chunk.start, chunk.tokens) for chunk in prefill.chunks] == [(0, 8), (8, 8), (16, 1)]
+    assert prefill.cached_tokens + prefill.computed_tokens == 17
 
 
 def test_a_found_prefix_and_steps_shared_with_a_prompt() -> None:

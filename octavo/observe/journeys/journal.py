@@ -392,6 +392,7 @@ class EngineJournal(StepObserver):
         capped, limit_ms = planned.capped, round(planned.limit_seconds * 1e3, 3)
         if capped is not None and capped.row >= 0 and (track := self._prompting.get(capped.row)) is not None:
             track.capped_steps += 1
+        drafted = {draft.at: len(draft.tokens) for draft in plan.drafts} if self._prompting else {}
         for row, track in list(self._prompting.items()):
             try:
                 at = plan.rows.index(row)
@@ -399,7 +400,9 @@ class EngineJournal(StepObserver):
                 continue  # no room in this step
             samples = plan.samples[at]
             cut_to = limit_ms if capped is not None and capped.row == row else 0.0
-            chunk = Chunk(plan.step, plan.starts[at], plan.counts[at], now, limit_ms=cut_to)
+            # A last chunk of one token may have a draft behind it, which is not part of the prompt.
+            num_tokens = plan.counts[at] - drafted.get(at, 0)
+            chunk = Chunk(plan.step, plan.starts[at], num_tokens, now, limit_ms=cut_to)
             parts.append((track, track.epoch, chunk, samples))
             if samples:
                 del self._prompting[row]
