@@ -7,7 +7,7 @@ import random
 import pytest
 
 from benchmarks.torture.attack_run import AttackCampaign
-from benchmarks.torture.attacks import CATALOGUE, adapters, lists, pairs
+from benchmarks.torture.attacks import CATALOGUE, adapters, gateway, lists, pairs
 from benchmarks.torture.attacks.base import Answer, Attack, Door, Send, must_be, several
 from benchmarks.torture.strike import Battle
 
@@ -30,6 +30,7 @@ def test_every_attack_sends_bytes(theme: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(lists, "SHARE", 0.001)
     monkeypatch.setattr(pairs, "SHARE", 0.001)
     monkeypatch.setattr(adapters, "SHARE", 0.001)
+    monkeypatch.setattr(gateway, "SHARE", 0.001)
     for attack in (each for each in CATALOGUE if each.name.split("-")[0] == theme):
         rounds = attack.strike(_DOOR, random.Random(0))
         sends = list(next(rounds))
