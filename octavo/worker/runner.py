@@ -22,7 +22,7 @@ from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
 from octavo.worker.rows import PageChanges, RowState
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
-from octavo.worker.sleep import OffloadedMemory, tensors_of
+from octavo.worker.sleep import HostChunks, OffloadedMemory, tensors_of
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, LaunchedStep
 
@@ -58,6 +58,7 @@ class Runner:
         num_samples = most_samples(max_rows)
         self._host_tokens = [device.pinned((num_samples,), torch.int64) for _ in range(model.stage.count + 2)]
         self._offloaded: OffloadedMemory | None = None  # None: awake
+        self._host_chunks = HostChunks(device)  # of weights while it sleeps
 
     def sleep(self, keeps_pages: bool, moved: Callable[[], None]) -> None:
         """Free a GPU's memory until wake_up(). All steps are done. `keeps_pages`: KV pages hold what is needed. `moved`: called now and
@@ -67,7 +68,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.forget()
         with torch.inference_mode():
-            self._offloaded = OffloadedMemory(self.device)
+            self._offloaded = OffloadedMemory(self.device, self._host_chunks)
             self._offloaded.keep(tensors_of(self.model), moved)
             if not keeps_pages:
                 self._offloaded.drop(self.pages.layers)
