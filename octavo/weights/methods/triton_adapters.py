@@ -2,7 +2,7 @@
 adapter, its product is added to theirs (kernels/triton/gemm/adapters.py). A step without adapters runs the other method's kernels alone."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from octavo.kernels.triton.gemm.adapters import (
     shrink,
     take_changed,
 )
+from octavo.kernels.triton.runtime.side_stream import SideStream
 from octavo.quants import Weight
 from octavo.weights.methods.base import HeldWeight, WeightRequest
 
@@ -45,7 +46,7 @@ class AdapterSites:
         self.step: StepAdapters | None = None  # None: no row has one
         self._kinds: dict[WeightRequest, int] = {}  # products of one shape are of one kind
         self._scratch: Scratch | None = None
-        self._side: torch.cuda.Stream | None = None  # of captured steps
+        self._side = SideStream(device)
         self._num_parts: list[int] = []
         self._max_tokens = 0
 
@@ -62,8 +63,6 @@ class AdapterSites:
             (weight.request.in_features, parts) for weight, parts in zip(self.weights, num_parts, strict=True) if parts
         ]
         self._scratch = make_scratch(shapes, max_tokens, max_rank, max(num_parts), self.dtype, self.device)
-        if self.device.type == "cuda":
-            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
     def max_parts(self) -> int:
@@ -77,23 +76,13 @@ class AdapterSites:
     def end(self) -> None:
         self.step = None
 
-    @contextmanager
-    def adding(self, x: Tensor, site: int, norm: tuple[Tensor, float] | None = None) -> Iterator["Adding"]:
-        """Around a product of x, or of its RMSNorm (weight, epsilon): the adapters' first product needs x alone, and in a captured step it runs
-        beside the base's. What is given adds the second, after the base's."""
+    def begin_adding(self, x: Tensor, site: int, norm: tuple[Tensor, float] | None = None) -> "Adding":
+        """Before a product of x, or of its RMSNorm (weight, epsilon): the adapters' first product needs x alone, and in a captured step it runs
+        beside the base's. What is returned adds the second, after the base's."""
         assert self.step is not None and self._scratch is not None
-        rows, num_parts = self.step.rows, self._num_parts[site]
-        # Outside a captured step the host is the slower one, and a second stream would cost it more than is gained.
-        side = self._side
-        if side is None or not torch.cuda.is_current_stream_capturing():
-            shrink(x, rows, site, num_parts, self._scratch, norm)
-            yield Adding(rows, site, num_parts, self._scratch)
-            return
-        main = torch.cuda.current_stream(self.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            shrink(x, rows, site, num_parts, self._scratch, norm)
-        yield Adding(rows, site, num_parts, self._scratch, lambda: main.wait_stream(side))
+        rows, num_parts, scratch = self.step.rows, self._num_parts[site], self._scratch
+        join = self._side.run(lambda: shrink(x, rows, site, num_parts, scratch, norm))
+        return Adding(rows, site, num_parts, scratch, join)
 
     def take_changed(self, target: Tensor, source: Tensor, site: int) -> None:
         """Copy the rows whose adapter changes the site."""
@@ -111,8 +100,7 @@ class AdapterSites:
                     request = weight.request
                     x, y = self.zeros(num_rows, request.in_features), self.zeros(num_rows, request.out_features)
                     for norm in (None, (x[0], 1.0)):
-                        with self.adding(x, weight.site, norm) as adding:
-                            adding.to(y)
+                        self.begin_adding(x, weight.site, norm).to(y)
                 self.take_changed(y, y, weight.site)
 
     @contextmanager
@@ -134,7 +122,7 @@ class Adding(NamedTuple):
     site: int
     num_parts: int
     scratch: Scratch
-    join: Callable[[], object] = lambda: None  # waits for the first half
+    join: Callable[[], object]  # later launches wait for the first half
 
     def to(self, y: Tensor) -> None:
         self.join()
@@ -178,17 +166,17 @@ class AdaptedWeight(HeldWeight):
         if not self._is_changed:
             return self.held.product(x, norm, bias, activation)
         x, norm = self._normed_for_both(x, norm)
-        with self._adding(x, norm) as adding:
-            y = self.held.product(x, norm, bias)
-            adding.to(y)
+        adding = self._begin_adding(x, norm)
+        y = self.held.product(x, norm, bias)
+        adding.to(y)
         return activate(y, activation)
 
     def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         if not self._is_changed:
             return self.held.product_add(x, bias, residual)
-        with self._sites.adding(x, self.site) as adding:
-            y = self.held.product_add(x, bias, residual)
-            adding.to(y)
+        adding = self._sites.begin_adding(x, self.site)
+        y = self.held.product_add(x, bias, residual)
+        adding.to(y)
         return y
 
     def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
@@ -200,8 +188,8 @@ class AdaptedWeight(HeldWeight):
             if activation not in ACTIVATIONS:
                 return None
             x, norm = self._normed_for_both(x, norm)
-            with self._adding(x, norm) as adding:
-                return adding.gated(self.held.product(x, norm, bias), activation)
+            adding = self._begin_adding(x, norm)
+            return adding.gated(self.held.product(x, norm, bias), activation)
         fused = self.held.gated(x, norm, bias, activation)
         if fused is not None:
             changed = self._ops.gate(self.product(x, norm, bias), activation)
@@ -217,9 +205,9 @@ class AdaptedWeight(HeldWeight):
         if type(self.held).product_after_gate is HeldWeight.product_after_gate:
             return self.product_add(inner, bias, residual)
         # It takes the gate in its own way, and adapters take what that gives without rounding it to 8 bits.
-        with self._sites.adding(inner, self.site) as adding:
-            y = self.held.product_after_gate(gate_up, activation, bias, residual)
-            adding.to(y)
+        adding = self._sites.begin_adding(inner, self.site)
+        y = self.held.product_after_gate(gate_up, activation, bias, residual)
+        adding.to(y)
         return y
 
     def warm_up_gate(self, activation: Activation, has_bias: bool, max_rows: int) -> None:
@@ -238,10 +226,10 @@ class AdaptedWeight(HeldWeight):
         stays where it is, so that rows without an adapter keep their bits."""
         return (x, norm) if self._ops.is_invariant else (self._normed(x, norm), None)
 
-    def _adding(self, x: Tensor, norm: NormWeights | None) -> AbstractContextManager[Adding]:
+    def _begin_adding(self, x: Tensor, norm: NormWeights | None) -> Adding:
         if norm is None:
-            return self._sites.adding(x, self.site)
+            return self._sites.begin_adding(x, self.site)
         # The kernel multiplies with the norm's factor last. In float16, numbers that are not normed yet could be too large.
         if norm.bias is not None or x.dtype == torch.float16:
-            return self._sites.adding(self._ops.norm(x, norm), self.site)
-        return self._sites.adding(x, self.site, (norm.weight, norm.epsilon))
+            return self._sites.begin_adding(self._ops.norm(x, norm), self.site)
+        return self._sites.begin_adding(x, self.site, (norm.weight, norm.epsilon))
