@@ -35,9 +35,16 @@ class Graphs:
     """The captured graphs, and the buffers at fixed addresses that all of them read and write."""
 
     def __init__(
-        self, device: Device, rows: RowState, model: DecoderModel, max_rows: int, sites: "AdapterSites | None" = None
+        self,
+        device: Device,
+        rows: RowState,
+        model: DecoderModel,
+        max_rows: int,
+        sites: "AdapterSites | None" = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`sites`: products that adapters may change; None: without --enable-lora."""
+        """`sites`: products that adapters may change; None: without --enable-lora. `vocab_size`: no later token is sampled, for a draft
+        model; None: the model's."""
         # Imported here: Triton is only required on GPU machines.
         from octavo.kernels.triton.gemm.adapters import BLOCK_FIELDS
         from octavo.kernels.triton.runtime import graph_inputs
@@ -45,7 +52,7 @@ class Graphs:
 
         self._kernels, self._argmax = graph_inputs, argmax
         self._rows, self._model = rows, model
-        self._sizes = ladder(max_rows)
+        self._sizes, self._vocab_size = ladder(max_rows), vocab_size
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._captured: dict[_Key, torch.cuda.CUDAGraph] = {}
@@ -101,7 +108,8 @@ class Graphs:
         adapters: "HostBlocks | None" = None,
     ) -> torch.Tensor | None:
         """Run one step of rows [B] that hold `lens` tokens, after applying the page changes. Greedy: tokens are sampled and
-        stored, → None. Otherwise → logits [B, V], and the caller must sample and call store(). `adapters`: of these rows."""
+        stored, → None. Otherwise → logits [B, V], and the caller must sample and call store(). A row may be there several times, with
+        different lengths; one that is given as −1 − row keeps no token. `adapters`: of these rows."""
         size = next(size for size in self._sizes if size >= len(rows))
         key = _Key(size, is_greedy, shared_len > 0, 0 if adapters is None else adapters.kinds)
         if adapters is not None:
@@ -237,7 +245,7 @@ class Graphs:
         if self._hidden_out is not None:
             self._hidden_out[:size].copy_(hidden)
             return
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden)[:, : self._vocab_size]
         if key.is_greedy:
             self._scatter(size, self._argmax(logits, self._tokens[:size]))
             return

@@ -20,7 +20,7 @@ from octavo.worker.drafts import Drafted
 from octavo.worker.graphs import Graphs, is_only_greedy
 from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
-from octavo.worker.rows import PageChanges, RowState
+from octavo.worker.rows import NO_CHANGES, PageChanges, RowState
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
 from octavo.worker.sleep import OffloadedMemory, tensors_of
 from octavo.worker.staging import Staging
@@ -66,11 +66,15 @@ class Runner:
             return
         if self.graphs is not None:
             self.graphs.forget()
+        draft = self.draft
+        if draft is not None and draft.graphs is not None:
+            draft.graphs.forget()
         with torch.inference_mode():
             self._offloaded = OffloadedMemory(self.device)
-            self._offloaded.keep(tensors_of(self.model), moved)
+            models = [self.model] if draft is None else [self.model, draft.model]
+            self._offloaded.keep((tensor for model in models for tensor in tensors_of(model)), moved)
             if not keeps_pages:
-                self._offloaded.drop(self.pages.layers)
+                self._offloaded.drop(self.pages.layers if draft is None else self.pages.layers + draft.pages.layers)
         self.device.memory_use()  # the allocator frees what it would keep for later tensors
 
     def wake_up(self, moved: Callable[[], None]) -> None:
@@ -95,11 +99,14 @@ class Runner:
             if plan.inputs and self.model.stage.is_first:
                 self.rows.take_inputs(plan)
             columns = Columns.of(plan)
-            can_repeat = not plan.enters and self.rows.pooling.keys().isdisjoint(plan.rows)
-            if self.graphs is not None and can_repeat and columns.is_steady:
+            self.rows.sampling.grammars.drafts = {}
+            is_pooling = not self.rows.pooling.keys().isdisjoint(plan.rows)
+            if self.graphs is not None and not plan.enters and not is_pooling and columns.is_steady:
                 changes = self.rows.note_pages(plan)
                 if self.graphs.can_run(len(columns.rows), changes):
-                    return self._repeat(plan.step, self.graphs, columns, changes)
+                    if self.draft is not None:
+                        self.draft.filled.written(plan)
+                    return self._repeat(plan.step, self.graphs, columns.rows, columns.lens, changes)
             self.rows.update(plan)
             work: DraftWork | None = None
             if self.draft is not None:
@@ -111,7 +118,15 @@ class Runner:
             }
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
-            step = self._send_home(plan.step, *self.compute(columns))
+            step: LaunchedStep | None = None
+            if self.graphs is not None and columns.is_verifying and not is_pooling:
+                # A drafted token is computed like a row of its own that shares its row's pages: keys and values of all tokens are
+                # written before any is read. So a step of some tokens has the graph of a step of as many rows.
+                rows, lens = columns.by_token()
+                if self.graphs.can_run(len(rows), NO_CHANGES):
+                    step = self._repeat(plan.step, self.graphs, rows, lens, NO_CHANGES)
+            if step is None:
+                step = self._send_home(plan.step, *self.compute(columns))
             step.drafted, step.draft_work = Drafted.of(plan, self.rows.pooling), work
             return step
 
@@ -187,9 +202,10 @@ class Runner:
             self.links.receive(self.steps.input(batch.num_tokens))
         self.links.send(self.steps.run(batch).clone())
 
-    def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> LaunchedStep:
-        """Replay a graph for a step in which every row adds one token."""
-        rows, lens, stage = columns.rows, columns.lens, self.model.stage
+    def _repeat(self, number: int, graphs: Graphs, rows: Ints, lens: Ints, changes: PageChanges) -> LaunchedStep:
+        """Replay a graph for a step in which every row adds one token. A row that verifies a draft is there once for each of its
+        tokens."""
+        stage = self.model.stage
         shared = shared_in(self.rows, rows, lens)
         if not stage.is_first:
             self.links.receive(graphs.input(len(rows)))

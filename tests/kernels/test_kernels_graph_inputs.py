@@ -84,3 +84,27 @@ def test_tokens_go_behind_their_rows_and_home(device, tables):
     before[4, 17], before[0, 1] = 501, 502
     assert torch.equal(tokens, before)
     assert host_tokens[NUM_SLOTS - 1, :3].tolist() == [501, 502, 503] and (host_tokens[: NUM_SLOTS - 1] == -3).all()
+
+
+def test_a_row_may_be_there_for_each_of_its_tokens_and_keep_the_last_sample_alone(device, tables):
+    tokens, pages = tables
+    rows, lens = [-1 - 4, 4, -1 - 0], [9, 10, 3]
+    columns = [torch.tensor(column, dtype=torch.int32, device=device) for column in (rows, lens)]
+    out = {name: torch.full((3,), -9, dtype=torch.int64, device=device) for name in ("input_ids", "positions", "slots")}
+    seq_lens = torch.full((3,), -9, dtype=torch.int32, device=device)
+    page_table = torch.full((3, PAGES), -9, dtype=torch.int32, device=device)
+    gather_inputs(*columns, tokens, pages, PAGE_SIZE, **out, seq_lens=seq_lens, page_table=page_table)
+    assert out["positions"].tolist() == [8, 9, 2]
+    assert out["input_ids"].tolist() == [tokens[4, 8], tokens[4, 9], tokens[0, 2]]
+    assert out["slots"].tolist() == [
+        pages[r, p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for r, p in ((4, 8), (4, 9), (0, 2))
+    ]
+    before = tokens.clone()
+    host_tokens = torch.full((NUM_SLOTS, MAX_ROWS), -3, dtype=torch.int32, pin_memory=device.type == "cuda")
+    slot = torch.ones(1, dtype=torch.int32, device=device)
+    scatter_tokens(*columns, torch.tensor([501, 502, 503], device=device), tokens, host_tokens, slot)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    before[4, 10] = 502
+    assert torch.equal(tokens, before)
+    assert host_tokens[0, :3].tolist() == [501, 502, 503]

@@ -97,7 +97,8 @@ def _gather(
     index = tl.program_id(0)
     length = tl.load(lens + index)
     is_there = length > 0
-    row = tl.where(is_there, tl.load(rows + index), 0).to(tl.int64)
+    row = tl.load(rows + index)
+    row = tl.where(is_there, tl.where(row < 0, -1 - row, row), 0).to(tl.int64)
     position = tl.maximum(length - 1, 0)
     token = tl.load(tokens + row * tokens_width + position)
     page = tl.load(pages + row * pages_width + position // PAGE_SIZE).to(tl.int64)
@@ -118,7 +119,7 @@ def _scatter(rows, lens, sampled, tokens, host_tokens, slot, tokens_width, max_r
     length = tl.load(lens + index)
     row = tl.load(rows + index).to(tl.int64)
     token = tl.load(sampled + index).to(tl.int32)
-    tl.store(tokens + row * tokens_width + length, token, mask=length > 0)
+    tl.store(tokens + row * tokens_width + length, token, mask=(length > 0) & (row >= 0))
     # receive() has moved `slot` on: this step's slot is the previous one.
     which = (tl.load(slot) + SLOTS - 1) % SLOTS
     tl.store(host_tokens + which * max_rows + index, token)
@@ -154,7 +155,7 @@ def receive_adapters(
 
 
 def gather_inputs(
-    rows: torch.Tensor,  # [B] int32
+    rows: torch.Tensor,  # [B] int32; −1 − row: its sample is not kept (scatter_tokens)
     lens: torch.Tensor,  # [B] int32: tokens in the row, of which the last is to be computed; 0: padding
     tokens: torch.Tensor,  # [rows, W] int32
     pages: torch.Tensor,  # [rows, P] int32
@@ -176,7 +177,7 @@ def scatter_tokens(
     rows: torch.Tensor,  # [B] int32
     lens: torch.Tensor,  # [B] int32
     sampled: torch.Tensor,  # [B] int64
-    tokens: torch.Tensor,  # [rows, W] int32: each row's sampled token is appended
+    tokens: torch.Tensor,  # [rows, W] int32: each row's sampled token is appended, unless `rows` has −1 − row
     host_tokens: torch.Tensor,  # [NUM_SLOTS, max_rows] int32, pinned: … and sent to the host
     slot: torch.Tensor,  # [1] int32, as left by receive()
 ) -> None:
