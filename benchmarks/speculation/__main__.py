@@ -1,6 +1,7 @@
 """Speculation: that it changes no token (identity), and what it gains on a CPU (cpu) and on a GPU (gpu).
 
     python -m benchmarks.speculation identity --model stories260K.gguf --requests 10000
+    python -m benchmarks.speculation identity --model small --device cuda --requests 1000 --deterministic
     python -m benchmarks.speculation cpu --model qwen2.5-coder-0.5b.gguf --rounds 3
     python -m benchmarks.speculation cpu --model qwen2.5-coder-1.5b.gguf --draft-model qwen2.5-coder-0.5b.gguf \\
         --sides none,draft_model --works code --clients 1
