@@ -13,6 +13,7 @@ from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.model import DecoderModel
+from octavo.messages import NO_INPUT
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.rows import PageChanges, RowState
 
@@ -70,7 +71,7 @@ class Graphs:
         self._num_sent = 0
         self._slot = room(1, dtype=torch.int32)  # index of the input slot that the next replay reads
         self._batch_rows, self._lens = room(max_rows, dtype=torch.int32), room(max_rows, dtype=torch.int32)
-        self._prefix_len = room(1, dtype=torch.int32)
+        self._given, self._prefix_len = room(max_rows, dtype=torch.int32), room(1, dtype=torch.int32)
         self._input_ids, self._positions = room(max_rows), room(max_rows)
         self._slots = room(rows.num_groups * max_rows)  # a step of B rows uses the first G · B
         self._seq_lens = room(max_rows, dtype=torch.int32)
@@ -106,15 +107,17 @@ class Graphs:
         shared_len: int,
         is_greedy: bool,
         adapters: "HostBlocks | None" = None,
+        drafted: Ints | None = None,
     ) -> torch.Tensor | None:
         """Run one step of rows [B] that hold `lens` tokens, after applying the page changes. Greedy: tokens are sampled and
         stored, → None. Otherwise → logits [B, V], and the caller must sample and call store(). A row may be there several times, with
-        different lengths; one that is given as −1 − row keeps no token. `adapters`: of these rows."""
+        different lengths; one that is given as −1 − row keeps no token. `adapters`: of these rows. `drafted`: [B] for each row the token that it
+        computes, if that is a draft, which is written to the token table first; else NO_INPUT."""
         size = next(size for size in self._sizes if size >= len(rows))
         key = _Key(size, is_greedy, shared_len > 0, 0 if adapters is None else adapters.kinds)
         if adapters is not None:
             self._send_adapters(size, adapters)
-        self._send(size, rows, lens, changes, shared_len)
+        self._send(size, rows, lens, changes, shared_len, drafted)
         graph = self._captured.get(key)
         if graph is None:
             graph = self._captured[key] = self._capture(key)
@@ -155,7 +158,9 @@ class Graphs:
                 self._order_slots, self._block_slots, self._slot, self._order[:1], self._blocks[:1]
             )
 
-    def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
+    def _send(
+        self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, drafted: Ints | None
+    ) -> None:
         # The slot is free: at most one step more than there are stages is uncollected, and there are more slots.
         layout, inputs = self._slot_layout, self._input_slots_host[self._num_sent % len(self._input_slots)]
         self._num_sent += 1
@@ -163,6 +168,9 @@ class Graphs:
         inputs[:num_rows] = rows
         inputs[layout.lens : layout.lens + num_rows] = lens
         inputs[layout.lens + num_rows : layout.lens + size] = 0
+        inputs[layout.given : layout.given + size] = NO_INPUT
+        if drafted is not None:
+            inputs[layout.given : layout.given + num_rows] = drafted
         inputs[layout.prefix_len] = shared_len
         inputs[layout.num_changes] = num_changes
         if num_changes:
@@ -222,11 +230,15 @@ class Graphs:
         size, tables = key.num_rows, self._rows
         rows, lens = self._batch_rows[:size], self._lens[:size]
         all_pages = tables.device_page_tables
-        self._kernels.receive(self._input_slots, self._slot, rows, lens, self._prefix_len, all_pages, self._slot_layout)
+        given = self._given[:size]
+        self._kernels.receive(
+            self._input_slots, self._slot, rows, lens, given, self._prefix_len, all_pages, self._slot_layout
+        )
         for pages, part in zip(all_pages, batch.groups or (batch,), strict=True):
             self._kernels.gather_inputs(
                 rows,
                 lens,
+                given,
                 tables.tokens,
                 pages,
                 tables.page_size,

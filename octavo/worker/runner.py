@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
-from octavo.messages import DraftWork, StepPlan, most_samples
+from octavo.messages import NO_INPUT, DraftWork, StepPlan, most_samples
 from octavo.parallel import NO_LINKS, Links
 from octavo.sampling.state import Ints
 from octavo.worker.adapters import RankAdapters
@@ -101,34 +102,58 @@ class Runner:
             columns = Columns.of(plan)
             self.rows.sampling.grammars.drafts = {}
             is_pooling = not self.rows.pooling.keys().isdisjoint(plan.rows)
-            if self.graphs is not None and not plan.enters and not is_pooling and columns.is_steady:
-                changes = self.rows.note_pages(plan)
-                if self.graphs.can_run(len(columns.rows), changes):
-                    if self.draft is not None:
-                        self.draft.filled.written(plan)
-                    return self._repeat(plan.step, self.graphs, columns.rows, columns.lens, changes)
+            if self.graphs is not None and not plan.enters and not is_pooling:
+                if columns.is_steady:
+                    changes = self.rows.note_pages(plan)
+                    if self.graphs.can_run(len(columns.rows), changes):
+                        if self.draft is not None:
+                            self.draft.filled.written(plan)
+                        return self._repeat(plan.step, self.graphs, columns.rows, columns.lens, changes)
+                elif self.draft is None and columns.is_verifying:
+                    changes = self.rows.note_pages(plan)
+                    if self.graphs.can_run(int(columns.counts.sum()), changes):
+                        return self._verify(plan, self.graphs, columns, changes)
             self.rows.update(plan)
             work: DraftWork | None = None
             if self.draft is not None:
                 plan, work = self.draft.propose(plan)
                 columns = Columns.of(plan)
-            self.rows.write_drafts(plan)
-            self.rows.sampling.grammars.drafts = {
-                plan.rows[draft.at]: draft.tokens for draft in plan.drafts if draft.tokens
-            }
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
-            step: LaunchedStep | None = None
-            if self.graphs is not None and columns.is_verifying and not is_pooling:
-                # A drafted token is computed like a row of its own that shares its row's pages: keys and values of all tokens are
-                # written before any is read. So a step of some tokens has the graph of a step of as many rows.
-                rows, lens = columns.by_token()
-                if self.graphs.can_run(len(rows), NO_CHANGES):
-                    step = self._repeat(plan.step, self.graphs, rows, lens, NO_CHANGES)
-            if step is None:
+            if (
+                self.graphs is not None
+                and not is_pooling
+                and columns.is_verifying
+                and self.graphs.can_run(int(columns.counts.sum()), NO_CHANGES)
+            ):
+                step = self._verify(plan, self.graphs, columns, NO_CHANGES)
+            else:
+                self.rows.write_drafts(plan)
+                self._note_drafts(plan)
                 step = self._send_home(plan.step, *self.compute(columns))
-            step.drafted, step.draft_work = Drafted.of(plan, self.rows.pooling), work
+                step.drafted = Drafted.of(plan, self.rows.pooling)
+            step.draft_work = work
             return step
+
+    def _note_drafts(self, plan: StepPlan) -> None:
+        """Tell grammars which tokens the step verifies."""
+        drafts = {plan.rows[draft.at]: draft.tokens for draft in plan.drafts if draft.tokens}
+        self.rows.sampling.grammars.drafts = drafts
+
+    def _verify(self, plan: StepPlan, graphs: Graphs, columns: Columns, changes: PageChanges) -> LaunchedStep:
+        """Replay a graph for a step in which every row adds one token, and some verify drafts. A drafted token is computed like a row of its
+        own that shares its row's pages: keys and values of all tokens are written before any is read. So a step of some tokens has the graph
+        of a step of as many rows."""
+        self._note_drafts(plan)
+        rows, lens = columns.by_token()
+        drafted: Ints = np.full(len(rows), NO_INPUT, dtype=np.int64)
+        ends = np.cumsum(columns.counts)
+        for draft in plan.drafts:
+            end = ends[draft.at]
+            drafted[end - len(draft.tokens) : end] = draft.tokens
+        step = self._repeat(plan.step, graphs, rows, lens, changes, drafted)
+        step.drafted = Drafted.of(plan, self.rows.pooling)
+        return step
 
     def compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
         """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want. A stage that is not the last sends
@@ -202,15 +227,23 @@ class Runner:
             self.links.receive(self.steps.input(batch.num_tokens))
         self.links.send(self.steps.run(batch).clone())
 
-    def _repeat(self, number: int, graphs: Graphs, rows: Ints, lens: Ints, changes: PageChanges) -> LaunchedStep:
+    def _repeat(
+        self,
+        number: int,
+        graphs: Graphs,
+        rows: Ints,
+        lens: Ints,
+        changes: PageChanges,
+        drafted: Ints | None = None,
+    ) -> LaunchedStep:
         """Replay a graph for a step in which every row adds one token. A row that verifies a draft is there once for each of its
-        tokens."""
+        tokens (`drafted`, as Graphs.run)."""
         stage = self.model.stage
         shared = shared_in(self.rows, rows, lens)
         if not stage.is_first:
             self.links.receive(graphs.input(len(rows)))
         is_greedy = not stage.is_last or is_only_greedy(self.rows.sampling, rows, lens)
-        logits = graphs.run(rows, lens, changes, shared, is_greedy, self._adapters_of(rows))
+        logits = graphs.run(rows, lens, changes, shared, is_greedy, self._adapters_of(rows), drafted)
         if not stage.is_last:
             self.links.send(graphs.output(len(rows)).clone())
             done = self.device.event()

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 from octavo.layers.model import DecoderModel
+from octavo.messages import NO_INPUT
 from octavo.sampling.state import Ints
 from octavo.worker.assemble import Columns, assemble
 from octavo.worker.rows import PageChanges, RowState
@@ -14,6 +15,8 @@ NUM_SLOTS = 16  # as many steps keep their tokens on the host
 
 
 class EagerGraphs:
+    num_captured = 0
+
     def __init__(self, rows: RowState, model: DecoderModel, staging: Staging, max_rows: int) -> None:
         self._rows, self._model, self._staging, self._max_rows = rows, model, staging, max_rows
         self._sent = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
@@ -26,9 +29,21 @@ class EagerGraphs:
         return num_rows <= self._max_rows
 
     def run(
-        self, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, is_greedy: bool, adapters: object = None
+        self,
+        rows: Ints,
+        lens: Ints,
+        changes: PageChanges,
+        shared_len: int,
+        is_greedy: bool,
+        adapters: object = None,
+        drafted: Ints | None = None,
     ) -> torch.Tensor | None:
         self.sizes.append(len(rows))
+        for row, length, token in (
+            () if drafted is None else zip(rows.tolist(), lens.tolist(), drafted.tolist(), strict=True)
+        ):
+            if token != NO_INPUT:
+                self._rows.tokens[row, length - 1] = token
         self._sent = (rows, lens)
         of_rows = np.where(rows < 0, -1 - rows, rows)
         ones = np.ones(len(rows), dtype=np.int64)
