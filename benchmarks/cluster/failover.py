@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from benchmarks.cluster.namespaces import CutNodes, cut_nodes
 from benchmarks.cluster.peers import PEER_MODEL, peer_router
 from tests.cluster.ray_nodes import SETTINGS, RayNodes, descendants
 from tests.e2e.servers import Server
+
+Prompt = str | list[int]
 
 NAME = "failover"
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -63,8 +66,8 @@ class Stream:
     num_resumed: int = 0
     is_done: bool = False
 
-    def read(self, base: str, number: int, num_tokens: int) -> None:
-        body = {"prompt": f"Story number {number}: Once upon a time", "max_tokens": num_tokens, "stream": True}
+    def read(self, base: str, number: int, num_tokens: int, prompt: Prompt) -> None:
+        body = {"prompt": prompt, "max_tokens": num_tokens, "stream": True}
         body |= {"temperature": 0.8, "seed": number, "ignore_eos": True, "model": PEER_MODEL}
         if self.is_resumable:
             body["stream_options"] = {"resumable": True}
@@ -107,17 +110,21 @@ class Stream:
         self.response_id = chunk.get("id", self.response_id)
 
 
-def streams(base: str, arguments: argparse.Namespace, at: int, fault) -> tuple[list[Stream], float]:
+def streams(
+    base: str, arguments: argparse.Namespace, at: int, fault, prompts: Sequence[Prompt] = ()
+) -> tuple[list[Stream], float]:
     """All streams to their ends. `fault` is called once every stream has had `at` events; returns when that was."""
+    prompts = prompts or [f"Story number {number}: Once upon a time" for number in range(arguments.streams)]
     found = [Stream(is_resumable=arguments.fault == "api") for _ in range(arguments.streams)]
     threads = [
-        threading.Thread(target=each.read, args=(base, number, arguments.tokens)) for number, each in enumerate(found)
+        threading.Thread(target=each.read, args=(base, number, arguments.tokens, prompts[number]))
+        for number, each in enumerate(found)
     ]
     for thread in threads:
         thread.start()
     when = 0.0
     if fault is not None:
-        while not all(len(each.times) >= at or each.error for each in found):
+        while not all(len(each.times) >= at or each.error or each.is_done for each in found):
             time.sleep(0.005)
         when = time.monotonic()
         fault()

@@ -116,7 +116,9 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
             ignore_eos=r.random() < 0.5,
             grammar=r.choice(grammars) if is_form else "",
         )
-        stop_ids = [] if params.ignore_eos else [*text.eos_ids, *r.choice([(), (stem[7],)])]
+        # As admission does: an answer ends where its grammar ends, even with ignore_eos.
+        ignores_eos = params.ignore_eos and not params.grammar
+        stop_ids = [] if ignores_eos else [*text.eos_ids, *r.choice([(), (stem[7],)])]
         found.append(GenerateRequest(f"r{seed}-{number}", prompt, params, stop_ids))
     return found
 
