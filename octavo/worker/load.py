@@ -435,6 +435,7 @@ class Loader:
         """What copies between the device and the host take on the device."""
         cache, page_bytes = self.config.cache, self.stores.page_bytes
         swap = 2 * max(STAGING_BYTES, page_bytes) if cache.swap_space else 0
+        swap *= 1 if self.draft is None else 2  # pages of a draft model are copied apart
         return swap + (page_transfer.staging_bytes(page_bytes) if cache.kv_tier else 0)
 
     def allocate(self, num_pages: int, num_host_pages: int) -> tuple[Runner, list[str]]:
@@ -465,7 +466,9 @@ class Loader:
         assert self._runner is not None, "allocate() comes first"
         is_gpu = self.device.is_cuda
         drafts = speculation_of(self.config.scheduler.speculative_config, is_gpu=is_gpu) is not None
-        if self.spec.is_encoder or (is_gpu and not (drafts and self._runner.graphs is not None)):
+        if self.spec.is_encoder or (
+            is_gpu and not (drafts and self._runner.graphs is not None and self.stage.count == 1)
+        ):
             return 0.0, 0.0, 0.0
         with torch.inference_mode():
             trials = TrialSteps(self._runner, self.spec, self.limits)
