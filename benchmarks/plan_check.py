@@ -47,7 +47,7 @@ from octavo.plan.answer import is_kept
 from octavo.plan.arrivals import Lengths, Shape, trace_of
 from octavo.plan.figures import Figures, Levels
 from octavo.plan.fleet import Simulation, simulate
-from octavo.plan.machine import FORMAT, MachineCosts, write_costs
+from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.recorded import Measured
 from octavo.plan.settings import FleetSettings, ReplicaSettings
@@ -370,6 +370,33 @@ def table(arguments: argparse.Namespace) -> None:
             print(
                 f"{setting}, {load}: steps by the model / seen, same plans: {shares}; failed: {result['failed']}; left out of the measuring: {result['disturbed']:.0%}"
             )
+    across(Path(arguments.output))
+
+
+OTHER_MODEL_GOAL = 0.12
+
+
+def across(folder: Path) -> None:
+    """Each model on a GPU by the steps of another one, whose costs predict() has written."""
+    seen = {
+        file.parent.name.removeprefix("gpu-"): msgspec.json.decode(file.read_bytes(), type=Seen)
+        for file in sorted(folder.glob("gpu-*/seen.json"))
+    }
+    costs = {name: read_costs(folder / f"costs-{name}.json") for name in seen}
+    for name, own in costs.items():
+        for other in (each for each in costs.values() if each.shape != own.shape):
+            step = other.step_of(own.shape, own.weights_bytes, own.shape.kv_numbers / other.shape.kv_numbers)
+            settings = settings_of(msgspec.structs.replace(own, step=step, front=other.front), {})
+            for load, trace in seen[name].traces.items():
+                rows = [compare(trace, settings, each.results) for each in seen[name].sent if each.load == load]
+                for measure, predicted, real, _ in _columns(rows, rows):
+                    if not measure.endswith(("mean, s", "tokens/s")):
+                        continue
+                    off = statistics.fmean(predicted) / statistics.fmean(real) - 1
+                    print(
+                        f"{name} by the steps of {other.shape.name}, {load}: {measure}: predicted {statistics.fmean(predicted):.4g}, seen "
+                        f"{statistics.fmean(real):.4g}, {off:+.1%}, {'met' if abs(off) <= OTHER_MODEL_GOAL else f'missed ({OTHER_MODEL_GOAL:.0%})'}"
+                    )
 
 
 def speed(arguments: argparse.Namespace) -> None:
