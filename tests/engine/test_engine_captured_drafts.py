@@ -3,14 +3,18 @@ are computed operation by operation here, on a CPU, where no bit depends on how 
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.speculation.identity import Campaign
 from octavo import LLM, SamplingParams
 from octavo.engine.build import Engine
 from octavo.messages import most_samples
+from octavo.schedule.step_costs import VERIFY_TOKENS
+from octavo.worker.trial_steps import TrialSteps
 from tests.doubles import write_byte_tokenizer
 from tests.worker.eager_graphs import EagerGraphs
 from tests.worker.tiny import disturbed, write_tiny_llama
@@ -100,3 +104,19 @@ def test_what_the_model_drafts_for_itself_is_always_right(source, temperature):
     assert runs.count(5) > 10
     assert 15 in graphs.sizes, "three rows that verify four tokens"
     assert 6 in drafting.sizes, "three rows that lack a token, and their own last one"
+
+
+def test_steps_and_passes_are_timed_as_they_are_replayed(source):
+    model = str(source.path)
+    config = {"method": "draft_model", "model": model}
+    with LLM(model, speculative_config=json.dumps(config), max_num_seqs=4, enforce_eager=True, cpu_threads=1) as llm:
+        graphs, drafting = capture(llm._loop, 4)
+        runner = llm._loop.executor._runner
+        limits = SimpleNamespace(max_model_len=128, max_num_batched_tokens=64)
+        trials = TrialSteps(runner, None, limits)
+        with torch.inference_mode():
+            assert min(trials.time_one_row(), trials.time_verification(), trials.time_draft()) > 0
+        assert set(graphs.sizes) == {1, VERIFY_TOKENS} and set(drafting.sizes) == {1}
+        assert not runner.rows.tokens.any(), "what they have sampled is no request's"
+        [answer] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+        assert len(answer.outputs[0].token_ids) > 1
