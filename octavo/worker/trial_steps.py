@@ -129,5 +129,6 @@ def warm_up_draft(draft: DraftModel, graphs: Graphs, rows: RowState) -> None:
         draft.compute(trial_columns(min(_WARMUP_PROMPT, rows.width - 1), 1))
         for size in _WARMUP_SIZES[:4]:
             graphs.warm_up(size, is_shared=False)
+        warm_up_gates(draft.model, _WARMUP_SIZES[-1])
     rows.sampling.leave(0)
     rows.tokens.zero_()  # nothing was sampled
