@@ -39,12 +39,17 @@ class EagerGraphs:
         drafted: Ints | None = None,
     ) -> torch.Tensor | None:
         self.sizes.append(len(rows))
+        self._sent = (rows, lens)
+        self._step(is_greedy, drafted)
+        return self._step(is_greedy, drafted)  # the step that captures a graph is run twice, with the same inputs
+
+    def _step(self, is_greedy: bool, drafted: Ints | None) -> torch.Tensor | None:
+        rows, lens = self._sent
         for row, length, token in (
             () if drafted is None else zip(rows.tolist(), lens.tolist(), drafted.tolist(), strict=True)
         ):
             if token != NO_INPUT:
                 self._rows.tokens[row, length - 1] = token
-        self._sent = (rows, lens)
         of_rows = np.where(rows < 0, -1 - rows, rows)
         ones = np.ones(len(rows), dtype=np.int64)
         batch = assemble(Columns(of_rows, ones, lens, ones.astype(np.bool_)), self._rows, self._staging).batch
