@@ -282,7 +282,7 @@ class Subject:
         sides: dict[str, Callable[[], Speculation | None]] = {"none": lambda: None}
         for chance in ACCEPTANCES:
             sides[f"acceptance {chance}"] = lambda chance=chance: self.told(chance)  # type: ignore[misc]
-        runs = self._in_turn(sides, [prompts] * (self.options.rounds + 1))
+        runs = self._in_turn(sides, [prompts] * (self.options.rounds + 1), self.options.tokens // 2)
         found = self._rates(runs, f"{self.options.rows} rows, length by cost", MUST_BUSY)
         found["costs"] = str(self.scheduler.costs)
         print(self.scheduler.costs, flush=True)
@@ -297,7 +297,7 @@ class Subject:
             for number in range(2 * (self.options.pairs + 1)):
                 side = ("none", "ngram")[(number + number // 2) % 2]
                 speculation = self.told(0.0, has_drafts=False) if side == "ngram" else None
-                run = self.generate(prompts, speculation)
+                run = self.generate(prompts, speculation, self.options.tokens // 2)
                 assert speculation is None or not run.drafted
                 times[side].append(run.step_seconds)
             ratios = [ours / plain - 1 for plain, ours in zip(times["none"][1:], times["ngram"][1:], strict=True)]
@@ -363,16 +363,19 @@ class Subject:
     # ── figures ──
 
     def _in_turn(
-        self, sides: dict[str, Callable[[], Speculation | None]], loads: Sequence[Sequence[list[int]]]
+        self,
+        sides: dict[str, Callable[[], Speculation | None]],
+        loads: Sequence[Sequence[list[int]]],
+        num_tokens: int = 0,
     ) -> dict[str, list[Run]]:
         """Each load with each side, the order reversed from one to the next. The first is not counted: prompts are computed, steps captured
         and costs learned in it. Of the others prompts are computed beforehand."""
         runs: dict[str, list[Run]] = {side: [] for side in sides}
         for number, load in enumerate(loads):
-            self.generate(load, None)
+            self.generate(load, None, num_tokens)
             names = list(sides) if number % 2 else list(reversed(sides))
             for side in names:
-                done = self.generate(load, sides[side]())
+                done = self.generate(load, sides[side](), num_tokens)
                 if number:
                     runs[side].append(done)
         return runs
