@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -178,6 +179,20 @@ class Device:
         rounds up to a power of two."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.is_cuda)
 
+    def pin(self, memory: torch.Tensor) -> None:
+        """Make existing host memory such that the device copies from and to it by itself, until unpin(). It must not be freed before."""
+        if self.is_cuda:
+            self._check(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0), "pin host memory")
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        if self.is_cuda:
+            self._check(_cudart().cudaHostUnregister(memory.data_ptr()), "unpin host memory")
+
+    @staticmethod
+    def _check(code: Any, what: str) -> None:
+        if int(code):
+            raise RuntimeError(f"CUDA cannot {what}: error {int(code)}")
+
     def release_pinned(self) -> None:
         """Free pinned memory that no tensor uses any more; torch's allocator would keep it for later tensors."""
         if not self.is_cuda:
@@ -186,6 +201,10 @@ class Device:
             torch.accelerator.empty_host_cache()
         else:
             torch._C._host_emptyCache()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def pick(name: str = "auto", index: int = 0) -> Device:

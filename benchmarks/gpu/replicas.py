@@ -64,7 +64,13 @@ def build_parser() -> Parser:
     add("--replicas", type=positive, default=2, metavar="N", help="beside one (default: 2)")
     add("--streams", type=positive, default=256, metavar="N", help="of the load, in all (default: 256)")
     add("--failover-streams", type=positive, default=32, metavar="N", help="open when a replica is killed (default: 32)")  # fmt: skip
-    add("--failover-tokens", type=positive, default=256, metavar="N", help="of each of them (default: 256)")
+    add(
+        "--failover-tokens",
+        type=positive,
+        default=3000,
+        metavar="N",
+        help="of each of them (default: 3000: all are still at work when the replica is killed)",
+    )
     add("--runs", type=positive, default=3, metavar="N", help="measured runs of each side (default: 3)")
     add("--scale", type=above_zero, default=1.0, metavar="X", help="shrink counts and lengths of the load by this factor: a rehearsal")  # fmt: skip
     add("--result", metavar="FILE", help="also write all figures to this JSON file")

@@ -23,7 +23,7 @@ from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
 from octavo.worker.rows import NO_CHANGES, PageChanges, RowState
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
-from octavo.worker.sleep import OffloadedMemory, tensors_of
+from octavo.worker.sleep import HostChunks, OffloadedMemory, tensors_of
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, LaunchedStep
 
@@ -59,6 +59,7 @@ class Runner:
         num_samples = most_samples(max_rows)
         self._host_tokens = [device.pinned((num_samples,), torch.int64) for _ in range(model.stage.count + 2)]
         self._offloaded: OffloadedMemory | None = None  # None: awake
+        self._host_chunks = HostChunks(device)  # of weights while it sleeps
 
     def sleep(self, keeps_pages: bool, moved: Callable[[], None]) -> None:
         """Free a GPU's memory until wake_up(). All steps are done. `keeps_pages`: KV pages hold what is needed. `moved`: called now and
@@ -71,7 +72,7 @@ class Runner:
         if draft is not None and draft.graphs is not None:
             draft.graphs.forget()
         with torch.inference_mode():
-            self._offloaded = OffloadedMemory(self.device)
+            self._offloaded = OffloadedMemory(self.device, self._host_chunks)
             models = [self.model] if draft is None else [self.model, draft.model]
             self._offloaded.keep((tensor for model in models for tensor in tensors_of(model)), moved)
             if not keeps_pages:

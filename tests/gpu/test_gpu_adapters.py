@@ -63,7 +63,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def engine(served: Served, **options: Any) -> LLM:
-    settings = {"device": "cuda", "kv_cache_memory_bytes": 2**27, "max_num_seqs": 16, "enable_lora": True}
+    settings = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "kv_cache_memory_bytes": 2**27,
+        "max_num_seqs": 16,
+        "enable_lora": True,
+    }
     return LLM(served.folder, **(settings | {"lora_memory": 2**25} | options))
 
 

@@ -16,9 +16,11 @@ from octavo.kernels.triton.gemm.adapters import (
     MAX_SPLIT_ROWS,
     AdapterBlocks,
     Scratch,
-    add_adapters,
     block_plan,
+    expand,
+    expand_gated,
     make_scratch,
+    shrink,
     take_changed,
 )
 from tests.interpreter import cases
@@ -78,8 +80,15 @@ def distance(a, b):
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
-def scratch_for(tokens, depth, device) -> Scratch:
-    return make_scratch([(depth, MAX_PARTS)], tokens, MAX_RANK, MAX_PARTS, device)
+def scratch_for(tokens, depth, dtype, device) -> Scratch:
+    return make_scratch([(depth, MAX_PARTS)], tokens, MAX_RANK, MAX_PARTS, dtype, device)
+
+
+def add_adapters(y, x, rows, site, num_parts, norm=None):
+    scratch = scratch_for(max(len(x), len(rows.blocks)), x.shape[1], x.dtype, x.device)
+    shrink(x, rows, site, num_parts, scratch, norm)
+    expand(y, rows, site, num_parts, scratch)
+    assert not scratch.arrived.any(), "as the next launch needs them"
 
 
 def shapes(rng):
@@ -108,7 +117,7 @@ def test_random_mixes(seed, dtype, limit, device):
     expected = plain(y, x, of_rows, adapters, norm)
     before = y.clone()
     rows = blocks_of(of_rows, adapters, device, spare=seed % 3)
-    add_adapters(y, x, rows, seed % 2, len(parts), scratch_for(len(of_rows), depth, device), norm)
+    add_adapters(y, x, rows, seed % 2, len(parts), norm)
     assert distance(y, expected) < limit
     without = [row for row, number in enumerate(of_rows) if number < 0]
     assert torch.equal(y[without], before[without])
@@ -128,12 +137,37 @@ def test_a_rows_bits_do_not_depend_on_the_others(has_norm, device):
     def run(rows):
         mine = y[rows].clone()
         blocks = blocks_of([of_rows[row] for row in rows], adapters, device)
-        add_adapters(mine, x[rows].contiguous(), blocks, 0, 1, scratch_for(len(rows), depth, device), norm)
+        add_adapters(mine, x[rows].contiguous(), blocks, 0, 1, norm)
         return mine
 
     everything = run(list(range(most)))
     for rows in ([1], [2], list(range(5, 38)), [30, 4, 8, 1]):
         assert torch.equal(run(rows), everything[rows]), rows
+
+
+@pytest.mark.parametrize("seed", cases(range(20), *range(4)))
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_over_the_sums(seed, activation, device):
+    """Of all rows, with an adapter and without, whether it changes gate, up, both or neither."""
+    rng = random.Random(seed)
+    depth, width, tokens = rng.choice([24, 600]), rng.choice([8, 130, 300]), rng.choice([1, 7, 40])
+    ranks = [[rng.choice([0, 8, 17]) for _ in range(2)] for _ in range(rng.randrange(1, 4))]
+    of_rows = [rng.randrange(-1, len(ranks)) for _ in range(tokens)]
+    torch.manual_seed(seed)
+    x, y = torch.randn(tokens, depth).to(device), torch.randn(tokens, 2 * width).to(device)
+    parts = [(0, width), (width, width)]
+    adapters = [
+        Adapter(0, depth, [(*part, rank) for part, rank in zip(parts, each, strict=True)], x.dtype, device, number)
+        for number, each in enumerate(ranks)
+    ]
+    rows, scratch = (
+        blocks_of(of_rows, adapters, device, spare=seed % 3),
+        scratch_for(tokens + 3, depth, x.dtype, device),
+    )
+    gate, up = plain(y, x, of_rows, adapters).chunk(2, dim=1)
+    expected = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    shrink(x, rows, 0, 2, scratch)
+    assert distance(expand_gated(y, rows, 0, 2, scratch, activation), expected) < 1e-5
 
 
 def test_rows_of_a_changed_site_are_taken(device):
@@ -156,4 +190,4 @@ def test_blocks_hold_every_row_once():
         for table, first, count in blocks.tolist():
             assert 0 < count <= BLOCK_ROWS
             found |= dict.fromkeys(order[first : first + count].tolist(), table)
-        assert found == {row: tables[number] for row, number in enumerate(of_rows.tolist()) if number >= 0}
+        assert found == {row: tables[number] if number >= 0 else 0 for row, number in enumerate(of_rows.tolist())}

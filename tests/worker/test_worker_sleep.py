@@ -1,5 +1,8 @@
 """Memory of a device that is freed and comes back: with tensors on a CPU, whose storages behave as a GPU's do."""
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch import nn
 from octavo.device import Device
 from octavo.weights.methods.base import Held
 from octavo.worker import sleep
-from octavo.worker.sleep import OffloadedMemory, tensors_of
+from octavo.worker.sleep import HostChunks, OffloadedMemory, tensors_of
 
 
 class _Weight(Held):
@@ -23,6 +26,12 @@ class _Weight(Held):
         return "codes"
 
 
+def offloaded_memory() -> OffloadedMemory:
+    """With chunks that storages fill in part, exactly, and several of."""
+    device = Device("cpu")
+    return OffloadedMemory(device, HostChunks(device, chunk_bytes=100, pause=0.0))
+
+
 class _Layers(nn.Module):
     """A parameter, a buffer, weights that a method holds, one of which is tied, and a view."""
 
@@ -36,7 +45,7 @@ class _Layers(nn.Module):
 
 
 def test_weights_come_back_bit_by_bit_and_take_no_memory_meanwhile() -> None:
-    layers, offloaded = _Layers(), OffloadedMemory(Device("cpu"))
+    layers, offloaded = _Layers(), offloaded_memory()
     tensors = list(tensors_of(layers))  # type: ignore[arg-type]
     before = [tensor.clone() for tensor in tensors]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 6
@@ -56,7 +65,7 @@ def test_weights_come_back_bit_by_bit_and_take_no_memory_meanwhile() -> None:
 
 def test_pages_come_back_as_zeros() -> None:
     together = torch.ones(4, 3, 8)
-    stores, offloaded = list(together.unbind(1)), OffloadedMemory(Device("cpu"))
+    stores, offloaded = list(together.unbind(1)), offloaded_memory()
     offloaded.drop(stores)
     assert offloaded.num_bytes == together.nbytes and not together.untyped_storage().nbytes()
     offloaded.bring_back(lambda: None)
@@ -67,7 +76,28 @@ def test_pages_come_back_as_zeros() -> None:
 
 def test_who_watches_hears_of_every_part_that_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sleep, "_PART_BYTES", 1000)
-    offloaded, calls = OffloadedMemory(Device("cpu")), []
+    offloaded, calls = offloaded_memory(), []
     offloaded.keep([torch.zeros(100) for _ in range(10)], lambda: calls.append("kept"))
     offloaded.bring_back(lambda: calls.append("back"))
-    assert calls == ["kept"] * 3 + ["back"] * 3, "4,000 bytes in storages of 400"
+    # 4,000 bytes of host memory that is found, and as many that are copied.
+    assert calls == ["kept"] * 8 + ["back"] * 4
+
+
+def test_host_memory_is_freed_afterwards_unless_it_is_wanted_again() -> None:
+    chunks = HostChunks(Device("cpu"), chunk_bytes=100, pause=3600.0)
+    offloaded, numbers = OffloadedMemory(chunks._device, chunks), torch.arange(250, dtype=torch.uint8)
+    offloaded.keep([numbers], lambda: None)
+    is_read = threading.Event()
+    host, offloaded._host = offloaded._host, [*offloaded._host]
+    chunks.give_back(host, is_read.wait)
+    assert not chunks.num_unused, "the device still reads them"
+    is_read.set()
+    while chunks.num_unused < 3:
+        time.sleep(0.001)
+    assert {chunks.take().data_ptr() for _ in range(3)} == {chunk.data_ptr() for chunk in host}
+
+    quick = HostChunks(Device("cpu"), chunk_bytes=100, pause=0.0)
+    for _ in range(3):
+        quick.give_back([quick.take(), quick.take()], lambda: None)
+    quick.settle()
+    assert not quick.num_unused

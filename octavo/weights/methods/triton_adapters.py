@@ -1,8 +1,8 @@
 """Adapters around the weights of products on a GPU: the weight is held and multiplied by another method, and where rows of a step have an
 adapter, its product is added to theirs (kernels/triton/gemm/adapters.py). A step without adapters runs the other method's kernels alone."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -10,13 +10,16 @@ from torch import Tensor
 
 from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
+from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.gemm.adapters import (
     BLOCK_FIELDS,
     MAX_SPLIT_ROWS,
     AdapterBlocks,
     Scratch,
-    add_adapters,
+    expand,
+    expand_gated,
     make_scratch,
+    shrink,
     take_changed,
 )
 from octavo.quants import Weight
@@ -42,6 +45,7 @@ class AdapterSites:
         self.step: StepAdapters | None = None  # None: no row has one
         self._kinds: dict[WeightRequest, int] = {}  # products of one shape are of one kind
         self._scratch: Scratch | None = None
+        self._side: torch.cuda.Stream | None = None  # of captured steps
         self._num_parts: list[int] = []
         self._max_tokens = 0
 
@@ -57,7 +61,9 @@ class AdapterSites:
         shapes = [
             (weight.request.in_features, parts) for weight, parts in zip(self.weights, num_parts, strict=True) if parts
         ]
-        self._scratch = make_scratch(shapes, max_tokens, max_rank, max(num_parts), self.device)
+        self._scratch = make_scratch(shapes, max_tokens, max_rank, max(num_parts), self.dtype, self.device)
+        if self.device.type == "cuda":
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
     def max_parts(self) -> int:
@@ -71,10 +77,23 @@ class AdapterSites:
     def end(self) -> None:
         self.step = None
 
-    def add_to(self, y: Tensor, x: Tensor, site: int, norm: tuple[Tensor, float] | None = None) -> None:
-        """Add the adapters' products with x, or with its RMSNorm (weight, epsilon)."""
+    @contextmanager
+    def adding(self, x: Tensor, site: int, norm: tuple[Tensor, float] | None = None) -> Iterator["Adding"]:
+        """Around a product of x, or of its RMSNorm (weight, epsilon): the adapters' first product needs x alone, and in a captured step it runs
+        beside the base's. What is given adds the second, after the base's."""
         assert self.step is not None and self._scratch is not None
-        add_adapters(y, x, self.step.rows, site, self._num_parts[site], self._scratch, norm)
+        rows, num_parts = self.step.rows, self._num_parts[site]
+        # Outside a captured step the host is the slower one, and a second stream would cost it more than is gained.
+        side = self._side
+        if side is None or not torch.cuda.is_current_stream_capturing():
+            shrink(x, rows, site, num_parts, self._scratch, norm)
+            yield Adding(rows, site, num_parts, self._scratch)
+            return
+        main = torch.cuda.current_stream(self.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            shrink(x, rows, site, num_parts, self._scratch, norm)
+        yield Adding(rows, site, num_parts, self._scratch, lambda: main.wait_stream(side))
 
     def take_changed(self, target: Tensor, source: Tensor, site: int) -> None:
         """Copy the rows whose adapter changes the site."""
@@ -92,18 +111,39 @@ class AdapterSites:
                     request = weight.request
                     x, y = self.zeros(num_rows, request.in_features), self.zeros(num_rows, request.out_features)
                     for norm in (None, (x[0], 1.0)):
-                        self.add_to(y, x, weight.site, norm)
+                        with self.adding(x, weight.site, norm) as adding:
+                            adding.to(y)
                 self.take_changed(y, y, weight.site)
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
         """The products inside take the way and the memory of a step in which adapters may change all of them, and no row has one."""
         order = torch.zeros(1, dtype=torch.int32, device=self.device)
+        before = self.step
         self.begin(order, torch.zeros((1, BLOCK_FIELDS), dtype=torch.int64, device=self.device), -1)
         try:
             yield
         finally:
-            self.end()
+            self.step = before
+
+
+class Adding(NamedTuple):
+    """The second half of what the adapters of a step add to a product."""
+
+    rows: AdapterBlocks
+    site: int
+    num_parts: int
+    scratch: Scratch
+    join: Callable[[], object] = lambda: None  # waits for the first half
+
+    def to(self, y: Tensor) -> None:
+        self.join()
+        expand(y, self.rows, self.site, self.num_parts, self.scratch)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) · up of the sums, for all rows."""
+        self.join()
+        return expand_gated(gate_up, self.rows, self.site, self.num_parts, self.scratch, activation)
 
 
 class AdaptedWeight(HeldWeight):
@@ -137,14 +177,18 @@ class AdaptedWeight(HeldWeight):
     ) -> Tensor:
         if not self._is_changed:
             return self.held.product(x, norm, bias, activation)
-        y = self.held.product(x, norm, bias)
-        self._add_to(y, x, norm)
+        x, norm = self._normed_for_both(x, norm)
+        with self._adding(x, norm) as adding:
+            y = self.held.product(x, norm, bias)
+            adding.to(y)
         return activate(y, activation)
 
     def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        y = self.held.product_add(x, bias, residual)
-        if self._is_changed:
-            self._sites.add_to(y, x, self.site)
+        if not self._is_changed:
+            return self.held.product_add(x, bias, residual)
+        with self._sites.adding(x, self.site) as adding:
+            y = self.held.product_add(x, bias, residual)
+            adding.to(y)
         return y
 
     def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
@@ -153,7 +197,11 @@ class AdaptedWeight(HeldWeight):
         if not self._is_changed:
             return self.held.gated(x, norm, bias, activation)
         if not self._ops.is_invariant:
-            return None
+            if activation not in ACTIVATIONS:
+                return None
+            x, norm = self._normed_for_both(x, norm)
+            with self._adding(x, norm) as adding:
+                return adding.gated(self.held.product(x, norm, bias), activation)
         fused = self.held.gated(x, norm, bias, activation)
         if fused is not None:
             changed = self._ops.gate(self.product(x, norm, bias), activation)
@@ -169,22 +217,31 @@ class AdaptedWeight(HeldWeight):
         if type(self.held).product_after_gate is HeldWeight.product_after_gate:
             return self.product_add(inner, bias, residual)
         # It takes the gate in its own way, and adapters take what that gives without rounding it to 8 bits.
-        y = self.held.product_after_gate(gate_up, activation, bias, residual)
-        self._sites.add_to(y, inner, self.site)
+        with self._sites.adding(inner, self.site) as adding:
+            y = self.held.product_after_gate(gate_up, activation, bias, residual)
+            adding.to(y)
         return y
 
     def warm_up_gate(self, activation: Activation, has_bias: bool, max_rows: int) -> None:
         self.held.warm_up_gate(activation, has_bias, max_rows)
         # With adapters gate and up are a product of their own, whose kernels no trial step meets.
-        for num_rows in _FEW_ROWS:
-            if num_rows <= max_rows:
-                x = self._sites.zeros(num_rows, self.request.in_features)
-                self._ops.gate(self.held.product(x, NormWeights(x[0], None, 1.0)), activation)
+        with self._sites.rehearsed():
+            for num_rows in _FEW_ROWS:
+                if num_rows <= max_rows:
+                    x = self._sites.zeros(num_rows, self.request.in_features)
+                    norm = NormWeights(x[0], None, 1.0)
+                    if self._ops.is_invariant or self.gated(x, norm, None, activation) is None:
+                        self._ops.gate(self.held.product(x, norm), activation)
 
-    def _add_to(self, y: Tensor, x: Tensor, norm: NormWeights | None) -> None:
+    def _normed_for_both(self, x: Tensor, norm: NormWeights | None) -> tuple[Tensor, NormWeights | None]:
+        """The norm as a launch of its own: the base's product often makes it so, and the adapters' is faster without. With --deterministic it
+        stays where it is, so that rows without an adapter keep their bits."""
+        return (x, norm) if self._ops.is_invariant else (self._normed(x, norm), None)
+
+    def _adding(self, x: Tensor, norm: NormWeights | None) -> AbstractContextManager[Adding]:
         if norm is None:
-            return self._sites.add_to(y, x, self.site)
+            return self._sites.adding(x, self.site)
         # The kernel multiplies with the norm's factor last. In float16, numbers that are not normed yet could be too large.
         if norm.bias is not None or x.dtype == torch.float16:
-            return self._sites.add_to(y, self._ops.norm(x, norm), self.site)
-        return self._sites.add_to(y, x, self.site, (norm.weight, norm.epsilon))
+            return self._sites.adding(self._ops.norm(x, norm), self.site)
+        return self._sites.adding(x, self.site, (norm.weight, norm.epsilon))
