@@ -9,7 +9,10 @@ model is fitted to (octavo plan --measure) are of other requests.
     python -m benchmarks.plan_check speed
     python -m benchmarks.plan_check fleet --replicas 1000 --seconds 600
 
-Every run takes about five minutes, on an otherwise idle machine: three times it measures steps, and sends each load.
+    python -m benchmarks.plan_check run --gpu qwen3-0.6b --rounds 2 --output DIR     # on a GPU, with random weights; also llama-3.1-8b
+    python -m benchmarks.plan_check table --output DIR                               # anywhere: DIR has gpu-*.tar.gz
+
+Every run of the first kind takes about five minutes, on an otherwise idle machine: three times it measures steps, and sends each load.
 speed: simulated requests a second on one core, with eight replicas."""
 
 import argparse
@@ -24,10 +27,13 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.gpu import workloads
+from benchmarks.gpu.made_up_tokenizer import write_tokenizer
+from benchmarks.gpu.subject import MODELS
 from octavo import __version__
 from octavo.cli.bench import clients
 from octavo.cli.bench.report import percentile
@@ -41,14 +47,15 @@ from octavo.plan.answer import is_kept
 from octavo.plan.arrivals import Lengths, Shape, trace_of
 from octavo.plan.figures import Figures, Levels
 from octavo.plan.fleet import Simulation, simulate
-from octavo.plan.machine import FORMAT, MachineCosts
+from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.recorded import Measured
 from octavo.plan.settings import FleetSettings, ReplicaSettings
 from octavo.plan.step_model import PICOSECONDS, StepClock, StepModel, fit_model, without_slow_stretches
-from octavo.plan.trace import Trace
+from octavo.plan.trace import Trace, TraceRequest
 from octavo.plan.trace_files import read_trace
 from octavo.recording.format import Recording, read
+from octavo.recording.recorder import FLUSH_SECONDS
 from octavo.schedule.step_costs import Sample
 
 SETTINGS: dict[str, tuple[list[str], dict[str, int | float]]] = {
@@ -95,6 +102,27 @@ def bench_options(server: StartedServer) -> argparse.Namespace:
     )  # fmt: skip
 
 
+class GpuLoad(NamedTuple):
+    rate: float  # requests a second of the Poisson trace: about half of what the chip can do
+    seconds: float
+
+
+GPU_LOADS = {"qwen3-0.6b": GpuLoad(60.0, 10.0), "llama-3.1-8b": GpuLoad(25.0, 10.0)}
+NUM_CLIENTS = 4  # processes, for as many streams as a GPU serves
+
+
+def gpu_loads(name: str, scale: float, seed: int) -> dict[str, Trace]:
+    """The mixed load of benchmarks/gpu, all at once, and a Poisson trace. `scale`: of counts and lengths, for a rehearsal."""
+    load = GPU_LOADS.get(name, GpuLoad(4.0, 10.0))
+    mixed = [TraceRequest(0.0, len(item.prompt), item.output_len) for item in workloads.make("mixed", 100, scale)]
+    shape = Shape(load.rate, load.seconds, Lengths(400 * scale, 0.7), Lengths(200 * scale, 0.7))
+    return {"mixed": Trace("mixed", mixed), "poisson": trace_of(shape, seed)}
+
+
+def model_of(gpu: str) -> str:
+    return str(MODELS / gpu) if gpu in GPU_LOADS else gpu
+
+
 class Measuring(msgspec.Struct, frozen=True):
     since: float
     until: float
@@ -119,36 +147,78 @@ class Seen(msgspec.Struct, frozen=True):
     measuring: list[Measuring]  # before each round of the loads
     sent: list[Sent]
     seed: int = 11  # of the loads
+    gpu: str = ""  # name of the model, with the loads for a GPU; "": those for a CPU
+    scale: float = 1.0  # of these
+
+    @property
+    def traces(self) -> dict[str, Trace]:
+        return gpu_loads(self.gpu, self.scale, self.seed) if self.gpu else loads(self.seconds, self.seed)
+
+    @property
+    def title(self) -> str:
+        return Path(self.gpu).name if self.gpu else self.setting
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Costs are measured on the same server just before each round of the loads: a shared machine is not the same some minutes later."""
     flags, _ = SETTINGS[arguments.setting]
-    traces = loads(arguments.seconds, arguments.seed)
-    folder = Path(arguments.output) / arguments.setting
+    gpu = arguments.gpu
+    seen = Seen(
+        model_of(gpu) if gpu else arguments.model,
+        arguments.setting,
+        arguments.seconds,
+        [],
+        [],
+        arguments.seed,
+        gpu,
+        arguments.scale,
+    )
+    folder = Path(arguments.output) / (f"gpu-{seen.title}" if gpu else seen.title)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(prefix="octavo-plan-check-") as recordings:
-        server = StartedServer(arguments.model, [*RECORDED, recordings, *NO_DRAFTS, *flags, *arguments.flag])
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="octavo-plan-check-") as recordings, tempfile.TemporaryDirectory() as words:
+        own = [*RECORDED, recordings, *NO_DRAFTS, *flags, *arguments.flag]
+        if gpu:
+            write_tokenizer(Path(words), read_shape(seen.model).vocab_size)
+            own += ["--load-format", "dummy", "--tokenizer", words]
+        server = StartedServer(seen.model, own)
         try:
+            print(f"{seen.title}: started in {time.monotonic() - began:.1f} s", flush=True)
             options = bench_options(server)
+            if gpu:
+                options.vocab_size = min(options.vocab_size, read_shape(seen.model).vocab_size)
             with asyncio.Runner() as runner:
                 model = runner.run(warm_up(options))
-            sent, measuring = [], []
-            for number in range(arguments.rounds):
-                measuring.append(calibrate(server, Path(recordings), arguments.measure_seconds))
-                for at, (name, trace) in enumerate(traces.items()):
+            for number in range(-1 if gpu else 0, arguments.rounds):
+                if number >= 0:
+                    seen.measuring.append(
+                        calibrate(server, Path(recordings), arguments.measure_seconds, options.vocab_size)
+                    )
+                for at, (name, trace) in enumerate(seen.traces.items()):
+                    if number < 0 and at:  # on a GPU steps are captured in a first run of the largest load
+                        continue
                     load = trace_workload(trace, options.vocab_size, seed=100 * (number + 1) + at)
                     since = time.time()
-                    results = clients.send_all(options, model, load, lambda count: None, 1).results
-                    sent.append(Sent(name, since, time.time(), results))
-            recording_of(Path(recordings))  # it has been written
+                    num_clients = NUM_CLIENTS if gpu else 1
+                    results = clients.send_all(options, model, load, lambda count: None, num_clients).results
+                    if number >= 0:
+                        seen.sent.append(Sent(name, since, time.time(), results))
+                    print(
+                        f"{seen.title}, {name}: {time.time() - since:.1f} s, {sum(bool(each.error) for each in results)} failed; "
+                        f"{time.monotonic() - began:.0f} s so far",
+                        flush=True,
+                    )
+            time.sleep(3 * FLUSH_SECONDS)  # until it has been written
             shutil.copytree(next(Path(recordings).glob("live-*")), folder / "recording")
         finally:
             server.stop()
-    seen = Seen(arguments.model, arguments.setting, arguments.seconds, measuring, sent, arguments.seed)
     (folder / "seen.json").write_bytes(msgspec.json.encode(seen))
-    print(f"{arguments.setting}: {len(sent)} runs of {len(traces)} loads")
+    if gpu:  # in one file, to be taken elsewhere
+        file = shutil.make_archive(str(folder), "gztar", folder.parent, folder.name)
+        shutil.rmtree(folder)
+        print(f"{file}: {Path(file).stat().st_size / 2**20:.1f} MiB")
+    print(f"{seen.title}: {len(seen.sent)} runs of {len(seen.traces)} loads")
 
 
 def predict(folder: Path) -> dict[str, Any]:
@@ -156,10 +226,12 @@ def predict(folder: Path) -> dict[str, Any]:
     seen = msgspec.json.decode((folder / "seen.json").read_bytes(), type=Seen)
     recording = read(folder / "recording")
     measured = Measured(recording)
-    costs = costs_of(recording, measured, seen.measuring, read_shape(seen.model))
+    costs = costs_of(recording, measured, seen.measuring, read_shape(model_of(seen.gpu) if seen.gpu else seen.model))
+    if seen.gpu:
+        write_costs(folder.parent / f"costs-{seen.title}.json", costs)
     _, changes = SETTINGS[seen.setting]
     found: dict[str, Any] = {}
-    for name, trace in loads(seen.seconds, seen.seed).items():
+    for name, trace in seen.traces.items():
         rounds = [each for each in seen.sent if each.load == name]
         factors = [speed_at(costs, measured, each.since, seen.measuring) for each in rounds]
         near = [msgspec.structs.replace(costs, step=costs.step.scaled(factor)) for factor in factors]
@@ -175,23 +247,31 @@ def predict(folder: Path) -> dict[str, Any]:
                 for own, each in zip(near, rounds, strict=True)
             ],
             "factors": factors,
-            "rows": [
-                [
-                    row.name,
-                    [each[at].predicted for each in rows],
-                    [each[at].seen for each in rows],
-                    [each[at].predicted for each in driven],
-                ]
-                for at, row in enumerate(rows[0])
-            ],
+            "rows": _columns(rows, driven),
         }
     return found
 
 
-def calibrate(server: StartedServer, folder: Path, seconds: float) -> Measuring:
+def _columns(rows: list[list[Row]], driven: list[list[Row]]) -> list[tuple[str, list[float], list[float], list[float]]]:
+    """Of each measure what was predicted and seen in every run, and what the simulation with the seen speed says. A measure that some run did
+    not have (no times between tokens, where answers came whole) is left out."""
+    planned, again = ([{row.name: row for row in each} for each in runs] for runs in (rows, driven))
+    names = [row.name for row in rows[0] if all(row.name in each for each in (*planned, *again))]
+    return [
+        (
+            name,
+            [each[name].predicted for each in planned],
+            [each[name].seen for each in planned],
+            [each[name].predicted for each in again],
+        )
+        for name in names
+    ]
+
+
+def calibrate(server: StartedServer, folder: Path, seconds: float, vocab_size: int = 30_000) -> Measuring:
     """As octavo plan --measure does, on a server that goes on."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        load = Load(server.record.url, server.record.model, 30_000, "")
+        load = Load(server.record.url, server.record.model, vocab_size, "")
         runner.run(load.ask(load.prompt(16), 4))
         limits = recording_of(folder).header.report
         since = time.time()
@@ -260,7 +340,10 @@ def table(arguments: argparse.Namespace) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     num_met = num_driven = num_goals = 0
+    for file in sorted(Path(arguments.output).glob("gpu-*.tar.gz")):
+        shutil.unpack_archive(file, file.parent, filter="data")
     folders = [Path(arguments.output) / setting for setting in SETTINGS]
+    folders += sorted(folder for folder in Path(arguments.output).glob("gpu-*") if folder.is_dir())
     found = {folder.name: predict(folder) for folder in folders if (folder / "seen.json").exists()}
     for setting, by_load in found.items():
         for load, result in by_load.items():
@@ -287,6 +370,33 @@ def table(arguments: argparse.Namespace) -> None:
             print(
                 f"{setting}, {load}: steps by the model / seen, same plans: {shares}; failed: {result['failed']}; left out of the measuring: {result['disturbed']:.0%}"
             )
+    across(Path(arguments.output))
+
+
+OTHER_MODEL_GOAL = 0.12
+
+
+def across(folder: Path) -> None:
+    """Each model on a GPU by the steps of another one, whose costs predict() has written."""
+    seen = {
+        file.parent.name.removeprefix("gpu-"): msgspec.json.decode(file.read_bytes(), type=Seen)
+        for file in sorted(folder.glob("gpu-*/seen.json"))
+    }
+    costs = {name: read_costs(folder / f"costs-{name}.json") for name in seen}
+    for name, own in costs.items():
+        for other in (each for each in costs.values() if each.shape != own.shape):
+            step = other.step_of(own.shape, own.weights_bytes, own.shape.kv_numbers / other.shape.kv_numbers)
+            settings = settings_of(msgspec.structs.replace(own, step=step, front=other.front), {})
+            for load, trace in seen[name].traces.items():
+                rows = [compare(trace, settings, each.results) for each in seen[name].sent if each.load == load]
+                for measure, predicted, real, _ in _columns(rows, rows):
+                    if not measure.endswith(("mean, s", "tokens/s")):
+                        continue
+                    off = statistics.fmean(predicted) / statistics.fmean(real) - 1
+                    print(
+                        f"{name} by the steps of {other.shape.name}, {load}: {measure}: predicted {statistics.fmean(predicted):.4g}, seen "
+                        f"{statistics.fmean(real):.4g}, {off:+.1%}, {'met' if abs(off) <= OTHER_MODEL_GOAL else f'missed ({OTHER_MODEL_GOAL:.0%})'}"
+                    )
 
 
 def speed(arguments: argparse.Namespace) -> None:
@@ -405,6 +515,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measure-seconds", type=float, default=15.0)
+    parser.add_argument(
+        "--gpu",
+        default="",
+        help="qwen3-0.6b, llama-3.1-8b or a folder: random weights, loads for a GPU, results in one file",
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of a GPU's loads: a rehearsal")
     parser.add_argument("--setting", choices=SETTINGS, default="default")
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--output", default="plan-check")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+from safetensors.torch import save_file
 
 from octavo.config import Config, replace
 from octavo.engine.build import Engine, start_engine
@@ -24,6 +26,8 @@ from octavo.text import Text, load_text
 from octavo.text.grammar.build import grammar_of
 from octavo.text.stream import TextStream
 from octavo.weights.sources.source import ModelSource, resolve
+from tests.doubles import write_byte_tokenizer
+from tests.worker.tiny import disturbed
 
 DRAFTERS = {
     "ngram": '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}',
@@ -35,6 +39,10 @@ BY_MODEL = (DRAFT_MODEL, "eagle3", "mtp")  # drafters that are added where there
 OFF = '{"method": "none"}'
 FORM_SHARE = 0.25  # of requests that have a grammar
 NUM_AT_ONCE = 40  # requests that one engine is given; it ends with the last of them
+DEATHS = 0.02  # of steps, after which an engine is killed
+SMALL = "small"  # a model that is made for the campaign
+ON_GPU = {"page_size": 16, "max_num_seqs": 32, "max_num_batched_tokens": 256, "max_model_len": 512, "swap_space": 0.01}
+"""Steps are captured for up to so many rows, and one engine takes seconds to start: it is given more requests."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -67,7 +75,10 @@ class Seen:
     preemptions: int = 0
     deaths: int = 0
     replayed_steps: int = 0
+    captured_steps: int = 0  # kinds of steps, on a GPU
     different: list[str] = field(default_factory=list)
+    answers: dict[str, int] = field(default_factory=dict)  # drafter → choices that were compared
+    others: dict[str, int] = field(default_factory=dict)  # drafter → choices with other tokens than without
 
 
 def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len: int) -> list[GenerateRequest]:
@@ -158,6 +169,7 @@ class Campaign:
         }
         self.options |= {"max_model_len": 512, "swap_space": 0.001, **options}
         self.options |= {"grammar_step_seconds": 60.0}  # a process that is stopped for minutes is no difference
+        self.deaths, self.counts = DEATHS, False
         self.text = load_text(source.path, tokenizer="")
         self.vocab_size = self.text.vocabulary.size
         self.seen = Seen()
@@ -166,14 +178,16 @@ class Campaign:
         """Compare one set of requests without speculation and with each drafter."""
         requests = random_requests(seed, count, self.text, self.vocab_size, self.options["max_model_len"])
         plain = self._run(OFF, requests, random.Random(seed), is_mortal=False)
-        for name in drafters:
+        for name in [*(["none"] if self.counts else []), *drafters]:
             r = random.Random(f"{seed} {name}")
             # A random model copies little: what it will say is predicted, with mistakes.
             predicted = [_predict(request, plain[request.id, 0].tokens, r, name) for request in requests]
-            ours = self._run(self.drafters[name], predicted, r, is_mortal=is_mortal)
+            ours = self._run(self.drafters.get(name, OFF), predicted, r, is_mortal=is_mortal)
             for key, choice in plain.items():
                 self.seen.tokens += len(choice.tokens)
-                if ours[key] != choice:
+                self.seen.answers[name] = self.seen.answers.get(name, 0) + 1
+                self.seen.others[name] = self.seen.others.get(name, 0) + (ours[key].tokens != choice.tokens)
+                if ours[key] != choice and not self.counts:
                     self.seen.different.append(f"{name} {key}: {_difference(choice, ours[key])}")
         self.seen.requests += count
         return self.seen
@@ -213,7 +227,7 @@ class Campaign:
             ]
             # Not while a grammar is compiled: an engine that is closed in the same process would leave its process behind.
             is_compiling = bool(engine.loop.scheduler.awaiting_grammar)
-            if is_mortal and open_ones and not is_compiling and r.random() < 0.02:
+            if is_mortal and open_ones and not is_compiling and r.random() < self.deaths:
                 self._end(engine, folder)
                 self.seen.deaths += 1
                 engine, folder = self._start(speculative, r.random() < 0.5)
@@ -234,6 +248,8 @@ class Campaign:
 
     def _end(self, engine: Engine, folder: Path) -> None:
         """Close the engine, and make its plans again from what it has recorded."""
+        graphs = engine.loop.executor._runner.graphs  # type: ignore[attr-defined]
+        self.seen.captured_steps += 0 if graphs is None else graphs.num_captured
         engine.loop.close()
         self.seen.preemptions += engine.loop.scheduler.num_preemptions
         metrics = next(each for each in engine.loop.observers if isinstance(each, EngineMetrics))
@@ -248,7 +264,7 @@ class Campaign:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", required=True, help=f"a file or folder; {SMALL}: a random model with a draft model")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafters", default="", help="all, if it is empty")
@@ -258,30 +274,103 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true", help="on a GPU")
     parser.add_argument(
-        "--kv-cache-memory-bytes", default=3 * 2**18, type=int, help="small, so that requests are preempted"
+        "--kv-cache-memory-bytes",
+        default=0,
+        type=int,
+        help="small, so that requests are preempted (default: 0.75 MiB, with --model small 2 MiB)",
+    )
+    parser.add_argument("--device", default="auto", help="cuda: more rows, and more requests for each engine")
+    parser.add_argument("--at-once", default=0, type=int, help="requests that one engine is given")
+    parser.add_argument(
+        "--count",
+        action="store_true",
+        help="count answers with other tokens, also those of a second run without drafts, for engines whose bits depend on the batch",
+    )
+    parser.add_argument(
+        "--seconds", default=0.0, type=float, help="after which no further requests are begun; 0: any time"
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    given = {"dtype": options.dtype, "deterministic": options.deterministic}
-    given["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
+    is_gpu = options.device.startswith("cuda")
+    given = {"dtype": options.dtype, "deterministic": options.deterministic, "device": options.device}
+    given["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes or (2**21 if options.model == SMALL else 3 * 2**18)
+    if is_gpu:
+        given |= ON_GPU
+    at_once = options.at_once or (250 if is_gpu else NUM_AT_ONCE)
     with tempfile.TemporaryDirectory() as folder:
-        source = resolve(options.model)
-        campaign = Campaign(source, given, Path(folder), options.draft_model, options.eagle3, options.mtp)
+        draft_model = options.draft_model
+        if options.model == SMALL:
+            source = write_small_model(Path(folder) / "model")
+            draft_model = draft_model or str(disturbed(source, Path(folder) / "draft", 0.01))
+        else:
+            source = resolve(options.model)
+        campaign = Campaign(source, given, Path(folder), draft_model, options.eagle3, options.mtp)
+        campaign.counts = options.count
+        if is_gpu:  # where a start takes seconds, and auto drafts nothing
+            campaign.deaths = DEATHS * NUM_AT_ONCE / at_once / 6
+            del campaign.drafters["auto"]
         drafters = options.drafters.split(",") if options.drafters else list(campaign.drafters)
         started, seen = time.monotonic(), campaign.seen
-        for number in range(-(-options.requests // NUM_AT_ONCE)):
-            campaign.check(options.seed + number, NUM_AT_ONCE, drafters)
-            if seen.different or number % 10 == 9:
+        for number in range(-(-options.requests // at_once)):
+            if 0 < options.seconds < time.monotonic() - started:
+                break
+            campaign.check(options.seed + number, at_once, drafters)
+            if is_gpu or seen.different or number % 10 == 9:
                 print(f"{seen.requests} requests, {time.monotonic() - started:.0f} s", flush=True)
             if seen.different:
                 break
     for what in seen.different[:5]:
         print("different:", what[:2000])
+    if options.count:
+        for name, count in seen.answers.items():
+            what = "a second run without drafts" if name == "none" else name
+            print(f"{what}: {seen.others[name]} of {count} answers have other tokens ({seen.others[name] / count:.1%})")
     print(
         f"{seen.requests} requests × {', '.join(drafters)}: {seen.tokens} tokens compared, {seen.drafted} drafted, {seen.accepted} accepted, "
-        f"{seen.preemptions} preemptions, {seen.deaths} engines killed, {seen.replayed_steps} steps replayed; "
-        f"{len(seen.different)} differences"
+        f"{seen.preemptions} preemptions, {seen.deaths} engines killed, {seen.replayed_steps} steps replayed, {seen.captured_steps} kinds of "
+        f"steps captured; {len(seen.different)} differences; {time.monotonic() - started:.0f} s"
     )
     return bool(seen.different)
+
+
+def write_small_model(folder: Path) -> ModelSource:
+    """A random Llama of the least size that a GPU's kernels are made for, with a tokenizer of bytes. Its logits differ clearly."""
+    hidden, inner, heads, kv_heads, layers, vocab_size = 256, 512, 4, 2, 2, 258
+    generator = torch.Generator().manual_seed(0)
+
+    def random_tensor(rows: int, width: int, scale: float = 1.5) -> torch.Tensor:
+        return (torch.randn(rows, width, generator=generator) * scale / width**0.5).bfloat16()
+
+    norm = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors = {
+        "model.embed_tokens.weight": random_tensor(vocab_size, hidden, hidden**0.5),
+        "model.norm.weight": norm,
+        "lm_head.weight": random_tensor(vocab_size, hidden, 3.0),
+    }
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        for part, rows, width in (
+            ("self_attn.q_proj", hidden, hidden),
+            ("self_attn.k_proj", hidden // heads * kv_heads, hidden),
+            ("self_attn.v_proj", hidden // heads * kv_heads, hidden),
+            ("self_attn.o_proj", hidden, hidden),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            tensors[f"{name}.{part}.weight"] = random_tensor(rows, width)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}.{part}.weight"] = norm.clone()
+    tensors["model.norm.weight"] = norm.clone()
+    config = {
+        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocab_size, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    write_byte_tokenizer(folder)
+    return resolve(str(folder))

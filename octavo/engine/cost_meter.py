@@ -1,14 +1,25 @@
 """CostMeter: measures what steps cost, and fits StepCosts to it now and then. The loop hands new costs to the scheduler between two steps,
 and observers hear of it: what steers a plan is an input on record (decisions 023, 039)."""
 
+import math
 from collections import deque
+from statistics import median
 
 import msgspec
 
 from octavo.messages import DraftWork
 from octavo.observe.step_observer import StepObserver, StepTimes
 from octavo.schedule.results import Committed
-from octavo.schedule.step_costs import ONE_ROW, VERIFIED_ROW, StepCosts, StepSamples, shape_of
+from octavo.schedule.step_costs import (
+    ONE_ROW,
+    VERIFIED_ROW,
+    Sample,
+    StepCosts,
+    StepSamples,
+    StepShape,
+    fit,
+    shape_of,
+)
 
 _DECODE_EVERY = 4  # of the steps without prompts, which are many and alike, one in so many is measured
 _FIT_EVERY, _FIT_NEW_EVERY = 64, 4  # samples between two fits; the second after a step of a new kind
@@ -21,6 +32,11 @@ _FADE, _LEAST_FADE = (
 _SPREAD_SAMPLES, _LEAST_SPREAD_SAMPLES = 64, 16  # steps with prompts beside other rows, of which the spread is found
 _SPREAD_SHARE = 0.9  # of them take no longer, for what was foreseen, than the spread says
 _MOST_SPREAD = 1.5  # where other programs disturb a machine, prompts must go on
+_HOST_SAMPLES, _LEAST_HOST_SAMPLES = (
+    15,
+    3,
+)  # of steps of about one number of rows, with drafts and without; the median of each counts
+_LONGEST_HOST = 0.1  # seconds; after a longer pause the host had nothing to do
 
 
 class CostMeter(StepObserver):
@@ -40,11 +56,16 @@ class CostMeter(StepObserver):
         # What passes of the draft model took, for each second of steps with as many tokens.
         self._draft_shares: deque[float] = deque(maxlen=_DRAFT_SHARES)
         self._fade = 1.0
+        self._before = math.inf  # when the step before was committed
+        # By the rows of steps, as a power of two: (rows, seconds in which nothing was computed), without drafts and with.
+        self._hosts: dict[int, tuple[deque[tuple[int, float]], deque[tuple[int, float]]]] = {}
         if one_row_seconds > 0 and draft_seconds > 0:
             self._draft_shares.append(draft_seconds / one_row_seconds)
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
         plan, num_tokens, seconds = committed.plan, committed.num_tokens, times.compute_seconds
+        host_seconds, self._before = times.now - self._before - seconds, times.now
+        self._note_host(committed, host_seconds)
         if (work := committed.result.draft_work) is not None and work.passes:
             seconds -= work.seconds
             if self._note_drafts(work):
@@ -77,12 +98,44 @@ class CostMeter(StepObserver):
             if self._draft_shares:
                 share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
                 costs = msgspec.structs.replace(costs, draft=share, draft_low=share * self._fade)
+            host, host_row = self._fit_host()
+            costs = msgspec.structs.replace(costs, host=host, host_row=host_row)
         self._costs = self.new_costs = costs
 
     def _spread(self) -> float:
         if len(self._ratios) < _LEAST_SPREAD_SAMPLES:
             return 1.0
         return min(max(sorted(self._ratios)[int(_SPREAD_SHARE * len(self._ratios))], 1.0), _MOST_SPREAD)
+
+    def _note_host(self, committed: Committed, seconds: float) -> None:
+        """`seconds`: in which nothing was computed before this step, while it was planned and the one before committed."""
+        plan, num_tokens = committed.plan, committed.num_tokens
+        num_rows = len(plan.rows)
+        if not num_rows or plan.enters or plan.moves or seconds > _LONGEST_HOST or seconds == -math.inf:
+            return
+        if num_tokens > num_rows and not plan.drafts:
+            return
+        kind = num_rows.bit_length()
+        if kind not in self._hosts:
+            self._hosts[kind] = (deque(maxlen=_HOST_SAMPLES), deque(maxlen=_HOST_SAMPLES))
+        with_drafts = self._hosts[kind][1]
+        self._hosts[kind][bool(plan.drafts)].append((num_rows, max(0.0, seconds)))
+        if plan.drafts and len(with_drafts) == _LEAST_HOST_SAMPLES and self._costs is not None:
+            self._hand_on(self._costs)  # so that drafts that do not pay end soon
+
+    def _fit_host(self) -> tuple[float, float]:
+        """(seconds, seconds for each row) that a step with drafts takes longer than others because the host works alone."""
+        points: list[tuple[Sample, float]] = []
+        for plain, drafting in self._hosts.values():
+            if len(drafting) < _LEAST_HOST_SAMPLES:
+                continue
+            num_rows, seconds = (median(column) for column in zip(*drafting, strict=True))
+            usual = median(each for _, each in plain) if len(plain) >= _LEAST_HOST_SAMPLES else 0.0
+            points.append((Sample(StepShape(round(num_rows), 0, 0, 0), max(0.0, seconds - usual)), 1.0))
+        if not points:
+            return 0.0, 0.0
+        line = fit(points)
+        return line.step, line.row
 
     def _note_drafts(self, work: DraftWork) -> bool:
         """Catching up is left out: it costs less for each token than a draft does. → whether this was the first measurement after a while: the

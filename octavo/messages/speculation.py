@@ -37,9 +37,9 @@ class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
 
 
 def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> SpeculationSettings | None:
-    """The value of the flag; empty: auto. None: no request drafts. On a GPU, auto is off: steps with drafts are not captured there, and
-    cost more than they gain. `is_exact`: False: bits depend on how tokens are divided into steps; auto is off there, too, because drafts
-    could change a token."""
+    """The value of the flag; empty: auto. None: no request drafts. On a GPU, auto is off: what it gains there was not measured with
+    real text. `is_exact`: False: bits depend on how tokens are divided into steps; auto is off there, too, because drafts could change
+    a token."""
     values = read_json_object(text, FLAG)
     unknown = sorted(values.keys() - set(_KEYS))
     if unknown:
@@ -62,9 +62,8 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
         raise ConfigError(
             f"{FLAG}: model is for the methods {' and '.join(_NEEDS_MODEL)}, not for {quote(method)}: leave one of them out"
         )
-    if method in _BY_MODEL and is_gpu:
-        what = "a draft model" if method == "draft_model" else "a draft head"
-        raise ConfigError(f"{FLAG}: {what} works on a CPU only, and a GPU computes here: use ngram or suffix")
+    if method in _BY_MODEL and method != "draft_model" and is_gpu:
+        raise ConfigError(f"{FLAG}: a draft head works on a CPU only, and a GPU computes here: use ngram or suffix")
     least, most = _number(values, "prompt_lookup_min", 2, MAX_NGRAM), _number(values, "prompt_lookup_max", 4, MAX_NGRAM)
     if "prompt_lookup_max" not in values:
         most = max(least, most)

@@ -67,7 +67,7 @@ def shape_of(plan: StepPlan, num_tokens: int, proposed: Sequence[int] = ()) -> S
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Seconds, but for the last three; none of them negative."""
+    """Seconds, but for `draft`, `draft_low` and `spread`; none of them negative."""
 
     step: float
     row: float
@@ -77,6 +77,9 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft: float = 0.0  # seconds of a pass of the draft model, for each of a step with the same tokens; 0: not known, or there is none
     draft_low: float = 0.0  # … that it may be by now: less, the longer no pass was measured; 0: the same
     spread: float = 1.0  # times the foreseen seconds that most steps with prompts beside other rows take at most
+    # What a step with drafts takes besides, because it is planned and committed while nothing is computed; other steps are on the way then.
+    host: float = 0.0
+    host_row: float = 0.0  # for each row
 
     def seconds(self, shape: StepShape) -> float:
         return (
@@ -86,6 +89,10 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
             + self.context * shape.context
             + self.pair * shape.pairs
         )
+
+    def host_seconds(self, num_rows: int) -> float:
+        """What drafts add to a step of so many rows besides their tokens."""
+        return self.host + self.host_row * num_rows
 
     def chunk_seconds(self, start: int, count: int) -> float:
         """What a row with this part of a prompt adds to a step."""

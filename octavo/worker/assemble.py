@@ -73,6 +73,19 @@ class Columns:
         """Whether every row computes one token and samples the next."""
         return len(self.counts) > 0 and int(self.counts.max()) == 1 and bool(self.samples.all())
 
+    @property
+    def is_verifying(self) -> bool:
+        """Whether every row computes one token and a draft, and there is a draft."""
+        if self.num_drafted is None:
+            return False
+        return bool(self.samples.all()) and bool((self.counts == 1 + self.num_drafted).all())
+
+    def by_token(self) -> "tuple[Ints, Ints]":
+        """[T] each: the step's tokens as if each was of a row of its own: (rows, tokens that the row holds up to this one)."""
+        ends = np.cumsum(self.counts)
+        lens: Ints = np.arange(ends[-1]) + np.repeat(self.lens - ends + 1, self.counts)
+        return np.repeat(self.rows, self.counts), lens
+
 
 def shared_len(
     page_table: "np.ndarray[tuple[int, int], np.dtype[np.int32]]", rows: Ints, lens: Ints, page_size: int

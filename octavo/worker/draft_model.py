@@ -21,13 +21,15 @@ from octavo.messages import FROM_MODEL, Draft, DraftWork, PageMove, StepPlan
 from octavo.sampling.grammar.masks import Grammars
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import Ints
-from octavo.worker.assemble import Assembled, Columns, assemble
+from octavo.worker.assemble import Assembled, Columns, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
+from octavo.worker.graphs import Graphs, is_only_greedy
 from octavo.worker.pages import Pages
-from octavo.worker.rows import RowState
+from octavo.worker.rows import NO_CHANGES, RowState
 from octavo.worker.staging import Staging
 
 _UNKNOWN = -1
+_REPLAYED_TOKENS = 4  # of a row, in a pass that a graph computes: more tokens are faster as a piece of a prompt
 
 
 class Guesses(NamedTuple):
@@ -35,6 +37,13 @@ class Guesses(NamedTuple):
 
     tokens: list[int]  # of each sampling row
     unmasked: list[int]  # indices of those that were sampled without the mask of their row's grammar, which was late
+
+
+class Replayed(NamedTuple):
+    """A pass that a graph computes. Its tokens are on the host when it is done."""
+
+    tokens: torch.Tensor  # [T] int32
+    sampled: Ints  # indices of those that count
 
 
 class FilledPages:
@@ -112,11 +121,12 @@ class DraftModel:
         filled: FilledPages,
         vocab_size: int,
         max_tokens: int,
+        graphs: Graphs | None = None,
     ) -> None:
         """`steps`: None: its passes run operation by operation. `rows`, `vocab_size`: of the model that it drafts for. `max_tokens`: of a
-        pass."""
-        self.pages, self.filled = pages, filled
-        self._model, self._steps, self._native = model, steps, native
+        pass. `graphs`: on a GPU, of passes with few tokens of each row."""
+        self.pages, self.filled, self.graphs = pages, filled, graphs
+        self.model, self._steps, self._native = model, steps, native
         self._rows, self._staging = rows, staging
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
 
@@ -179,11 +189,41 @@ class DraftModel:
         if self._steps is not None:
             logits = self._steps.run(batch)
         else:
-            hidden = self._model.forward(batch, None)
-            logits = self._model.logits(hidden.index_select(0, batch.sample_at)) if len(batch.sample_at) else hidden[:0]
+            hidden = self.model.forward(batch, None)
+            logits = self.model.logits(hidden.index_select(0, batch.sample_at)) if len(batch.sample_at) else hidden[:0]
         if not len(batch.sample_at):
             return Guesses([], [])
         return self._sampled(_fitted(logits, self._vocab_size), assembled)
+
+    def can_replay(self, columns: Columns) -> bool:
+        """Whether a graph can compute this pass. Not where a row has a grammar: its mask depends on the token before."""
+        if self.graphs is None or int(columns.counts.max()) > _REPLAYED_TOKENS:
+            return False
+        grammars = self.grammars.rows
+        has_grammar = bool(grammars) and not grammars.keys().isdisjoint(columns.rows.tolist())
+        return not has_grammar and self.graphs.can_run(int(columns.counts.sum()), NO_CHANGES)
+
+    def replay(self, columns: Columns) -> Replayed:
+        """As compute(), by a graph and without waiting for it. The next pass finds the tokens in the token table."""
+        graphs, tables = self.graphs, self._rows
+        assert graphs is not None
+        rows, lens = columns.by_token()
+        is_last = np.zeros(len(rows), dtype=np.bool_)
+        is_last[np.cumsum(columns.counts) - 1] = columns.samples
+        is_greedy = is_only_greedy(tables.sampling, rows, lens)
+        shared = shared_in(tables, rows, lens)
+        logits = graphs.run(np.where(is_last, rows, -1 - rows), lens, NO_CHANGES, shared, is_greedy)
+        if logits is not None:
+            fitted = _fitted(logits, self._vocab_size)
+            graphs.store(sample(fitted, tables.tokens, tables.sampling, rows, lens))
+        return Replayed(graphs.host_tokens(len(rows)), is_last.nonzero()[0])
+
+    def wait(self, *passes: Replayed) -> list[list[int]]:
+        """Wait until these passes are done. → the tokens that each has sampled."""
+        done = self._staging.device.event()
+        done.record()
+        done.wait()
+        return [each.tokens.numpy()[each.sampled].tolist() for each in passes]
 
     def _sampled(self, logits: torch.Tensor, assembled: Assembled) -> Guesses:
         """logits [S, V] → a token for each sample, which is also in the token table."""
@@ -200,6 +240,8 @@ class _Proposal:
     def __init__(self, model: DraftModel, plan: StepPlan, drafts: list[Draft]) -> None:
         self.num_passes = self.num_tokens = self.context = self.num_caught_up = 0
         self.tokens: list[list[int]] = [[] for _ in drafts]
+        self._num_drafted = [0] * len(drafts)  # with those of passes that were not collected yet
+        self._replayed: list[tuple[list[int], Replayed]] = []  # (drafts that get a token, the pass)
         self._ended: set[int] = set()  # drafts that are to have no more tokens
         self._model, self._rows = model, [plan.rows[draft.at] for draft in drafts]
         ends = [plan.starts[draft.at] for draft in drafts]  # position of each row's next input
@@ -213,9 +255,10 @@ class _Proposal:
         going = [at for at in range(len(ends)) if more[at] or own[at]]
         self._compute(going, have, [a + b for a, b in zip(more, own, strict=True)], has_all, is_sure=True)
         going = ready
-        while going := [at for at in going if len(self.tokens[at]) < wanted[at] and at not in self._ended]:
-            starts = [end + len(tokens) for end, tokens in zip(ends, self.tokens, strict=True)]
+        while going := [at for at in going if self._num_drafted[at] < wanted[at] and at not in self._ended]:
+            starts = [end + count for end, count in zip(ends, self._num_drafted, strict=True)]
             self._compute(going, starts, [1] * len(ends), has_all, is_sure=model.keeps_drafts)
+        self._collect()
 
     def _compute(
         self, going: list[int], starts: list[int], counts: list[int], samples: list[bool], is_sure: bool
@@ -232,7 +275,13 @@ class _Proposal:
         ends: Ints = of_starts + of_counts
         sampling = [at for at in going if samples[at]]
         columns = Columns(of_rows, of_counts, ends, np.array([samples[at] for at in going], dtype=np.bool_))
-        self._take(sampling, self._model.compute(columns))
+        if self._model.can_replay(columns):
+            self._replayed.append((sampling, self._model.replay(columns)))
+            for at in sampling:
+                self._num_drafted[at] += 1
+        else:
+            self._collect()
+            self._take(sampling, self._model.compute(columns))
         if is_sure:
             for row, end in zip(rows, ends.tolist(), strict=True):
                 self._model.filled.computed(row, end)
@@ -240,12 +289,22 @@ class _Proposal:
         self.num_tokens += int(of_counts.sum())
         self.context += int((of_starts * of_counts).sum())
 
+    def _collect(self) -> None:
+        """Wait for the passes that graphs compute, which need not wait for each other on the host."""
+        if not self._replayed:
+            return
+        passes, self._replayed = self._replayed, []
+        for (sampling, _), tokens in zip(passes, self._model.wait(*(each for _, each in passes)), strict=True):
+            for at, token in zip(sampling, tokens, strict=True):
+                self.tokens[at].append(token)
+
     def _take(self, sampling: list[int], guesses: Guesses) -> None:
         """Add a token to each of these drafts. A draft ends where its row's grammar has no mask: where the model would sample without one, no
         token counts. A token in front of such a place gains nothing either, but one is kept, so that the scheduler learns what drafts are
         worth there."""
         for at, token in zip(sampling, guesses.tokens, strict=True):
             self.tokens[at].append(token)
+            self._num_drafted[at] += 1
         for place in guesses.unmasked:
             at = sampling[place]
             del self.tokens[at][max(1, len(self.tokens[at]) - 2) :]

@@ -13,6 +13,7 @@ from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.model import DecoderModel
+from octavo.messages import NO_INPUT
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.rows import PageChanges, RowState
 
@@ -35,9 +36,16 @@ class Graphs:
     """The captured graphs, and the buffers at fixed addresses that all of them read and write."""
 
     def __init__(
-        self, device: Device, rows: RowState, model: DecoderModel, max_rows: int, sites: "AdapterSites | None" = None
+        self,
+        device: Device,
+        rows: RowState,
+        model: DecoderModel,
+        max_rows: int,
+        sites: "AdapterSites | None" = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`sites`: products that adapters may change; None: without --enable-lora."""
+        """`sites`: products that adapters may change; None: without --enable-lora. `vocab_size`: no later token is sampled, for a draft
+        model; None: the model's."""
         # Imported here: Triton is only required on GPU machines.
         from octavo.kernels.triton.gemm.adapters import BLOCK_FIELDS
         from octavo.kernels.triton.runtime import graph_inputs
@@ -45,7 +53,7 @@ class Graphs:
 
         self._kernels, self._argmax = graph_inputs, argmax
         self._rows, self._model = rows, model
-        self._sizes = ladder(max_rows)
+        self._sizes, self._vocab_size = ladder(max_rows), vocab_size
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
         self._captured: dict[_Key, torch.cuda.CUDAGraph] = {}
@@ -63,7 +71,7 @@ class Graphs:
         self._num_sent = 0
         self._slot = room(1, dtype=torch.int32)  # index of the input slot that the next replay reads
         self._batch_rows, self._lens = room(max_rows, dtype=torch.int32), room(max_rows, dtype=torch.int32)
-        self._prefix_len = room(1, dtype=torch.int32)
+        self._given, self._prefix_len = room(max_rows, dtype=torch.int32), room(1, dtype=torch.int32)
         self._input_ids, self._positions = room(max_rows), room(max_rows)
         self._slots = room(rows.num_groups * max_rows)  # a step of B rows uses the first G · B
         self._seq_lens = room(max_rows, dtype=torch.int32)
@@ -99,14 +107,17 @@ class Graphs:
         shared_len: int,
         is_greedy: bool,
         adapters: "HostBlocks | None" = None,
+        drafted: Ints | None = None,
     ) -> torch.Tensor | None:
         """Run one step of rows [B] that hold `lens` tokens, after applying the page changes. Greedy: tokens are sampled and
-        stored, → None. Otherwise → logits [B, V], and the caller must sample and call store(). `adapters`: of these rows."""
+        stored, → None. Otherwise → logits [B, V], and the caller must sample and call store(). A row may be there several times, with
+        different lengths; one that is given as −1 − row keeps no token. `adapters`: of these rows. `drafted`: [B] for each row the token that it
+        computes, if that is a draft, which is written to the token table first; else NO_INPUT."""
         size = next(size for size in self._sizes if size >= len(rows))
         key = _Key(size, is_greedy, shared_len > 0, 0 if adapters is None else adapters.kinds)
         if adapters is not None:
             self._send_adapters(size, adapters)
-        self._send(size, rows, lens, changes, shared_len)
+        self._send(size, rows, lens, changes, shared_len, drafted)
         graph = self._captured.get(key)
         if graph is None:
             graph = self._captured[key] = self._capture(key)
@@ -147,7 +158,9 @@ class Graphs:
                 self._order_slots, self._block_slots, self._slot, self._order[:1], self._blocks[:1]
             )
 
-    def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
+    def _send(
+        self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, drafted: Ints | None
+    ) -> None:
         # The slot is free: at most one step more than there are stages is uncollected, and there are more slots.
         layout, inputs = self._slot_layout, self._input_slots_host[self._num_sent % len(self._input_slots)]
         self._num_sent += 1
@@ -155,6 +168,9 @@ class Graphs:
         inputs[:num_rows] = rows
         inputs[layout.lens : layout.lens + num_rows] = lens
         inputs[layout.lens + num_rows : layout.lens + size] = 0
+        inputs[layout.given : layout.given + size] = NO_INPUT
+        if drafted is not None:
+            inputs[layout.given : layout.given + num_rows] = drafted
         inputs[layout.prefix_len] = shared_len
         inputs[layout.num_changes] = num_changes
         if num_changes:
@@ -214,11 +230,15 @@ class Graphs:
         size, tables = key.num_rows, self._rows
         rows, lens = self._batch_rows[:size], self._lens[:size]
         all_pages = tables.device_page_tables
-        self._kernels.receive(self._input_slots, self._slot, rows, lens, self._prefix_len, all_pages, self._slot_layout)
+        given = self._given[:size]
+        self._kernels.receive(
+            self._input_slots, self._slot, rows, lens, given, self._prefix_len, all_pages, self._slot_layout
+        )
         for pages, part in zip(all_pages, batch.groups or (batch,), strict=True):
             self._kernels.gather_inputs(
                 rows,
                 lens,
+                given,
                 tables.tokens,
                 pages,
                 tables.page_size,
@@ -237,7 +257,7 @@ class Graphs:
         if self._hidden_out is not None:
             self._hidden_out[:size].copy_(hidden)
             return
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden)[:, : self._vocab_size]
         if key.is_greedy:
             self._scatter(size, self._argmax(logits, self._tokens[:size]))
             return

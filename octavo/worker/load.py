@@ -399,7 +399,7 @@ class Loader:
         limits = self.limits
         with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
             runner = self._runner = self._make_runner(limits.max_model_len)
-            self.stores.allocate(1, limits.max_num_seqs)
+            self.stores.allocate(1, self._max_batch_rows)
             trials = TrialSteps(runner, self.spec, limits)
             if ops.kernels == "triton":
                 trials.warm_up()
@@ -411,6 +411,7 @@ class Loader:
                     most_tokens(limits),
                     limits.max_num_seqs,
                     num_graphs=0 if runner.graphs is None else self._num_graphs,
+                    num_pools=1 if self.draft is None else 2,
                     staging_bytes=self._staging_bytes(),
                     is_alone=self._num_local_ranks == 1,
                 )
@@ -418,12 +419,23 @@ class Loader:
     @property
     def _num_graphs(self) -> int:
         """Captured steps that memory is left for: of each size, and where there are adapters, with those of attention and of all products."""
-        return len(ladder(self.limits.max_num_seqs)) * (1 if self._sites is None else 3)
+        num_sizes = len(ladder(self._max_batch_rows))
+        return num_sizes * ((1 if self._sites is None else 3) + (self.draft is not None))
+
+    @property
+    def _max_batch_rows(self) -> int:
+        """Rows that attention may get in a step. In a captured one drafted tokens are rows of their own."""
+        return most_samples(self.limits.max_num_seqs) if self._drafts_on_gpu else self.limits.max_num_seqs
+
+    @property
+    def _drafts_on_gpu(self) -> bool:
+        return self.device.is_cuda and speculation_of(self.config.scheduler.speculative_config, is_gpu=True) is not None
 
     def _staging_bytes(self) -> int:
         """What copies between the device and the host take on the device."""
         cache, page_bytes = self.config.cache, self.stores.page_bytes
         swap = 2 * max(STAGING_BYTES, page_bytes) if cache.swap_space else 0
+        swap *= 1 if self.draft is None else 2  # pages of a draft model are copied apart
         return swap + (page_transfer.staging_bytes(page_bytes) if cache.kv_tier else 0)
 
     def allocate(self, num_pages: int, num_host_pages: int) -> tuple[Runner, list[str]]:
@@ -431,7 +443,7 @@ class Loader:
         notes: list[str] = []
         limits = self.limits
         with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
-            stores = self.stores.allocate(num_pages, limits.max_num_seqs)
+            stores = self.stores.allocate(num_pages, self._max_batch_rows)
             pages = Pages(stores, self.attention.page_dim, self.device, num_host_pages)
             if self._runner is None:  # on a GPU, the tables were allocated before the measurement
                 longest = self.stores.longest(num_pages, limits.max_model_len, limits.max_num_batched_tokens)
@@ -449,12 +461,15 @@ class Loader:
 
     def time_steps(self) -> tuple[float, float, float]:
         """Seconds of a step of one row, of one that verifies a draft (VERIFIED_ROW), and of a draft model's pass of one row, after
-        allocate(). 0 on a GPU, whose graphs are captured later, and for encoders; the second also where no request drafts, the third without
-        a draft model."""
-        if self.device.is_cuda or self.spec.is_encoder:
-            return 0.0, 0.0, 0.0
+        allocate(). 0 for encoders; the second also where no request drafts, the third without a draft model. On a GPU all are 0 where no
+        request drafts, and where steps are not captured."""
         assert self._runner is not None, "allocate() comes first"
-        drafts = speculation_of(self.config.scheduler.speculative_config, is_gpu=False) is not None
+        is_gpu = self.device.is_cuda
+        drafts = speculation_of(self.config.scheduler.speculative_config, is_gpu=is_gpu) is not None
+        if self.spec.is_encoder or (
+            is_gpu and not (drafts and self._runner.graphs is not None and self.stage.count == 1)
+        ):
+            return 0.0, 0.0, 0.0
         with torch.inference_mode():
             trials = TrialSteps(self._runner, self.spec, self.limits)
             return trials.time_one_row(), trials.time_verification() if drafts else 0.0, trials.time_draft()
@@ -495,7 +510,7 @@ class Loader:
             and self.group.size == 1
             and self.stage.count <= _MAX_STAGES
         ):
-            graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs, self._sites)
+            graphs = Graphs(self.device, rows, self.model, self._max_batch_rows, self._sites)
         runner = Runner(self.device, self.model, rows, staging, limits.max_num_seqs, self._native, graphs)
         runner.adapters = self.adapters
         return runner

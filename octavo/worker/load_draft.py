@@ -17,11 +17,13 @@ from octavo.weights.formats.checkpoint import Checkpoint
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.draft_model import DraftModel, FilledPages
+from octavo.worker.graphs import Graphs
 from octavo.worker.load import Loader
 from octavo.worker.memory.measure import memory_errors
 from octavo.worker.memory.page_count import in_words as in_words_of
 from octavo.worker.pages import Pages
 from octavo.worker.runner import Runner
+from octavo.worker.trial_steps import warm_up_draft
 
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
@@ -94,7 +96,7 @@ class DraftLoader(Loader):
         # Catching up with a long prompt takes several steps anyway: memory for larger passes would be for little.
         max_tokens = min(limits.max_num_batched_tokens, _DRAFT_TOKENS + most_samples(limits.max_num_seqs))
         pages = Pages(
-            self.stores.allocate(num_pages, limits.max_num_seqs), self.attention.page_dim, self.device, num_host_pages
+            self.stores.allocate(num_pages, self._max_batch_rows), self.attention.page_dim, self.device, num_host_pages
         )
         steps, notes = self._tape(max_tokens)
         draft = self._make(steps, pages, runner, num_pages, num_host_pages, max_tokens)
@@ -111,9 +113,19 @@ class DraftLoader(Loader):
     ) -> DraftModel:
         filled = FilledPages(runner.rows, self.limits.max_num_seqs, num_pages, num_host_pages)
         vocab_size = self._target.spec.vocab_size
-        return DraftModel(
-            self.model, steps, self._native, pages, runner.rows, runner.staging, filled, vocab_size, max_tokens
+        graphs: Graphs | None = None
+        if runner.graphs is not None and self.attention.can_capture:
+            graphs = Graphs(self.device, runner.rows, self.model, self._max_batch_rows, vocab_size=vocab_size)
+        draft = DraftModel(
+            self.model, steps, self._native, pages, runner.rows, runner.staging, filled, vocab_size, max_tokens, graphs
         )
+        if graphs is not None:
+            warm_up_draft(draft, graphs, runner.rows)
+        return draft
+
+    @property
+    def _max_batch_rows(self) -> int:
+        return most_samples(self.limits.max_num_seqs) if self.device.is_cuda else self.limits.max_num_seqs
 
     @contextlib.contextmanager
     def _about(self) -> Iterator[None]:

@@ -19,6 +19,9 @@ class PageChanges(NamedTuple):
     pages: Ints
 
 
+NO_CHANGES = PageChanges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
 class RowState:
     """The tables of all rows. A sequence keeps its row while it runs; a step names rows and carries only what changed.
 

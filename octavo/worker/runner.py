@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from octavo.batch import Batch
 from octavo.device import Device
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
-from octavo.messages import DraftWork, StepPlan, most_samples
+from octavo.messages import NO_INPUT, DraftWork, StepPlan, most_samples
 from octavo.parallel import NO_LINKS, Links
 from octavo.sampling.state import Ints
 from octavo.worker.adapters import RankAdapters
@@ -20,7 +21,7 @@ from octavo.worker.drafts import Drafted
 from octavo.worker.graphs import Graphs, is_only_greedy
 from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
-from octavo.worker.rows import PageChanges, RowState
+from octavo.worker.rows import NO_CHANGES, PageChanges, RowState
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
 from octavo.worker.sleep import HostChunks, OffloadedMemory, tensors_of
 from octavo.worker.staging import Staging
@@ -67,11 +68,15 @@ class Runner:
             return
         if self.graphs is not None:
             self.graphs.forget()
+        draft = self.draft
+        if draft is not None and draft.graphs is not None:
+            draft.graphs.forget()
         with torch.inference_mode():
             self._offloaded = OffloadedMemory(self.device, self._host_chunks)
-            self._offloaded.keep(tensors_of(self.model), moved)
+            models = [self.model] if draft is None else [self.model, draft.model]
+            self._offloaded.keep((tensor for model in models for tensor in tensors_of(model)), moved)
             if not keeps_pages:
-                self._offloaded.drop(self.pages.layers)
+                self._offloaded.drop(self.pages.layers if draft is None else self.pages.layers + draft.pages.layers)
         self.device.memory_use()  # the allocator frees what it would keep for later tensors
 
     def wake_up(self, moved: Callable[[], None]) -> None:
@@ -96,25 +101,60 @@ class Runner:
             if plan.inputs and self.model.stage.is_first:
                 self.rows.take_inputs(plan)
             columns = Columns.of(plan)
-            can_repeat = not plan.enters and self.rows.pooling.keys().isdisjoint(plan.rows)
-            if self.graphs is not None and can_repeat and columns.is_steady:
-                changes = self.rows.note_pages(plan)
-                if self.graphs.can_run(len(columns.rows), changes):
-                    return self._repeat(plan.step, self.graphs, columns, changes)
+            self.rows.sampling.grammars.drafts = {}
+            is_pooling = not self.rows.pooling.keys().isdisjoint(plan.rows)
+            if self.graphs is not None and not plan.enters and not is_pooling:
+                if columns.is_steady:
+                    changes = self.rows.note_pages(plan)
+                    if self.graphs.can_run(len(columns.rows), changes):
+                        if self.draft is not None:
+                            self.draft.filled.written(plan)
+                        return self._repeat(plan.step, self.graphs, columns.rows, columns.lens, changes)
+                elif self.draft is None and columns.is_verifying:
+                    changes = self.rows.note_pages(plan)
+                    if self.graphs.can_run(int(columns.counts.sum()), changes):
+                        return self._verify(plan, self.graphs, columns, changes)
             self.rows.update(plan)
             work: DraftWork | None = None
             if self.draft is not None:
                 plan, work = self.draft.propose(plan)
                 columns = Columns.of(plan)
-            self.rows.write_drafts(plan)
-            self.rows.sampling.grammars.drafts = {
-                plan.rows[draft.at]: draft.tokens for draft in plan.drafts if draft.tokens
-            }
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
-            step = self._send_home(plan.step, *self.compute(columns))
-            step.drafted, step.draft_work = Drafted.of(plan, self.rows.pooling), work
+            if (
+                self.graphs is not None
+                and not is_pooling
+                and columns.is_verifying
+                and self.graphs.can_run(int(columns.counts.sum()), NO_CHANGES)
+            ):
+                step = self._verify(plan, self.graphs, columns, NO_CHANGES)
+            else:
+                self.rows.write_drafts(plan)
+                self._note_drafts(plan)
+                step = self._send_home(plan.step, *self.compute(columns))
+                step.drafted = Drafted.of(plan, self.rows.pooling)
+            step.draft_work = work
             return step
+
+    def _note_drafts(self, plan: StepPlan) -> None:
+        """Tell grammars which tokens the step verifies."""
+        drafts = {plan.rows[draft.at]: draft.tokens for draft in plan.drafts if draft.tokens}
+        self.rows.sampling.grammars.drafts = drafts
+
+    def _verify(self, plan: StepPlan, graphs: Graphs, columns: Columns, changes: PageChanges) -> LaunchedStep:
+        """Replay a graph for a step in which every row adds one token, and some verify drafts. A drafted token is computed like a row of its
+        own that shares its row's pages: keys and values of all tokens are written before any is read. So a step of some tokens has the graph
+        of a step of as many rows."""
+        self._note_drafts(plan)
+        rows, lens = columns.by_token()
+        drafted: Ints = np.full(len(rows), NO_INPUT, dtype=np.int64)
+        ends = np.cumsum(columns.counts)
+        for draft in plan.drafts:
+            end = ends[draft.at]
+            drafted[end - len(draft.tokens) : end] = draft.tokens
+        step = self._repeat(plan.step, graphs, rows, lens, changes, drafted)
+        step.drafted = Drafted.of(plan, self.rows.pooling)
+        return step
 
     def compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
         """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want. A stage that is not the last sends
@@ -188,14 +228,23 @@ class Runner:
             self.links.receive(self.steps.input(batch.num_tokens))
         self.links.send(self.steps.run(batch).clone())
 
-    def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> LaunchedStep:
-        """Replay a graph for a step in which every row adds one token."""
-        rows, lens, stage = columns.rows, columns.lens, self.model.stage
+    def _repeat(
+        self,
+        number: int,
+        graphs: Graphs,
+        rows: Ints,
+        lens: Ints,
+        changes: PageChanges,
+        drafted: Ints | None = None,
+    ) -> LaunchedStep:
+        """Replay a graph for a step in which every row adds one token. A row that verifies a draft is there once for each of its
+        tokens (`drafted`, as Graphs.run)."""
+        stage = self.model.stage
         shared = shared_in(self.rows, rows, lens)
         if not stage.is_first:
             self.links.receive(graphs.input(len(rows)))
         is_greedy = not stage.is_last or is_only_greedy(self.rows.sampling, rows, lens)
-        logits = graphs.run(rows, lens, changes, shared, is_greedy, self._adapters_of(rows))
+        logits = graphs.run(rows, lens, changes, shared, is_greedy, self._adapters_of(rows), drafted)
         if not stage.is_last:
             self.links.send(graphs.output(len(rows)).clone())
             done = self.device.event()

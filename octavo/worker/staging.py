@@ -15,7 +15,7 @@ _NUM_BLOCKS = 6  # two steps may be in flight, with three copies each
 
 class Staging:
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._blocks = [_Block(device) for _ in range(_NUM_BLOCKS)]
         self._next = 0
 
@@ -23,14 +23,14 @@ class Staging:
         """Send the columns to the device, with their types and shapes. On a CPU they are not copied.
 
         `into`: a byte buffer on the device that is filled from its start, for readers with its fixed address."""
-        if not self._device.is_cuda:
+        if not self.device.is_cuda:
             return [torch.from_numpy(column) for column in columns]
         offsets, total = _offsets(columns)
         block = self._blocks[self._next]
         self._next = (self._next + 1) % _NUM_BLOCKS
         source = block.fill(columns, offsets, total)
         if into is None:
-            into = torch.empty(total, dtype=torch.uint8, device=self._device.torch_device)
+            into = torch.empty(total, dtype=torch.uint8, device=self.device.torch_device)
         into[:total].copy_(source, non_blocking=True)
         block.sent()
         return [_view(into, column, offset) for column, offset in zip(columns, offsets, strict=True)]

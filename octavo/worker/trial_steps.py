@@ -12,13 +12,19 @@ from octavo.limits import Limits
 from octavo.messages import PoolingParams, SamplingParams
 from octavo.schedule.step_costs import VERIFY_TOKENS
 from octavo.spec import ModelSpec
+from octavo.worker.draft_model import DraftModel
+from octavo.worker.graphs import Graphs
 from octavo.worker.memory.measure import DEMANDING, trial_columns
+from octavo.worker.rows import NO_CHANGES, RowState
 from octavo.worker.runner import Runner
 
 _WARMUP_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows use separate kernels
 
+_WARMUP_PROMPT = 32  # tokens
+
 _TIMED_STEPS = 3
 _TIMED_VERIFICATIONS = 2
+_TIMED_REPLAYS = 5
 
 
 def most_tokens(limits: Limits) -> int:
@@ -45,13 +51,17 @@ class TrialSteps:
 
     def time_one_row(self) -> float:
         """Seconds of a step with one token of one row: the shortest of a few, because other programs only make steps longer. The first is
-        not counted: it touches memory for the first time."""
+        not counted: it touches memory for the first time, or is captured."""
+        if self._runner.graphs is not None:
+            return self._time(lambda: self._replay(1), _TIMED_REPLAYS)
         return self._time(lambda: self.run(1, 1, is_greedy=True), _TIMED_STEPS)
 
     def time_verification(self) -> float:
         """Seconds of a step in which one row without a context verifies VERIFY_TOKENS − 1 drafted tokens."""
         if self._limits.max_model_len < VERIFY_TOKENS or self._limits.max_num_batched_tokens < VERIFY_TOKENS:
             return 0.0
+        if self._runner.graphs is not None:
+            return self._time(lambda: self._replay(VERIFY_TOKENS), _TIMED_REPLAYS)
         columns = trial_columns(VERIFY_TOKENS, 1)
         columns.num_drafted = np.array([VERIFY_TOKENS - 1])
         self._runner.rows.sampling.enter(0, SamplingParams(temperature=0.0), 0, 1, [])
@@ -65,9 +75,20 @@ class TrialSteps:
             return 0.0
         self._runner.rows.sampling.enter(0, SamplingParams(temperature=0.0), 0, 1, [])
         columns = trial_columns(1, 1)
-        seconds = self._time(lambda: draft.compute(columns), _TIMED_STEPS)
+        step: Callable[[], object] = lambda: draft.compute(columns)  # noqa: E731
+        if draft.graphs is not None:
+            step = lambda: draft.wait(draft.replay(columns))  # noqa: E731
+        seconds = self._time(step, _TIMED_STEPS)
         self._runner.rows.sampling.leave(0)
         return seconds
+
+    def _replay(self, num_tokens: int) -> None:
+        """Run a captured step of the first tokens of one row."""
+        graphs = self._runner.graphs
+        assert graphs is not None
+        rows, lens = trial_columns(num_tokens, 1).by_token()
+        graphs.run(rows, lens, NO_CHANGES, 0, is_greedy=True)
+        self._runner.device.synchronize()
 
     def _time(self, step: Callable[[], object], num_steps: int) -> float:
         seconds = []
@@ -99,3 +120,15 @@ class TrialSteps:
                     runner.graphs.warm_up(size, is_shared=False)
                     runner.graphs.warm_up(size, is_shared=True)
         runner.rows.tokens.zero_()
+
+
+def warm_up_draft(draft: DraftModel, graphs: Graphs, rows: RowState) -> None:
+    """Compile the Triton kernels of a draft model's passes, in parallel."""
+    rows.sampling.enter(0, SamplingParams(temperature=0.0), 0, 1, [])
+    with importlib.import_module("octavo.kernels.triton.runtime.warmup").warmup(usable_cores()):
+        draft.compute(trial_columns(min(_WARMUP_PROMPT, rows.width - 1), 1))
+        for size in _WARMUP_SIZES[:4]:
+            graphs.warm_up(size, is_shared=False)
+        warm_up_gates(draft.model, _WARMUP_SIZES[-1])
+    rows.sampling.leave(0)
+    rows.tokens.zero_()  # nothing was sampled

@@ -158,6 +158,39 @@ def test_a_meter_that_is_dropped_hands_on_nothing():
     assert meter.take() is None
 
 
+def test_what_the_host_takes_alone_is_known_by_the_number_of_rows():
+    """Steps without drafts overlap with their plans; with drafts a step waits for 0.1 ms and 10 µs for each row."""
+    meter, now, costs = CostMeter(), 0.0, NO_COSTS
+    for number in range(400):
+        num_rows = (4, 40, 200)[number % 3]
+        is_prompt, has_drafts = number % 10 == 0, number % 4 == 0
+        counts = [30 if is_prompt and not row else 1 for row in range(num_rows)]
+        drafts = [Draft(1, [7, 7])] if has_drafts and not is_prompt else []
+        if drafts:
+            counts[1] += 2
+        plan = StepPlan(
+            number,
+            [],
+            [],
+            [],
+            list(range(num_rows)),
+            [50] * num_rows,
+            counts,
+            [True] * num_rows,
+            [],
+            [],
+            [],
+            drafts=drafts,
+        )
+        seconds = TRUE.seconds(shape_of(plan, sum(counts)))
+        now += seconds + (1e-4 + 1e-5 * num_rows if drafts else 0.0) + (3.0 if number % 50 == 7 else 0.0)
+        result = StepResult(number, [7] * (sum(counts) - 29 * is_prompt))
+        meter.committed(Committed(plan, result, sum(counts), [], [], [], []), StepTimes(now, seconds))
+        costs = meter.take() or costs
+    assert costs.host == pytest.approx(1e-4, rel=0.05) and costs.host_row == pytest.approx(1e-5, rel=0.05)
+    assert costs.host_seconds(100) == pytest.approx(1.1e-3, rel=0.05)
+
+
 def test_what_a_draft_model_takes_is_apart():
     """Steps are measured without it; a pass costs a share of a step with as many tokens. At first, what a trial took."""
     meter = CostMeter(0.009, 0.016, 0.0036)

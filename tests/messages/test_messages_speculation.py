@@ -32,8 +32,9 @@ def test_vllms_names():
         == by_model
     )
     assert speculation_of('{"model": "path", "num_speculative_tokens": 5}', is_gpu=False) == by_model
-    with pytest.raises(ConfigError, match="a draft model works on a CPU only, and a GPU computes here"):
-        speculation_of('{"method": "draft_model", "model": "path"}', is_gpu=True)
+    assert speculation_of('{"method": "draft_model", "model": "path"}', is_gpu=True) == SpeculationSettings(
+        "draft_model", model="path"
+    )
     head = SpeculationSettings("eagle3", 3, model="path")
     assert speculation_of('{"method": "eagle3", "model": "path", "num_speculative_tokens": 3}', is_gpu=False) == head
     for name in ("mtp", "deepseek_mtp"):

@@ -174,6 +174,44 @@ def test_at_many_rows_nothing_is_drafted():
     )
 
 
+def test_what_the_host_takes_counts():
+    """Of 64 rows each has a draft that is worth its tokens, but not that the host plans while nothing is computed."""
+    certain = [Certain(*[0.95] * 9)] * 64
+    gpu = StepCosts(0.004, 0.0001, 0.0, 0.0, 0.0)
+    assert sum(lengths(gpu, 64, *certain, room=64)) == 64
+    assert sum(lengths(msgspec.structs.replace(gpu, host_row=0.00002), 64, *certain, room=64)) == 64
+    assert sum(lengths(msgspec.structs.replace(gpu, host=0.006), 64, *certain, room=64)) == 0
+    speculation, shape = CostSpeculation(SpeculationSettings("ngram")), StepShape(64, 0, 0, 0)
+    assert speculation.wants_drain(16, shape, gpu)
+    assert not speculation.wants_drain(16, shape, msgspec.structs.replace(gpu, host=0.006)), (
+        "not even if all were right"
+    )
+
+
+def test_of_many_rows_some_are_asked_first_and_less_often_in_vain():
+    costs, shape = StepCosts(0.004, 0.0001, 0.0, 0.0, 0.0), StepShape(64, 0, 640, 0)
+    asked: list[Certain] = []
+
+    class Asked(Certain):
+        def drafts(self, most: int) -> Offer:
+            asked.append(self)
+            return super().drafts(most)
+
+    speculation = CostSpeculation(SpeculationSettings("ngram"))
+    poor = [(at, request_with(Asked(0.01), at)) for at in range(64)]
+    for times in range(4):
+        asked.clear()
+        assert [n for n in (16, 32, 64, 128) if speculation.wants_drain(n, shape, costs)] == [16, 32, 64, 128][times:]
+        assert not speculation.choose(poor, shape, costs, 64)
+        assert len(asked) == 16
+    good = [(at, request_with(Asked(0.95), at)) for at in range(64)]
+    assert len(speculation.choose(good, shape, costs, 64)) == 64
+    assert speculation.wants_drain(16, shape, costs), "what paid is looked for again soon"
+    for _ in range(5):
+        assert not speculation.choose(poor[:1], StepShape(1, 0, 10, 0), costs, 64)
+    assert speculation.wants_drain(16, StepShape(1, 0, 10, 0), costs), "one row is asked as often as ever"
+
+
 def test_the_likelier_row_drafts_more():
     short, long = lengths(CPU, 4, Certain(*[0.6] * 9), Certain(*[0.97] * 9))
     assert 0 <= short < long

@@ -344,8 +344,8 @@ class EngineMetrics(StepObserver):
             [({"position": str(at)}, count) for at, count in enumerate(self._accepted_by_position)],
         )
         costs = {} if self._costs is None else msgspec.structs.asdict(self._costs)
-        for share in ("draft", "draft_low", "spread"):  # no seconds
-            costs.pop(share, None)
+        for other in ("draft", "draft_low", "spread", "host", "host_row"):  # no seconds, or not of every step
+            costs.pop(other, None)
         scrape.gauge(
             "octavo:step_cost_seconds",
             "Measured cost of a step by part: a step, a row, a further token of a row, a position before a row's one token, and one "

@@ -15,6 +15,12 @@ from octavo.schedule.step_costs import StepCosts, StepShape
 
 MARGIN = 1.1
 """A drafted token must bring so many times the tokens per second that the step has without it: chances and costs are estimates."""
+LEAST_GAIN = 1.03
+"""Drafts of a step must bring so many times the tokens per second that it has without them, with what the host takes."""
+PROBED_ROWS = 16
+"""Of many rows so many are asked first, because asking takes time. If drafts of none of them pay, the others are not asked."""
+FEW_ROWS = 8
+"""With more rows, drafts are looked for less often after each time when none paid: every DRAIN_EVERY · 2, · 4, … steps."""
 LEAST_COST = 0.02
 """… and costs at least this share of a step's constant part, whatever was measured."""
 SHARED_BY = 32
@@ -31,6 +37,7 @@ def speculation(settings: SpeculationSettings | None) -> "CostSpeculation | None
 class CostSpeculation:
     def __init__(self, settings: SpeculationSettings) -> None:
         self.settings = settings
+        self._num_in_vain = 0  # times in succession that no draft was found that pays; only decides when to look again
 
     def attach(self, request: Request) -> None:
         params = request.params
@@ -53,11 +60,38 @@ class CostSpeculation:
         room: int,
         limit: StallLimit | None = None,
     ) -> list[Draft]:
-        if self.settings.is_adaptive:
-            if costs is None or not _could_pay(shape, costs):
+        if not self.settings.is_adaptive:
+            offers = self._offers(rows, room)
+            _take_all(offers, room)
+            return _drafts(offers)
+        if costs is None or not _could_pay(shape, costs):
+            return []
+        if limit is not None:
+            room = min(room, limit.drafts_within(costs, shape))
+        stride = len(rows) // PROBED_ROWS
+        if stride > 1:
+            start = len(rows[0][1].tokens) % stride  # others than the last time
+            probed = rows[start::stride]
+            if not self._paying(probed, shape, costs, max(1, room * len(probed) // len(rows)), 0.0):
+                self._num_in_vain += 1
                 return []
-            if limit is not None:
-                room = min(room, limit.drafts_within(costs, shape))
+        found = self._paying(rows, shape, costs, room, costs.host_seconds(shape.rows))
+        self._num_in_vain = 0 if found else self._num_in_vain + 1
+        return found
+
+    def _paying(
+        self, rows: Sequence[tuple[int, Request]], shape: StepShape, costs: StepCosts, room: int, host_seconds: float
+    ) -> list[Draft]:
+        """Drafts of these rows as far as they pay. `host_seconds`: that the step takes longer if there are any."""
+        offers = self._offers(rows, room)
+        if not offers:
+            return []
+        step = _Step(costs, float(shape.rows), costs.seconds(shape), room)
+        step.add_text([each for each in offers if each.offer.tokens[0] != FROM_MODEL])
+        step.add_passes([each for each in offers if each.offer.tokens[0] == FROM_MODEL])
+        return [] if host_seconds and not step.pays_with(host_seconds) else _drafts(offers)
+
+    def _offers(self, rows: Sequence[tuple[int, Request]], room: int) -> list["_Offered"]:
         offers: list[_Offered] = []
         for at, request in rows:
             assert request.drafter is not None
@@ -69,18 +103,11 @@ class CostSpeculation:
             offer = request.drafter.drafts(most)
             if offer.tokens:
                 offers.append(_Offered(at, request, offer))
-        if not offers:
-            return []
-        if self.settings.is_adaptive and costs is not None:
-            step = _Step(costs, float(shape.rows), costs.seconds(shape), room)
-            step.add_text([each for each in offers if each.offer.tokens[0] != FROM_MODEL])
-            step.add_passes([each for each in offers if each.offer.tokens[0] == FROM_MODEL])
-        else:
-            _take_all(offers, room)
-        return [Draft(each.at, each.offer.tokens[: each.length]) for each in offers if each.length]
+        return offers
 
     def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
-        if num_steps % DRAIN_EVERY:
+        often = min(self._num_in_vain, max(0, (shape.rows - 1).bit_length() - FEW_ROWS.bit_length() + 1), 4)
+        if num_steps % (DRAIN_EVERY << often):
             return False
         if not self.settings.is_adaptive or costs is None:
             return not self.settings.is_adaptive
@@ -106,11 +133,16 @@ class _Step:
 
     def __init__(self, costs: StepCosts, tokens: float, seconds: float, room: int) -> None:
         self._costs, self._tokens, self._seconds, self._room = costs, tokens, seconds, room
+        self._without = tokens / seconds  # tokens per second
 
     @property
     def _least(self) -> float:
         """Tokens per second that anything that is added must bring."""
         return MARGIN * self._tokens / self._seconds
+
+    def pays_with(self, host_seconds: float) -> bool:
+        """Whether what was added pays if it also takes this time."""
+        return self._tokens > LEAST_GAIN * self._without * (self._seconds + host_seconds)
 
     def _add(self, gain: float, cost: float, count: int) -> None:
         self._tokens, self._seconds, self._room = self._tokens + gain, self._seconds + cost, self._room - count
@@ -183,10 +215,15 @@ class _Step:
             going = [(chance, offered) for chance, _, offered in found]
 
 
+def _drafts(offers: Sequence[_Offered]) -> list[Draft]:
+    return [Draft(each.at, each.offer.tokens[: each.length]) for each in offers if each.length]
+
+
 def _could_pay(shape: StepShape, costs: StepCosts) -> bool:
-    """Whether a token that is certain to count, and costs nothing to propose, would pay, at the average length of the rows."""
+    """Whether a token for each row that is certain to count, and costs nothing to propose, would pay, at the average length of the rows."""
     position = shape.context // max(shape.rows, 1)
-    return costs.seconds(shape) > MARGIN * shape.rows * _cost(costs, position)
+    seconds, added = costs.seconds(shape), shape.rows * _cost(costs, position)
+    return seconds > MARGIN * added and 2 * seconds > LEAST_GAIN * (seconds + added + costs.host_seconds(shape.rows))
 
 
 def _cost(costs: StepCosts, position: int) -> float:

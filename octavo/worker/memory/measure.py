@@ -44,13 +44,14 @@ def measure(
     num_rows: int,
     *,
     num_graphs: int = 0,
+    num_pools: int = 1,
     staging_bytes: int = 0,
     is_alone: bool = True,
 ) -> DeviceMemory:
     """Measure with the weights loaded and the tables allocated. ConfigError if a step of `num_tokens` does not fit; that
     many tokens must fit into `num_rows` rows.
 
-    `staging_bytes`: what will be allocated besides pages once their number is known. `is_alone`: no other rank takes part
+    `num_pools`: of memory for graphs; those of a draft model need no more than the model's. `staging_bytes`: what will be allocated besides pages once their number is known. `is_alone`: no other rank takes part
     in the steps. Several ranks must all run the same steps, so no rank tries smaller ones by itself."""
     num_rows = min(num_rows, num_tokens)
     least = working_bytes(device, partial(run_step, 1, 1, False))
@@ -60,7 +61,7 @@ def measure(
     if least is None or greedy is None or rows is None or working is None:
         raise ConfigError(_no_room(device, run_step if is_alone else None, num_tokens, num_rows))
     # Graphs have their own memory pool, and each runs once uncaptured on its own stream: twice a step's memory.
-    reserve = _SAFETY_BYTES + staging_bytes + num_graphs * _GRAPH_BYTES + 2 * greedy
+    reserve = _SAFETY_BYTES + staging_bytes + num_graphs * _GRAPH_BYTES + num_pools * 2 * greedy
     use = device.memory_use()
     outside = use.total - use.free - use.reserved
     context = min(outside, _CONTEXT_BYTES)

@@ -49,13 +49,18 @@ class InputSlot:
         return self.cells + self.max_changes
 
     @property
-    def size(self) -> int:
+    def given(self) -> int:
+        """For each row NO_INPUT, or a drafted token to be written to the token table as the one that is computed."""
         return self.pages + self.max_changes
+
+    @property
+    def size(self) -> int:
+        return self.given + self.max_rows
 
 
 @triton.jit
 def _receive(
-    input_slots, slot, rows, lens, prefix_len, page_table, num_rows, size, max_rows, max_changes,
+    input_slots, slot, rows, lens, given, prefix_len, page_table, num_rows, size, max_rows, max_changes,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy an input slot. One program: a slot has a few kilobytes, and reading it takes one round trip to host memory."""
@@ -65,6 +70,8 @@ def _receive(
         at = first + tl.arange(0, BLOCK)
         tl.store(rows + at, tl.load(inputs + at, mask=at < num_rows, other=0), mask=at < num_rows)
         tl.store(lens + at, tl.load(inputs + max_rows + at, mask=at < num_rows, other=0), mask=at < num_rows)
+        drafted = tl.load(inputs + 2 * max_rows + 4 + 2 * max_changes + at, mask=at < num_rows, other=0)
+        tl.store(given + at, drafted, mask=at < num_rows)
     tl.store(prefix_len, tl.load(inputs + 2 * max_rows))
     num_changes = tl.load(inputs + 2 * max_rows + 1)
     for first in range(0, num_changes, BLOCK):
@@ -91,15 +98,19 @@ def _receive_adapters(
 
 @triton.jit
 def _gather(
-    rows, lens, tokens, pages, input_ids, positions, slots, seq_lens, page_table, tokens_width, pages_width, out_width,
+    rows, lens, given, tokens, pages, input_ids, positions, slots, seq_lens, page_table, tokens_width, pages_width, out_width,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     length = tl.load(lens + index)
     is_there = length > 0
-    row = tl.where(is_there, tl.load(rows + index), 0).to(tl.int64)
+    row = tl.load(rows + index)
+    row = tl.where(is_there, tl.where(row < 0, -1 - row, row), 0).to(tl.int64)
     position = tl.maximum(length - 1, 0)
-    token = tl.load(tokens + row * tokens_width + position)
+    drafted = tl.load(given + index)
+    is_drafted = is_there & (drafted >= 0)
+    token = tl.where(is_drafted, drafted, tl.load(tokens + row * tokens_width + position))
+    tl.store(tokens + row * tokens_width + position, drafted, mask=is_drafted)
     page = tl.load(pages + row * pages_width + position // PAGE_SIZE).to(tl.int64)
     tl.store(input_ids + index, tl.where(is_there, token, 0).to(tl.int64))
     tl.store(positions + index, position.to(tl.int64))
@@ -118,7 +129,7 @@ def _scatter(rows, lens, sampled, tokens, host_tokens, slot, tokens_width, max_r
     length = tl.load(lens + index)
     row = tl.load(rows + index).to(tl.int64)
     token = tl.load(sampled + index).to(tl.int32)
-    tl.store(tokens + row * tokens_width + length, token, mask=length > 0)
+    tl.store(tokens + row * tokens_width + length, token, mask=(length > 0) & (row >= 0))
     # receive() has moved `slot` on: this step's slot is the previous one.
     which = (tl.load(slot) + SLOTS - 1) % SLOTS
     tl.store(host_tokens + which * max_rows + index, token)
@@ -129,12 +140,13 @@ def receive(
     slot: torch.Tensor,  # [1] int32: index of the slot to read; incremented
     rows: torch.Tensor,  # [B] int32; this and the following are filled
     lens: torch.Tensor,  # [B] int32
+    given: torch.Tensor,  # [B] int32
     prefix_len: torch.Tensor,  # [1] int32
     pages: torch.Tensor,  # [rows, P] int32, or several of these in a row: gets the changes
     layout: InputSlot,
 ) -> None:
     _receive[(1,)](
-        input_slots, slot, rows, lens, prefix_len, pages, rows.shape[0], input_slots.shape[1], layout.max_rows, layout.max_changes,
+        input_slots, slot, rows, lens, given, prefix_len, pages, rows.shape[0], input_slots.shape[1], layout.max_rows, layout.max_changes,
         SLOTS=NUM_SLOTS, BLOCK=_CELLS_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
@@ -154,8 +166,9 @@ def receive_adapters(
 
 
 def gather_inputs(
-    rows: torch.Tensor,  # [B] int32
+    rows: torch.Tensor,  # [B] int32; −1 − row: its sample is not kept (scatter_tokens)
     lens: torch.Tensor,  # [B] int32: tokens in the row, of which the last is to be computed; 0: padding
+    given: torch.Tensor,  # [B] int32: that last token, to be written to the table; negative: it is there
     tokens: torch.Tensor,  # [rows, W] int32
     pages: torch.Tensor,  # [rows, P] int32
     page_size: int,
@@ -167,7 +180,7 @@ def gather_inputs(
     page_table: torch.Tensor,  # [B, P] int32; entries beyond a row's length are not changed
 ) -> None:
     _gather[(rows.shape[0],)](
-        rows, lens, tokens, pages, input_ids, positions, slots, seq_lens, page_table,
+        rows, lens, given, tokens, pages, input_ids, positions, slots, seq_lens, page_table,
         tokens.stride(0), pages.stride(0), page_table.stride(0), PAGE_SIZE=page_size, BLOCK=_PAGES_AT_ONCE, num_warps=1,
     )  # fmt: skip
 
@@ -176,7 +189,7 @@ def scatter_tokens(
     rows: torch.Tensor,  # [B] int32
     lens: torch.Tensor,  # [B] int32
     sampled: torch.Tensor,  # [B] int64
-    tokens: torch.Tensor,  # [rows, W] int32: each row's sampled token is appended
+    tokens: torch.Tensor,  # [rows, W] int32: each row's sampled token is appended, unless `rows` has −1 − row
     host_tokens: torch.Tensor,  # [NUM_SLOTS, max_rows] int32, pinned: … and sent to the host
     slot: torch.Tensor,  # [1] int32, as left by receive()
 ) -> None:

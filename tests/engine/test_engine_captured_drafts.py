@@ -1,0 +1,122 @@
+"""Drafts where steps are captured, as on a GPU: a step that verifies them is one of more rows, and so are a draft model's passes. The graphs
+are computed operation by operation here, on a CPU, where no bit depends on how tokens are divided into steps."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.speculation.identity import Campaign
+from octavo import LLM, SamplingParams
+from octavo.engine.build import Engine
+from octavo.messages import most_samples
+from octavo.schedule.step_costs import VERIFY_TOKENS
+from octavo.worker.trial_steps import TrialSteps
+from tests.doubles import write_byte_tokenizer
+from tests.worker.eager_graphs import EagerGraphs
+from tests.worker.tiny import disturbed, write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    source = write_tiny_llama(folder, vocab_size=258)
+    write_byte_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 320}))
+    return source
+
+
+def capture(loop: Any, max_rows: int) -> list[EagerGraphs]:
+    """Have the engine's steps, and the passes of its draft model, run as if they were captured."""
+    runner = loop.executor._runner
+    loop.executor._thread.shutdown()
+    loop.executor._thread = None  # steps are launched as on a GPU
+    runner.graphs = EagerGraphs(runner.rows, runner.model, runner.staging, most_samples(max_rows))
+    found = [runner.graphs]
+    if runner.draft is not None:
+        runner.draft.graphs = EagerGraphs(runner.rows, runner.draft.model, runner.staging, most_samples(max_rows))
+        found.append(runner.draft.graphs)
+    return found
+
+
+class Captured(Campaign):
+    """With engines that replay."""
+
+    num_replays = 0
+
+    def _start(self, speculative: str, with_tokens: bool) -> tuple[Engine, Path]:
+        engine, folder = super()._start(speculative, with_tokens)
+        self.graphs = capture(engine.loop, self.options["max_num_seqs"])
+        return engine, folder
+
+    def _end(self, engine: Engine, folder: Path) -> None:
+        self.num_replays += sum(len(each.sizes) for each in self.graphs)
+        super()._end(engine, folder)
+
+
+OPTIONS = {"kv_cache_memory_bytes": 3 * 2**16, "max_model_len": 320, "cpu_threads": 1, "enforce_eager": True}
+
+
+def test_drafts_change_nothing(source, tmp_path):
+    campaign = Captured(source, OPTIONS, tmp_path)
+    campaign.check(2, 40, ["ngram", "suffix"])
+    seen = campaign.seen
+    assert not seen.different, seen.different[0]
+    assert seen.drafted > 300 and seen.accepted > 100 and seen.drafted - seen.accepted > 100, seen
+    assert seen.preemptions > 5 and seen.deaths > 0 and campaign.num_replays > 500, seen
+
+
+def test_drafts_of_a_model_change_nothing(source, tmp_path):
+    draft = disturbed(source, tmp_path / "draft", 0.01)
+    campaign = Captured(source, OPTIONS, tmp_path, str(draft))
+    for seed in (3, 4):
+        campaign.check(seed, 40, ["draft_model"])
+    seen = campaign.seen
+    assert not seen.different, seen.different[0]
+    assert seen.drafted > 300 and seen.accepted > 100 and seen.drafted - seen.accepted > 100, seen
+    assert seen.preemptions > 5 and seen.deaths > 0 and campaign.num_replays > 500, seen
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_what_the_model_drafts_for_itself_is_always_right(source, temperature):
+    model = str(source.path)
+    config = {"method": "draft_model", "model": model, "num_speculative_tokens": 4, "adaptive": False}
+    options = {
+        "page_size": 4,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 2**18,
+        "cpu_threads": 1,
+        "enforce_eager": True,
+    }
+    with LLM(model, speculative_config=json.dumps(config), **options) as llm:
+        graphs, drafting = capture(llm._loop, 4)
+        results = []
+        collect = llm._loop.executor.collect
+        llm._loop.executor.collect = lambda: results.append(collect()) or results[-1]
+        params = [SamplingParams(temperature=temperature, seed=at, max_tokens=30, ignore_eos=True) for at in range(3)]
+        llm.generate([[1, 2, 3], [4] * 9, [5, 6] * 12], params, use_tqdm=False)
+    runs = [run for result in results for run in result.runs]
+    assert runs == [1 + count for result in results for count in result.drafted], "a wrong key or value was read"
+    assert runs.count(5) > 10
+    assert 15 in graphs.sizes, "three rows that verify four tokens"
+    assert 6 in drafting.sizes, "three rows that lack a token, and their own last one"
+
+
+def test_steps_and_passes_are_timed_as_they_are_replayed(source):
+    model = str(source.path)
+    config = {"method": "draft_model", "model": model}
+    with LLM(model, speculative_config=json.dumps(config), max_num_seqs=4, enforce_eager=True, cpu_threads=1) as llm:
+        graphs, drafting = capture(llm._loop, 4)
+        runner = llm._loop.executor._runner
+        limits = SimpleNamespace(max_model_len=128, max_num_batched_tokens=64)
+        trials = TrialSteps(runner, None, limits)
+        with torch.inference_mode():
+            assert min(trials.time_one_row(), trials.time_verification(), trials.time_draft()) > 0
+        assert set(graphs.sizes) == {1, VERIFY_TOKENS} and set(drafting.sizes) == {1}
+        assert not runner.rows.tokens.any(), "what they have sampled is no request's"
+        [answer] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+        assert len(answer.outputs[0].token_ids) > 1

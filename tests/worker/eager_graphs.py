@@ -1,0 +1,70 @@
+"""EagerGraphs: what Graphs does, without a GPU: the steps that it would replay are computed operation by operation, from the same rows and
+lengths and with the same writes to the token table and to the host."""
+
+import numpy as np
+import torch
+
+from octavo.layers.model import DecoderModel
+from octavo.messages import NO_INPUT
+from octavo.sampling.state import Ints
+from octavo.worker.assemble import Columns, assemble
+from octavo.worker.rows import PageChanges, RowState
+from octavo.worker.staging import Staging
+
+NUM_SLOTS = 16  # as many steps keep their tokens on the host
+
+
+class EagerGraphs:
+    num_captured = 0
+
+    def __init__(self, rows: RowState, model: DecoderModel, staging: Staging, max_rows: int) -> None:
+        self._rows, self._model, self._staging, self._max_rows = rows, model, staging, max_rows
+        self._sent = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        self._host_tokens = torch.zeros(NUM_SLOTS, max_rows, dtype=torch.int32)
+        self.sizes: list[int] = []  # rows of each step
+
+    def forget(self) -> None: ...
+
+    def can_run(self, num_rows: int, changes: PageChanges) -> bool:
+        return num_rows <= self._max_rows
+
+    def run(
+        self,
+        rows: Ints,
+        lens: Ints,
+        changes: PageChanges,
+        shared_len: int,
+        is_greedy: bool,
+        adapters: object = None,
+        drafted: Ints | None = None,
+    ) -> torch.Tensor | None:
+        self.sizes.append(len(rows))
+        self._sent = (rows, lens)
+        self._step(is_greedy, drafted)
+        return self._step(is_greedy, drafted)  # the step that captures a graph is run twice, with the same inputs
+
+    def _step(self, is_greedy: bool, drafted: Ints | None) -> torch.Tensor | None:
+        rows, lens = self._sent
+        for row, length, token in (
+            () if drafted is None else zip(rows.tolist(), lens.tolist(), drafted.tolist(), strict=True)
+        ):
+            if token != NO_INPUT:
+                self._rows.tokens[row, length - 1] = token
+        of_rows = np.where(rows < 0, -1 - rows, rows)
+        ones = np.ones(len(rows), dtype=np.int64)
+        batch = assemble(Columns(of_rows, ones, lens, ones.astype(np.bool_)), self._rows, self._staging).batch
+        logits = self._model.logits(self._model.forward(batch, None))
+        if not is_greedy:
+            return logits.clone()
+        self.store(logits.argmax(-1))
+        return None
+
+    def store(self, sampled: torch.Tensor) -> None:
+        rows, lens = self._sent
+        for row, length, token in zip(rows.tolist(), lens.tolist(), sampled.tolist(), strict=True):
+            if row >= 0:
+                self._rows.tokens[row, length] = token
+        self._host_tokens[(len(self.sizes) - 1) % NUM_SLOTS, : len(sampled)] = sampled
+
+    def host_tokens(self, num_rows: int) -> torch.Tensor:
+        return self._host_tokens[(len(self.sizes) - 1) % NUM_SLOTS, :num_rows]
