@@ -158,7 +158,9 @@ def measure_failover(arguments: argparse.Namespace, options: dict[str, Any], voc
             os.kill(min(engines), signal.SIGKILL)
 
         asked = argparse.Namespace(streams=count, tokens=num_tokens, fault="kill")
-        streams(server.base, asked, 0, None, prompts)  # compiles and captures
+        streams(
+            server.base, argparse.Namespace(**vars(asked) | {"tokens": 40}), 0, None, prompts
+        )  # compiles and captures
         for fault in (None, kill):
             found, _ = streams(server.base, asked, KILLED_AFTER if fault else 0, fault, prompts)
             sides.append(found)
