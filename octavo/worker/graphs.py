@@ -55,7 +55,8 @@ class Graphs:
         self._rows, self._model = rows, model
         self._sizes, self._vocab_size = ladder(max_rows), vocab_size
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
+        # What captured steps put beside it (adapters) has the usual priority: it takes the processors that products leave free.
+        self._stream = torch.cuda.Stream(device.torch_device, priority=-1)  # type: ignore[no-untyped-call]
         self._captured: dict[_Key, torch.cuda.CUDAGraph] = {}
         self.num_captured = 0
         self.seconds_capturing = 0.0
@@ -95,6 +96,8 @@ class Graphs:
     def forget(self) -> None:
         """Drop all graphs: what they read will have other addresses. Each is captured again when it is first needed."""
         self._captured.clear()
+        # Their memory ends with the last of them, and a pool that has ended takes no further graph.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def can_run(self, num_rows: int, changes: PageChanges) -> bool:
         return num_rows <= self._slot_layout.max_rows and len(changes.cells) <= self._slot_layout.max_changes

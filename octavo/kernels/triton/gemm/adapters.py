@@ -34,6 +34,8 @@ BLOCK_FIELDS = 3  # address of the adapter's table, first place in the order, nu
 MAX_SPLIT_ROWS = 256  # with more rows there are enough blocks for a GPU without dividing K
 NO_GATE = "none"
 _BLOCK_N, _COPY_N = 128, 1024
+# Few registers: these kernels wait for memory, and more of their programs are to wait at a time.
+_EXPAND = {"num_warps": 4, "num_stages": 2, "maxnreg": 80}
 _PROGRAMS = 2048  # of an expand launch, about: some for each processor
 
 _BLOCK_ROWS, _RANK_STEP, _SLICE = tl.constexpr(BLOCK_ROWS), tl.constexpr(RANK_STEP), tl.constexpr(SLICE)
@@ -440,7 +442,7 @@ def expand(
             y, rows.order, rows.blocks, scratch.narrow, site, num_blocks, scratch.max_parts, scratch.max_rank, y.stride(0), width,
         ),
         (num_parts, _BLOCK_N, pdl),
-        {"num_warps": 4, "num_stages": 2} | options,
+        _EXPAND | options,
     )  # fmt: skip
 
 
@@ -465,7 +467,7 @@ def expand_gated(
             y, out, rows.order, rows.blocks, scratch.narrow, site, num_blocks, scratch.max_parts, scratch.max_rank, y.stride(0), width,
         ),
         (num_parts, _BLOCK_N, activation, pdl),
-        {"num_warps": 4, "num_stages": 2} | options,
+        _EXPAND | options,
     )  # fmt: skip
     return out
 
