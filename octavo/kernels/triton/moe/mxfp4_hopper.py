@@ -95,7 +95,9 @@ class Shape:
     """Compile-time constants."""
 
     ROWS: gl.constexpr  # rows of x in a tile
-    NARROW: gl.constexpr  # a block of so few rows takes a narrower instruction; the rows are fetched in pieces of so many
+    NARROW: (
+        gl.constexpr
+    )  # a block of so few rows takes a narrower instruction; the rows are fetched in pieces of so many
     SIDES: gl.constexpr  # groups of 64 outputs
     SPLIT: gl.constexpr  # programs that share a tile's K
     STAGES: gl.constexpr
