@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo.kernels.triton.moe import mxfp4_layout
 from octavo.kernels.triton.moe.expert_plan import Tiles, fitting
-from octavo.kernels.triton.moe.mxfp4 import can_run, mxfp4_experts
+from octavo.kernels.triton.moe.grouped import Routing, can_run, choose_packed, packed_experts
 from octavo.quants import QUANT, Quants, Weight
 from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, HeldExperts, Method, Settings
 from octavo.weights.methods.triton_experts import ExpertSums
@@ -80,18 +80,16 @@ class HopperMxfp4Experts(HeldExperts):
         self, x: Tensor, logits: Tensor, num_chosen: int, is_normalised: bool, residual: Tensor | None
     ) -> Tensor:
         request, gate = self._request, self._request.gate
-        return mxfp4_experts(
+        held = (request.first, request.num_experts) if request.is_part else None
+        return packed_experts(
             x,
-            logits,
-            num_chosen,
-            is_normalised,
+            Routing(logits, num_chosen, is_normalised, held),
             self.gate_up,
             self.down,
             (request.gate_up_bias, request.down_bias),
             (gate.alpha, gate.limit, gate.offset),
             residual,
-            (request.first, request.num_experts) if request.is_part else None,
-            self._is_fixed,
+            choose_packed(len(x), num_chosen, logits.shape[1], self._is_fixed),
         )
 
 

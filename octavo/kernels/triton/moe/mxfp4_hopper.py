@@ -453,6 +453,11 @@ _blocks = Descriptors(lambda *parts: TensorDescriptor(*parts, WORDS_LAYOUT))
 _metas = Descriptors(lambda *parts: TensorDescriptor(*parts, EXPONENTS_LAYOUT))
 
 
+def registers(num_warps: int, per_processor: int) -> int:
+    """A thread's share of a processor's 65536, with four more warps for the fetching one; the consumers get what that gives up."""
+    return min(168, 65536 // (32 * (num_warps + 4) * per_processor) // 8 * 8)
+
+
 class Tile(NamedTuple):
     rows: int  # of x: 8 to 256
     narrow: int  # rows of the narrower instruction; the same as rows: there is none
@@ -486,7 +491,8 @@ def product(
         assert units * 64 * tile.sides * tile.rows <= SCRATCH_NUMBERS and units // tile.split <= MAX_SHARED_TILES
     words, exponents = weight.words.view(-1, 32), weight.exponents.view(-1, 4)
     alpha, limit, offset = (1.0, 0.0, 0.0) if gate is None else (float(number) for number in gate)
-    options = {"num_warps": 4 * min(2, tile.sides), "maxnreg": 168 if tile.sides > 1 else 128}
+    num_warps = 4 * min(2, tile.sides)
+    options = {"num_warps": num_warps, "maxnreg": registers(num_warps, tile.per_processor)}
     if pdl:
         options["launch_pdl"] = True
     _launch_product(

@@ -1,4 +1,4 @@
-"""Mxfp4Experts' weights as they lie in GPU memory for `mxfp4_hopper`. weight = number · 2 ** (scale − 127), exactly, of 4-bit floats.
+"""MXFP4 weights of experts as they lie in GPU memory for `mxfp4_hopper`. weight = number · 2 ** (scale − 127), exactly, of 4-bit floats.
 
 Each expert's weight is cut into blocks of 64 outputs and 128 columns of K, in the order in which the threads of four warps
 hold it as the left operand of a matrix instruction (`gemm/int4_layout.py` describes it). Of a word's eight numbers, each two
