@@ -1,6 +1,7 @@
 """The experts of a layer on the tensor cores of compute capability 9: plan, gather, two products with the gate in between, and a
 weighted sum. The host never waits for the device, and a captured graph serves every routing."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple, Protocol
 
@@ -10,7 +11,7 @@ from octavo.kernels.triton.moe.expert_plan import plan_blocks
 from octavo.kernels.triton.moe.experts import combine
 from octavo.kernels.triton.moe.gather import gather
 from octavo.kernels.triton.moe.mxfp4_layout import Mxfp4Tensor
-from octavo.kernels.triton.runtime.batch_sizes import captured_size
+from octavo.kernels.triton.runtime.batch_sizes import captured_size, ladder
 from octavo.kernels.triton.runtime.chip import is_hopper, starts_early
 from octavo.kernels.triton.runtime.launch import knows_gluon
 
@@ -52,20 +53,19 @@ def can_run(device: torch.device) -> bool:
 
 @cache
 def choose_packed(num_tokens: int, num_chosen: int, num_experts: int, is_fixed: bool) -> PackedChoice:
-    """The fastest measured by `benchmarks/kernels/experts.py` on an H200 for gpt-oss-20b, by the average number of rows per expert.
-    is_fixed: no two programs share K, so that a row's bits do not depend on the number of rows."""
+    """The fastest of those that `benchmarks/kernels/experts.py` measured on an H200 for gpt-oss-20b, by the average number of rows
+    per expert. Few kinds, because each is compiled. is_fixed: no two programs share K, so that a row's bits do not depend on the number
+    of rows."""
     num_tokens = captured_size(num_tokens)
     rows = num_tokens * num_chosen / num_experts
     if num_tokens == 1:
         return PackedChoice((8, 8, 1, 1, 8, 3), (8, 8, 1, 1 if is_fixed else 2, 8, 3))
     if rows <= 3:
-        return PackedChoice((8, 8, 1, 1, 8, 3), (8, 8, 1, 1, 8, 3))
+        return PackedChoice((8, 8, 1, 1, 6, 4), (8, 8, 1, 1, 6, 4))
     if rows <= 10:
-        return PackedChoice((16, 16, 1, 1, 8, 3), (16, 16, 1, 1, 8, 3))
+        return PackedChoice((16, 16, 1, 1, 6, 4), (16, 16, 1, 1, 6, 4))
     if rows <= 24:
         return PackedChoice((32, 32, 1, 1, 6, 2), (32, 32, 1, 1, 6, 2))
-    if rows <= 48:
-        return PackedChoice((64, 64, 1, 1, 5, 2), (64, 64, 1, 1, 5, 2))
     if rows <= 400:
         return PackedChoice((128, 64, 2, 1, 5, 1), (128, 64, 2, 1, 5, 1))
     return PackedChoice((256, 64, 2, 1, 3, 1), (256, 64, 2, 1, 3, 1))
@@ -73,11 +73,20 @@ def choose_packed(num_tokens: int, num_chosen: int, num_experts: int, is_fixed: 
 
 @cache
 def choose_plain(num_tokens: int, num_chosen: int, num_experts: int) -> PlainChoice | None:
-    """As choose_packed, for Qwen3-30B-A3B; None: Triton's own kernels are faster."""
+    """As choose_packed, for Qwen3-30B-A3B. None: the kernels in plain Triton; with 4 rows per expert they were faster, with 32 they
+    took as long."""
     rows = captured_size(num_tokens) * num_chosen / num_experts
-    if rows <= 128:
+    if rows <= 32:
         return None
     return PlainChoice((128, 256, 4, 1), (128, 256, 4, 1))
+
+
+def row_counts(choose: Callable[[int], object], max_rows: int) -> list[int]:
+    """Numbers of rows that together meet every choice for up to max_rows rows."""
+    first: dict[object, int] = {}
+    for count in ladder(max_rows):
+        first.setdefault(choose(count), count)
+    return list(first.values())
 
 
 def packed_experts(
