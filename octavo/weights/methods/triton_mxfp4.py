@@ -6,7 +6,7 @@ from torch import Tensor
 
 from octavo.kernels.triton.moe import mxfp4_layout
 from octavo.kernels.triton.moe.expert_plan import Tiles, fitting
-from octavo.kernels.triton.moe.grouped import Routing, can_run, choose_packed, packed_experts
+from octavo.kernels.triton.moe.grouped import Routing, can_run, choose_packed, packed_experts, row_counts
 from octavo.quants import QUANT, Quants, Weight
 from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, HeldExperts, Method, Settings
 from octavo.weights.methods.triton_experts import ExpertSums
@@ -91,6 +91,13 @@ class HopperMxfp4Experts(HeldExperts):
             residual,
             choose_packed(len(x), num_chosen, logits.shape[1], self._is_fixed),
         )
+
+    def warm_up(self, num_routed: int, num_chosen: int, is_normalised: bool, max_rows: int) -> None:
+        device = self.gate_up.words.device
+        for count in row_counts(lambda rows: choose_packed(rows, num_chosen, num_routed, self._is_fixed), max_rows):
+            x = torch.empty(count, self._request.hidden_size, dtype=torch.bfloat16, device=device)
+            logits = torch.empty(count, num_routed, dtype=torch.bfloat16, device=device)
+            self.weighted_sum(x, logits, num_chosen, is_normalised, x)
 
 
 def _room(num_experts: int, num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
