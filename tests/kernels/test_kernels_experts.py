@@ -51,7 +51,9 @@ def test_a_token_that_is_no_number_is_sent_somewhere_with_weights_that_are_none(
     assert plan.weights.isnan().any(dim=1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (50, 3, 1), (700, 5, 2), (9, 40, 3)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (50, 3, 1), (700, 5, 2), (400, 12, 3), (9, 40, 3)]
+)
 def test_blocks_hold_every_pair_once_in_order(num_tokens, num_experts, num_chosen, device):
     torch.manual_seed(num_tokens)
     plan = kernels.plan_experts(torch.randn(num_tokens, num_experts, device=device), num_chosen, True, TILES)
