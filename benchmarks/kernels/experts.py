@@ -207,7 +207,7 @@ def time_product(model: Model, weights: Weights, some: list[Load], tile: Tile, i
     calls: list[Callable[[], object]] = []
     for load in some:
         plan = plan_blocks(load.logits, model.chosen, True, tile.rows)
-        x = gather(load.x, plan.order, model.chosen, False)
+        x = gather(load.x, plan.places, model.chosen, False)
         if not is_gate:
             x = torch.randn(len(plan.order), model.inner, device="cuda").bfloat16()
         elif len(load.x) == 1 and model.is_packed:
@@ -276,7 +276,7 @@ def show_parts(model: Model, some: list[Load], out: torch.Tensor, rows: int) -> 
     pairs = torch.zeros(len(out) * model.chosen, model.depth, device="cuda", dtype=torch.bfloat16)
     parts: dict[str, list[Callable[[], object]]] = {
         "plan": [partial(plan_blocks, load.logits, model.chosen, True, rows) for load in some],
-        "gather": [partial(gather, load.x, plan.order, model.chosen, False) for load, plan in zip(some, plans, strict=True)],
+        "gather": [partial(gather, load.x, plan.places, model.chosen, False) for load, plan in zip(some, plans, strict=True)],
         "combine": [partial(combine, pairs, plan.weights, out, out, model.chosen, False) for plan in plans],
     }  # fmt: skip
     print(
@@ -317,7 +317,7 @@ def compile_one(model: Model, tokens: int, tile: Tile | None) -> None:
     if tile is None:
         run_old(model, weights, load, torch.zeros_like(load.x))
         plan = plan_blocks(load.logits, model.chosen, True, 16)
-        gather(load.x, plan.order, model.chosen, False)
+        gather(load.x, plan.places, model.chosen, False)
         pairs = torch.zeros(tokens * model.chosen, model.depth, device="cuda", dtype=torch.bfloat16)
         combine(pairs, plan.weights, load.x, load.x, model.chosen, False)
         return

@@ -87,12 +87,12 @@ def test_a_layer_holds_the_numbers_it_is_given(device):
     assert not mxfp4_layout.decode(held.gate_up, 0).any()
 
 
-@pytest.mark.parametrize(("num_tokens", "depth"), [(1, 40), (23, 300)])
+@pytest.mark.parametrize(("num_tokens", "depth"), [(1, 40), (23, 1100)])
 def test_rows_are_gathered_by_place(num_tokens, depth, device):
     torch.manual_seed(depth)
     x = torch.randn(num_tokens, depth + 8, device=device)[:, :depth]  # rows with gaps between them
     plan = plan_blocks(torch.randn(num_tokens, 6, device=device), 3, True, 16)
-    assert torch.equal(gather(x, plan.order, 3, pdl=False), x[plan.order.long() // 3])
+    assert torch.equal(gather(x, plan.places, 3, pdl=False), x[plan.order.long() // 3])
 
 
 # ── which tiles ─────────────────────────────────────────────────────────────────────────────────────
@@ -256,18 +256,19 @@ def test_experts_that_are_elsewhere_count_as_zeros(device):
 
 
 @pytest.mark.gpu
-def test_the_fixed_choice_gives_a_row_the_same_bits_in_every_batch(device):
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_the_fixed_choice_gives_a_row_the_same_bits_in_every_batch(is_normalised, device):
     on_hopper()
     weights, _, biases = make_packed(8, 288, 160, device)
     x, logits, residual = some(3000, 8, 288, device)
 
     def run(count):
-        routing = Routing(logits[:count], 2, True)
-        choice = choose_packed(count, 2, 8, True)
+        routing = Routing(logits[:count], 4, is_normalised)
+        choice = choose_packed(count, 4, 8, True)
         return packed_experts(x[:count], routing, *weights, biases, GATE, residual[:count].clone(), choice)
 
     everything = run(3000)
-    for count in (1, 2, 8, 30, 64, 200, 900):
+    for count in (1, 2, 8, 30, 64, 200, 900, 2100):
         assert torch.equal(run(count), everything[:count])
 
 

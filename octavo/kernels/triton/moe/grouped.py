@@ -157,7 +157,7 @@ def _experts(
         plan = plan.part(*routing.held)
     # torch's kernels do not wait for those before them, so what follows them may not start early.
     pdl = routing.held is None and starts_early(x.device)
-    rows = gather(x, plan.order, num_chosen, pdl) if gathers else x.contiguous()
+    rows = gather(x, plan.places, num_chosen, pdl) if gathers else x.contiguous()
     inner = torch.empty((len(plan.order), inner_size), dtype=x.dtype, device=x.device)
     pairs = (torch.zeros if plan.is_part else torch.empty)(
         (len(plan.order), depth), dtype=x.dtype, device=x.device
