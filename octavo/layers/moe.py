@@ -79,3 +79,16 @@ class SparseMLP(nn.Module):
         logits = self.router(normed)
         routing = self.routing
         return self.experts(normed, logits, routing.num_chosen, routing.is_normalised, x)  # type: ignore[no-any-return]
+
+    def warm_up(self, max_rows: int) -> None:
+        """Inside a warm-up: compile the kernels that are used only for certain numbers of rows."""
+        routing = self.routing
+        self.experts.weights.warm_up(routing.num_experts, routing.num_chosen, routing.is_normalised, max_rows)
+
+
+def warm_up_experts(model: nn.Module, max_rows: int) -> None:
+    """Inside a warm-up: compile the experts' kernels for steps of up to `max_rows` tokens."""
+    # Layers of one shape take the same kernels.
+    mlps = (module for module in model.modules() if isinstance(module, SparseMLP))
+    for mlp in {(mlp.routing, mlp.experts.hidden_size, mlp.experts.inner_size): mlp for mlp in mlps}.values():
+        mlp.warm_up(max_rows)

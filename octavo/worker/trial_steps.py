@@ -8,6 +8,7 @@ import numpy as np
 
 from octavo.ipc.cores import usable_cores
 from octavo.layers.mlp import warm_up_gates
+from octavo.layers.moe import warm_up_experts
 from octavo.limits import Limits
 from octavo.messages import PoolingParams, SamplingParams
 from octavo.schedule.step_costs import VERIFY_TOKENS
@@ -111,6 +112,7 @@ class TrialSteps:
                 self.run(tokens, rows, rows > 1, prefix_len)
                 runner.rows.tokens.zero_()  # nothing was sampled: the stored values are no tokens
             warm_up_gates(runner.model, num_tokens)
+            warm_up_experts(runner.model, num_tokens)
             if runner.adapters is not None:
                 runner.adapters.warm_up()
             if runner.graphs is not None:

@@ -43,6 +43,18 @@ def test_the_choice_is_torchs(is_normalised, device):
     torch.testing.assert_close(plan.weights, weights)
 
 
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_a_tokens_choice_has_the_same_bits_in_any_company(is_normalised, device):
+    """One program plans for few tokens, and many of two heights for more."""
+    torch.manual_seed(4)
+    logits = torch.randn(2100, 40, device=device)
+    together = kernels.plan_experts(logits, 6, is_normalised)
+    for count in (1, 3, 20, 300):
+        plan = kernels.plan_experts(logits[:count], 6, is_normalised)
+        assert torch.equal(plan.weights, together.weights[:count])
+        assert torch.equal(plan.chosen, together.chosen[:count])
+
+
 def test_a_token_that_is_no_number_is_sent_somewhere_with_weights_that_are_none(device):
     logits = torch.randn(3, 5, device=device)
     logits[1, 4] = float("nan")
@@ -51,12 +63,16 @@ def test_a_token_that_is_no_number_is_sent_somewhere_with_weights_that_are_none(
     assert plan.weights.isnan().any(dim=1).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (50, 3, 1), (700, 5, 2), (9, 40, 3)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen"),
+    [(1, 4, 2), (50, 3, 1), (700, 5, 2), (300, 40, 3), (2100, 12, 3), (9, 40, 3)],
+)
 def test_blocks_hold_every_pair_once_in_order(num_tokens, num_experts, num_chosen, device):
     torch.manual_seed(num_tokens)
     plan = kernels.plan_experts(torch.randn(num_tokens, num_experts, device=device), num_chosen, True, TILES)
     flat = plan.chosen.flatten().long()
     assert plan.order.tolist() == flat.argsort(stable=True).tolist()
+    assert torch.equal(plan.places[plan.order.long()], torch.arange(len(flat), dtype=torch.int32, device=device))
     places, seen = [], []
     for expert, first, count, _ in plan.blocks.tolist():
         if expert < 0:

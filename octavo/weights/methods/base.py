@@ -237,6 +237,9 @@ class HeldExperts(Held):
         """x [T, hidden], logits [T, routed experts] → residual + the weighted sum over the chosen experts that are here, [T, hidden]. The
         residual may be changed, and may be the result. `is_normalised`: the weights of the chosen ones add up to 1."""
 
+    def warm_up(self, num_routed: int, num_chosen: int, is_normalised: bool, max_rows: int) -> None:
+        """Inside a warm-up: run every kernel that weighted_sum() may take for up to max_rows rows and no trial step meets."""
+
 
 # ── methods ─────────────────────────────────────────────────────────────────────────────────────────
 

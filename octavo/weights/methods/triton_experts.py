@@ -1,9 +1,11 @@
 """Experts as two plain tensors on a GPU, multiplied by Triton kernels: nothing waits for the counts of rows."""
 
+import torch
 from torch import Tensor
 
 from octavo.kernels.triton.moe.expert_plan import Tiles, fitting
 from octavo.kernels.triton.moe.experts import ExpertTensors, experts, plan_experts
+from octavo.kernels.triton.moe.grouped import Routing, can_run, choose_plain, plain_experts
 from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, Method, Settings, supports_all
 from octavo.weights.methods.torch_experts import PlainExperts
 
@@ -15,10 +17,27 @@ class TritonExperts(PlainExperts):
     def __init__(self, request: ExpertsRequest, settings: Settings) -> None:
         super().__init__(request, settings)
         self._sums = ExpertSums(request, settings)
+        is_even = request.hidden_size % 8 == 0 and request.inner_size % 8 == 0  # rows of whole 16 bytes
+        is_plain = settings.dtype in (torch.float16, torch.bfloat16) and not settings.ops.is_invariant
+        self._can_group = is_even and is_plain and can_run(settings.device)
 
     def weighted_sum(
         self, x: Tensor, logits: Tensor, num_chosen: int, is_normalised: bool, residual: Tensor | None
     ) -> Tensor:
+        choice = choose_plain(len(x), num_chosen, logits.shape[1]) if self._can_group else None
+        if choice is not None:
+            request, gate = self.request, self.request.gate
+            held = (request.first, request.num_experts) if request.is_part else None
+            return plain_experts(
+                x,
+                Routing(logits, num_chosen, is_normalised, held),
+                self.gate_up,
+                self.down,
+                (request.gate_up_bias, request.down_bias),
+                (gate.alpha, gate.limit, gate.offset),
+                residual,
+                choice,
+            )
         gate_up, down = (self.gate_up, None), (self.down, None)
         return self._sums(x, logits, num_chosen, is_normalised, gate_up, down, residual)
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
-from octavo.kernels.triton.runtime.chip import shared_bytes
+from octavo.kernels.triton.runtime.chip import shared_bytes, starts_early
 from octavo.kernels.triton.runtime.launch import Launcher
 
 FIELDS = tl.constexpr(4)  # int32 numbers per block. Three are used: expert, its first place, its number of rows
-_AT_ONCE = tl.constexpr(1024)  # pairs that a program handles together
+_ONE_PROGRAM = 8192  # pairs times experts up to which one program plans everything
 
 
 class Tiles(NamedTuple):
@@ -36,8 +37,9 @@ class ExpertPlan:
     weights: torch.Tensor  # [T, K] float32
     chosen: torch.Tensor  # [T, K] int32
     order: torch.Tensor  # [P] int32: place → pair
+    places: torch.Tensor  # [P] int32: pair → place
     blocks: torch.Tensor  # [blocks, FIELDS] int32; expert −1: nothing to do
-    tiles: Tiles
+    tiles: Tiles | None  # None: for kernels that have tiles of their own
     is_part: bool = False  # some pairs' experts are not here: their outputs count as zeros
 
     def part(self, first: int, count: int) -> "ExpertPlan":
@@ -69,125 +71,249 @@ def fitting(tiles: Tiles, dtype: torch.dtype, device: torch.device) -> Tiles:
 
 
 @triton.jit
-def _route(  # type: ignore[no-untyped-def]
+def _choose(  # type: ignore[no-untyped-def]
     logits,  # [T, E], rows stride apart
     weights,  # [T, K] float32
     chosen,  # [T, K] int32
     stride,
+    token,  # [ROWS]
+    num_tokens,
     E: tl.constexpr,
     K: tl.constexpr,
     NORMALISED: tl.constexpr,
     E_PADDED: tl.constexpr,
     K_PADDED: tl.constexpr,
 ):
-    """Find the K largest of one token's logits, one after the other; of equal ones the first. Compares integers in the order
-    of the floats, so that taken logits and NaN can rank below all others."""
+    """Find the K largest of each token's logits, one after the other; of equal ones the first. Compares integers in the order
+    of the floats, so that taken logits and NaN can rank below all others. Returns which were taken, [ROWS, E_PADDED]."""
     LOWEST: tl.constexpr = -0x80000000
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, E_PADDED)
-    slot = tl.arange(0, K_PADDED)
-    logit = tl.load(logits + token * stride + expert, mask=expert < E, other=float("-inf")).to(tl.float32) + 0.0
+    ROWS: tl.constexpr = token.shape[0]
+    expert = tl.arange(0, E_PADDED)[None, :]
+    slot = tl.arange(0, K_PADDED)[None, :]
+    is_token = (token < num_tokens)[:, None]
+    place = logits + token.to(tl.int64)[:, None] * stride + expert
+    logit = tl.load(place, mask=is_token & (expert < E), other=float("-inf")).to(tl.float32) + 0.0
+    logit = tl.where(is_token, logit, 0.0)
     is_number = logit == logit
     bits = logit.to(tl.int32, bitcast=True)
     rank = tl.where(is_number, tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF), LOWEST + 1)
     rank = tl.where(expert < E, rank, LOWEST)
-    tops = tl.full([K_PADDED], float("-inf"), tl.float32)
-    experts = tl.zeros([K_PADDED], tl.int32)
-    for place in tl.static_range(K):
-        best = tl.argmax(rank, axis=0, tie_break_left=True)
-        tops = tl.where(slot == place, tl.max(tl.where(expert == best, logit, float("-inf"))), tops)
-        experts = tl.where(slot == place, best, experts)
-        rank = tl.where(expert == best, LOWEST, rank)
-    top = tl.max(tops)
-    powers = tl.exp(tops - top)  # 0 beyond the last
-    total = tl.sum(powers) if NORMALISED else tl.sum(tl.exp(logit - top))
+    # One reduction finds the largest and its expert: of equal ones the first.
+    key = rank.to(tl.int64) * 65536 + (65535 - expert)
+    powers = tl.zeros([ROWS, K_PADDED], tl.float32)
+    experts = tl.zeros([ROWS, K_PADDED], tl.int32)
+    taken = tl.zeros([ROWS, E_PADDED], tl.int32)
+    top = tl.zeros([ROWS, 1], tl.float32)
+    total = tl.zeros([ROWS, 1], tl.float32)
+    for number in tl.static_range(K):
+        best = tl.max(key, axis=1)[:, None]
+        ordered = (best >> 16).to(tl.int32)
+        value = tl.where(ordered >= 0, ordered, ordered ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        if number == 0:
+            top = value
+        power = tl.exp(value - top)
+        total += power
+        powers = tl.where(slot == number, power, powers)
+        experts = tl.where(slot == number, 65535 - (best & 65535).to(tl.int32), experts)
+        is_best = key == best
+        taken = tl.where(is_best & is_token, 1, taken)
+        key = tl.where(is_best, LOWEST * 65536, key)
+    if not NORMALISED:
+        # Sums of integers do not depend on their order, and so not on the number of rows.
+        share = tl.exp(logit - top)
+        share = tl.where(share == share, share, 0.0) * 4294967296.0
+        total = tl.sum(share.to(tl.int64), axis=1)[:, None].to(tl.float32) * (1.0 / 4294967296.0)
     # A NaN among the logits makes all of the token's weights NaN.
-    broken = tl.sum(tl.where(is_number, 0.0, float("nan")))
-    at = token * K + slot
-    tl.store(weights + at, powers / total + broken, mask=slot < K)
-    tl.store(chosen + at, experts, mask=slot < K)
+    broken = tl.sum(tl.where(is_number, 0.0, float("nan")), axis=1)
+    at = token[:, None] * K + slot
+    mask = is_token & (slot < K)
+    tl.store(weights + at, powers / total + broken[:, None], mask=mask)
+    tl.store(chosen + at, experts, mask=mask)
+    return taken
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _count(chosen, counts, num_pairs):  # type: ignore[no-untyped-def]
-    """Count the pairs of one expert."""
-    count = 0
-    for start in range(0, num_pairs, _AT_ONCE):
-        pair = start + tl.arange(0, _AT_ONCE)
-        experts = tl.load(chosen + pair, mask=pair < num_pairs, other=-1)
-        count += tl.sum((experts == tl.program_id(0)).to(tl.int32))
-    tl.store(counts + tl.program_id(0), count)
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route(  # type: ignore[no-untyped-def]
+    logits, weights, chosen, counts, stride, num_tokens, E: tl.constexpr, K: tl.constexpr, NORMALISED: tl.constexpr,
+    E_PADDED: tl.constexpr, K_PADDED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of a group of ROWS tokens, and count the group's pairs of each expert: counts [groups, E]."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    taken = _choose(logits, weights, chosen, stride, token, num_tokens, E, K, NORMALISED, E_PADDED, K_PADDED)
+    expert = tl.arange(0, E_PADDED)
+    tl.store(counts + tl.program_id(0) * E + expert, tl.sum(taken, axis=0), mask=expert < E)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
-def _place(  # type: ignore[no-untyped-def]
-    chosen,  # [P]
-    counts,  # [E]
-    order,  # [P]
-    blocks,  # [num_blocks, FIELDS]
-    num_pairs,
+@triton.jit
+def _store_blocks(blocks, block, num_blocks, counts, starts, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Describe blocks number block [N]; counts and starts [E]: pairs of each expert, and its first place."""
+    expert = tl.arange(0, counts.shape[0])
+    own_blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(own_blocks, axis=0)
+    number = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), axis=1)  # of the block's expert
+    is_used = block < tl.sum(own_blocks)
+    is_mine = expert[None, :] == number[:, None]
+    # Its expert's pairs before the block.
+    before = (block - tl.sum(tl.where(is_mine, (ends - own_blocks)[None, :], 0), axis=1)) * BLOCK_M
+    rows = tl.minimum(tl.sum(tl.where(is_mine, counts[None, :], 0), axis=1) - before, BLOCK_M)
+    at = blocks + block * FIELDS
+    mask = block < num_blocks
+    tl.store(at, tl.where(is_used, number, -1), mask=mask)
+    tl.store(at + 1, tl.sum(tl.where(is_mine, starts[None, :], 0), axis=1) + before, mask=mask)
+    tl.store(at + 2, rows, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
+def _plan_all(  # type: ignore[no-untyped-def]
+    logits,
+    weights,
+    chosen,
+    order,
+    places,
+    blocks,
+    stride,
+    num_tokens,
     num_blocks,
     E: tl.constexpr,
+    K: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    T_PADDED: tl.constexpr,
+    P_PADDED: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose, sort and form blocks in one program, for few pairs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    _choose(logits, weights, chosen, stride, tl.arange(0, T_PADDED), num_tokens, E, K, NORMALISED, E_PADDED, K_PADDED)
+    tl.debug_barrier()  # what other threads chose
+    expert = tl.arange(0, E_PADDED)
+    pair = tl.arange(0, P_PADDED)
+    is_pair = pair < num_tokens * K
+    its_expert = tl.load(chosen + pair, mask=is_pair, other=-1)
+    is_its = (its_expert[:, None] == expert[None, :]).to(tl.int32)
+    counts = tl.sum(is_its, axis=0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    place = tl.sum(is_its * (tl.cumsum(is_its, axis=0) - 1 + starts[None, :]), axis=1)
+    tl.store(order + place, pair, mask=is_pair)
+    tl.store(places + pair, place, mask=is_pair)
+    _store_blocks(blocks, tl.arange(0, BLOCKS_PADDED), num_blocks, counts, starts, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_groups", "num_blocks"])
+def _place(  # type: ignore[no-untyped-def]
+    chosen,  # [T, K]
+    counts,  # [groups, E]
+    order,  # [P]
+    places,  # [P]
+    blocks,  # [num_blocks, FIELDS]
+    num_tokens,
+    num_groups,
+    num_blocks,
+    E: tl.constexpr,
+    K: tl.constexpr,
     E_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Write one expert's pairs, in order, behind those of the experts before it; then its blocks."""
-    expert = tl.program_id(0)
-    others = tl.arange(0, E_PADDED)
-    all_counts = tl.load(counts + others, mask=others < E, other=0)
-    all_blocks = (all_counts + BLOCK_M - 1) // BLOCK_M
-    start = tl.sum(tl.where(others < expert, all_counts, 0))
-    count = tl.sum(tl.where(others == expert, all_counts, 0))
-    first_block = tl.sum(tl.where(others < expert, all_blocks, 0))
-    own_blocks = tl.sum(tl.where(others == expert, all_blocks, 0))
-    place = start
-    for at in range(0, num_pairs, _AT_ONCE):
-        pair = at + tl.arange(0, _AT_ONCE)
-        is_own = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
-        number = tl.cumsum(is_own.to(tl.int32))  # from 1 on
-        tl.store(order + place + number - 1, pair, mask=is_own)
-        place += tl.sum(is_own.to(tl.int32))
-    for at in range(0, own_blocks, 64):
-        index = at + tl.arange(0, 64)
-        block = blocks + (first_block + index) * FIELDS
-        is_own_block = index < own_blocks
-        tl.store(block, expert, mask=is_own_block)
-        tl.store(block + 1, start + index * BLOCK_M, mask=is_own_block)
-        tl.store(block + 2, tl.minimum(count - index * BLOCK_M, BLOCK_M), mask=is_own_block)
-    if expert == E - 1:
-        for at in range(first_block + own_blocks, num_blocks, 64):
-            index = at + tl.arange(0, 64)
-            tl.store(blocks + index * FIELDS, -1, mask=index < num_blocks)
+    """Place one group's pairs, in order, behind those of the groups before it; then write a share of the blocks."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    own_group = tl.program_id(0)
+    expert = tl.arange(0, E_PADDED)
+    totals = tl.zeros([E_PADDED], tl.int32)
+    earlier = tl.zeros([E_PADDED], tl.int32)
+    for first in range(0, num_groups, 32):
+        group = first + tl.arange(0, 32)
+        mask = (group < num_groups)[:, None] & (expert < E)[None, :]
+        some = tl.load(counts + group[:, None] * E + expert[None, :], mask=mask, other=0)
+        totals += tl.sum(some, axis=0)
+        earlier += tl.sum(tl.where((group < own_group)[:, None], some, 0), axis=0)
+    starts = tl.cumsum(totals, axis=0) - totals
+    token = own_group * ROWS + tl.arange(0, ROWS)
+    is_token = token < num_tokens
+    taken = tl.zeros([ROWS, E_PADDED], tl.int32)
+    for number in tl.static_range(K):
+        its_expert = tl.load(chosen + token * K + number, mask=is_token, other=-1)
+        taken += (its_expert[:, None] == expert[None, :]).to(tl.int32)
+    # A token's experts differ: its pair of an expert comes after those of the tokens before it.
+    before = tl.cumsum(taken, axis=0) - taken + (starts + earlier)[None, :]
+    for number in tl.static_range(K):
+        pair = token * K + number
+        its_expert = tl.load(chosen + pair, mask=is_token, other=-1)
+        place = tl.sum(tl.where(its_expert[:, None] == expert[None, :], before, 0), axis=1)
+        tl.store(order + place, pair, mask=is_token)
+        tl.store(places + pair, place, mask=is_token)
+    for first in range(own_group * 32, num_blocks, tl.num_programs(0) * 32):
+        _store_blocks(blocks, first + tl.arange(0, 32), num_blocks, totals, starts, BLOCK_M)
 
 
-_launch_route, _launch_count, _launch_place = Launcher(_route), Launcher(_count), Launcher(_place)
+_launch_route, _launch_place, _launch_plan = Launcher(_route), Launcher(_place), Launcher(_plan_all)
 
 
 def plan_experts(logits: torch.Tensor, num_chosen: int, is_normalised: bool, tiles: Tiles | None = None) -> ExpertPlan:
     """logits [T, E] → each token's experts, and blocks of pairs of one expert. Everything stays on the device."""
     num_tokens, num_experts = logits.shape
+    tiles = tiles or choose_tiles(num_tokens * num_chosen, num_experts, logits.dtype, logits.device)
+    return replace(plan_blocks(logits, num_chosen, is_normalised, tiles.block_m), tiles=tiles)
+
+
+def plan_blocks(
+    logits: torch.Tensor, num_chosen: int, is_normalised: bool, block_m: int, pdl: bool = False
+) -> ExpertPlan:
+    """plan_experts for kernels that have tiles of their own, of block_m rows. pdl: the next kernel may start before this one
+    has ended, and waits for it inside."""
+    num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * num_chosen
-    tiles = tiles or choose_tiles(num_pairs, num_experts, logits.dtype, logits.device)
-    num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.block_m  # the most that any routing needs
+    num_blocks = min(num_pairs, num_experts) + num_pairs // block_m  # the most that any routing needs
     weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((num_tokens, num_chosen), dtype=torch.int32, device=logits.device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=logits.device)
-    order = torch.empty(num_pairs, dtype=torch.int32, device=logits.device)
+    order, places = (torch.empty(num_pairs, dtype=torch.int32, device=logits.device) for _ in range(2))
     blocks = torch.empty((num_blocks, FIELDS.value), dtype=torch.int32, device=logits.device)
     assert 0 < num_chosen <= num_experts and logits.stride(1) == 1
-    if num_tokens:
-        padded = triton.next_power_of_2(num_experts)
-        _launch_route(
-            (num_tokens, 1, 1),
-            (logits, weights, chosen, logits.stride(0)),
-            (num_experts, num_chosen, is_normalised, padded, triton.next_power_of_2(num_chosen)),
-            {"num_warps": 1},
-        )
-        _launch_count((num_experts, 1, 1), (chosen, counts, num_pairs), (), {"num_warps": 4})
-        _launch_place(
-            (num_experts, 1, 1),
-            (chosen, counts, order, blocks, num_pairs, num_blocks),
-            (num_experts, padded, tiles.block_m),
-            {"num_warps": 4},
-        )
-    return ExpertPlan(weights, chosen, order, blocks, tiles)
+    plan = ExpertPlan(weights, chosen, order, places, blocks, None)
+    if num_tokens == 0:
+        return plan
+    padded, padded_chosen = triton.next_power_of_2(num_experts), triton.next_power_of_2(num_chosen)
+    padded_tokens, padded_blocks = triton.next_power_of_2(num_tokens), triton.next_power_of_2(num_blocks)
+    padded_pairs = triton.next_power_of_2(num_pairs)
+    size = max(padded_pairs, padded_blocks) * padded
+    pdl = pdl and starts_early(logits.device)
+    early = {"launch_pdl": True} if pdl else {}
+    if size <= _ONE_PROGRAM:
+        _launch_plan(
+            (1, 1, 1),
+            (logits, weights, chosen, order, places, blocks, logits.stride(0), num_tokens, num_blocks),
+            (
+                num_experts, num_chosen, is_normalised, padded, padded_chosen, padded_tokens, padded_pairs,
+                padded_blocks, block_m, pdl,
+            ),
+            {"num_warps": 1 if size <= 1024 else 4 if size <= 4096 else 8} | early,
+        )  # fmt: skip
+        return plan
+    is_large = num_tokens > 2048 and padded <= 256  # of 512 experts 64 rows take more shared memory than most GPUs have
+    rows, num_warps = (64, 16) if is_large else (16, 4)
+    num_groups = -(-num_tokens // rows)
+    counts = torch.empty((num_groups, num_experts), dtype=torch.int32, device=logits.device)
+    _launch_route(
+        (num_groups, 1, 1),
+        (logits, weights, chosen, counts, logits.stride(0), num_tokens),
+        (num_experts, num_chosen, is_normalised, padded, padded_chosen, rows, pdl),
+        {"num_warps": num_warps} | early,
+    )
+    _launch_place(
+        (num_groups, 1, 1),
+        (chosen, counts, order, places, blocks, num_tokens, num_groups, num_blocks),
+        (num_experts, num_chosen, padded, block_m, rows, pdl),
+        {"num_warps": num_warps} | early,
+    )
+    return plan

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
 from octavo.kernels.triton.moe.expert_plan import FIELDS, ExpertPlan, plan_experts
 from octavo.kernels.triton.runtime.launch import Launcher
@@ -251,12 +252,17 @@ def _down(  # type: ignore[no-untyped-def]
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
     pairs,  # [T, K, DEPTH]
+    weights,  # [T, K] float32, or None: the pairs have theirs
     residual,  # [T, DEPTH] or None
     out,  # [T, DEPTH]; the same tensor as residual, if there is one
     K: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < DEPTH
@@ -264,7 +270,8 @@ def _combine(  # type: ignore[no-untyped-def]
     if residual is not None:
         total += tl.load(residual + token * DEPTH + column, mask=mask, other=0.0).to(tl.float32)
     for number in tl.static_range(K):
-        total += tl.load(pairs + (token * K + number) * DEPTH + column, mask=mask, other=0.0).to(tl.float32)
+        pair = tl.load(pairs + (token * K + number) * DEPTH + column, mask=mask, other=0.0).to(tl.float32)
+        total += pair if weights is None else pair * tl.load(weights + token * K + number)
     tl.store(out + token * DEPTH + column, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -290,6 +297,7 @@ def experts(
     if num_tokens == 0:
         return y
     tiles, num_blocks = plan.tiles, len(plan.blocks)
+    assert tiles is not None
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     inner = torch.empty((len(plan.order), inner_size), dtype=x.dtype, device=x.device)
     pairs = (torch.zeros if plan.is_part else torch.empty)((len(plan.order), depth), dtype=x.dtype, device=x.device)
@@ -306,8 +314,24 @@ def experts(
         (depth, inner_size, tiles.block_m, tiles.block_n, tiles.block_k, x.is_cuda),
         options,
     )
-    block = min(triton.next_power_of_2(depth), 1024)
-    _launch_combine(
-        (num_tokens, -(-depth // block), 1), (pairs, residual, y), (num_chosen, depth, block), {"num_warps": 4}
-    )
+    combine(pairs, None, residual, y, num_chosen, False)
     return y
+
+
+def combine(
+    pairs: torch.Tensor,  # [T · K, D]
+    weights: torch.Tensor | None,  # [T, K] float32; None: the pairs are weighted
+    residual: torch.Tensor | None,  # [T, D]
+    y: torch.Tensor,  # [T, D]; the same tensor as residual, if there is one
+    num_chosen: int,
+    pdl: bool,
+) -> None:
+    """(residual +) the sum of each token's pairs, into y."""
+    num_tokens, depth = y.shape
+    block = min(triton.next_power_of_2(depth), 1024)
+    options: dict[str, int | bool] = {"num_warps": 4}
+    if pdl:
+        options["launch_pdl"] = True
+    _launch_combine(
+        (num_tokens, -(-depth // block), 1), (pairs, weights, residual, y), (num_chosen, depth, block, pdl), options
+    )
