@@ -32,15 +32,13 @@ SLICE = 512  # columns of x whose products are summed before they are added to t
 FIELDS = 6  # of an entry of a table: addresses of A and B, rank, first column, number of columns, the scale's bits
 BLOCK_FIELDS = 3  # address of the adapter's table, first place in the order, number of rows
 MAX_SPLIT_ROWS = 256  # with more rows there are enough blocks for a GPU without dividing K
-NO_GATE = "none"
-_BLOCK_N, _COPY_N = 128, 1024
+_BLOCK_N, _COPY_N = 256, 1024
 # Few registers: these kernels wait for memory, and more of their programs are to wait at a time.
-_EXPAND = {"num_warps": 4, "num_stages": 2, "maxnreg": 80}
+_EXPAND = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
 _PROGRAMS = 2048  # of an expand launch, about: some for each processor
 
 _BLOCK_ROWS, _RANK_STEP, _SLICE = tl.constexpr(BLOCK_ROWS), tl.constexpr(RANK_STEP), tl.constexpr(SLICE)
 _FIELDS, _BLOCK_FIELDS = tl.constexpr(FIELDS), tl.constexpr(BLOCK_FIELDS)
-_NO_GATE = tl.constexpr(NO_GATE)
 
 
 @triton.jit
