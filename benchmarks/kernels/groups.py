@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+    "1"  # the processes that compile are forks, which must find CUDA untouched
+)
 IS_REHEARSAL = not torch.cuda.is_available()
 if IS_REHEARSAL:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported

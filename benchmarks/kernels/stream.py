@@ -22,7 +22,9 @@ from octavo.kernels.triton.gemm.skinny import few_rows_linear
 
 PROCESSORS = 132
 ROWS = (1, 2, 4, 8)
-INT4 = [StreamChoice(16, 1, 1, 2, 4), StreamChoice(16, 1, 1, 1, 2), StreamChoice(16, 2, 1, 1, 2)]
+INT4 = [
+    StreamChoice(16, 1, 1, 2, 4), StreamChoice(16, 1, 1, 1, 2), StreamChoice(16, 2, 1, 1, 2), StreamChoice(32, 1, 1, 2, 2),
+]  # fmt: skip
 INT4_ONCE = [StreamChoice(8, 1, 2, 1, 4)]
 INT4_DEEP = [StreamChoice(8, 1, 2, 1, 7), StreamChoice(16, 2, 1, 1, 4)]
 FP8 = [StreamChoice(16, 1, 1, 2, 8), StreamChoice(16, 1, 1, 1, 4), StreamChoice(16, 2, 1, 1, 4)]
