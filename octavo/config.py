@@ -109,7 +109,9 @@ class ModelConfig:
     )
     seed: int = knob(0, "base seed for offline requests that do not set a seed")
     load_format: str = knob(
-        AUTO, "auto: load the model's weights; dummy: random weights, for benchmarks", choices=(AUTO, "dummy")
+        AUTO,
+        "auto: load the model's weights; dummy: random weights, for benchmarks, of a folder that may hold only a config.json: then its tokenizer is made up, too",
+        choices=(AUTO, "dummy"),
     )
     quantization: str = knob(
         AUTO,

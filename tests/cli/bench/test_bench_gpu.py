@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.gpu import accuracy, growth, limits, trace, workloads
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import as_flags
 from benchmarks.gpu.subject import MODELS
 from benchmarks.gpu.targets import BANDWIDTH, FLOPS, TARGETS
@@ -23,7 +22,6 @@ from octavo import config
 from octavo.cli.flags import config_from
 from octavo.cli.main import build_parser
 from octavo.spec import ModelSpec
-from octavo.text import load_text
 
 ROOT = Path(__file__).resolve().parents[3]
 CHIP = limits.Chip(BANDWIDTH, FLOPS)
@@ -248,14 +246,6 @@ def test_options_become_the_servers_flags() -> None:
     assert read.model.model == "folder" and read.model.dtype == "float32"
     assert (read.scheduler.max_num_seqs, read.cache.page_size) == (8, 32)
     assert read.cache.enable_prefix_caching is False
-
-
-def test_the_made_up_tokenizer_spells_every_id(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, 1000)
-    (tmp_path / "config.json").write_text("{}")
-    text = load_text(tmp_path)
-    words = [text.decode([i]) for i in range(1000)]
-    assert len(set(words)) == 1000 and all(word.strip().isalpha() for word in words)
 
 
 # ── accuracy ────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ with x / 16), and sums of x correct that. 8-bit floats become pairs of float16 b
 
 # Gluon supports tuple + tuple but not (*tuple, more), and allows a variable's tuple to grow.
 # ruff: noqa: RUF005
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment,misc,var-annotated"
 
 from typing import NamedTuple
 
