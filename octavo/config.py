@@ -110,7 +110,8 @@ class ModelConfig:
     seed: int = knob(0, "base seed for offline requests that do not set a seed")
     load_format: str = knob(
         AUTO,
-        "auto: load the model's weights; dummy: random weights, for benchmarks, of a folder that may hold only a config.json: then its tokenizer is made up, too",
+        "auto: load the model's weights; dummy: random weights, for benchmarks; the folder may then hold only a config.json, "
+        "and a tokenizer is made up",
         choices=(AUTO, "dummy"),
     )
     quantization: str = knob(
