@@ -19,9 +19,9 @@ from pathlib import Path
 
 from benchmarks.front import SERVE, _children, _cpu_seconds
 from benchmarks.front_engine import MAX_MODEL_LEN, PAGES, STEP_MS, VOCAB_SIZE
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import server
 from octavo.cli.bench.report import facts
+from octavo.text.tokenize.made_up import write_tokenizer
 
 MAX_SHARE = 0.05  # of one core
 PROMPT_LEN, OUTPUT_LEN = 96, 64  # ten pages of 16 at the end

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.front_engine import MAX_MODEL_LEN, PAGE_SIZE, STEP_MS, VOCAB_SIZE, TimedSteps
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import Load, clients, server
 from benchmarks.gpu.show import table
 from octavo.cache import KVCache
@@ -30,6 +29,7 @@ from octavo.messages import GenerateRequest, SamplingParams
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 from octavo.supervisor import supervisor
+from octavo.text.tokenize.made_up import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE = "--serve-for-benchmark"

@@ -109,14 +109,17 @@ class ModelConfig:
     )
     seed: int = knob(0, "base seed for offline requests that do not set a seed")
     load_format: str = knob(
-        AUTO, "auto: load the model's weights; dummy: random weights, for benchmarks", choices=(AUTO, "dummy")
+        AUTO,
+        "auto: load the model's weights; dummy: random weights, for benchmarks; the folder may then hold only a config.json, "
+        "and a tokenizer is made up",
+        choices=(AUTO, "dummy"),
     )
     quantization: str = knob(
         AUTO,
         "how the weights of matrix products are stored. auto: as in the checkpoint; GGUF, AWQ and GPTQ weights stay packed on a "
-        "CPU with native kernels (not with --dtype bfloat16 or float16), AWQ, GPTQ and compressed-tensors weights of 4 bits and MXFP4 "
-        "experts on a GPU. none: in --dtype, never packed. fp8 (GPU): in 8 bits; "
-        "activations are rounded to 8 bits too, embedding and head are not. int8 (CPU): rounded to 8 bits in groups of "
+        "CPU with native kernels (not with --dtype bfloat16 or float16), those, 8-bit floats and MXFP4 experts on a GPU. none: in "
+        "--dtype, never packed. fp8 (GPU): in 8 bits; "
+        "activations are rounded to 8 bits too, embedding and head are not. int8: rounded to 8 bits in groups of "
         "32. int4: to 4 bits in groups of 32, with a minimum for each; on a GPU embedding, head and experts are not",
         choices=(AUTO, "none", "fp8", "int8", "int4"),
     )

@@ -94,13 +94,9 @@ def _check_on_gpu(config: Config) -> None:
     page_size, how = config.cache.page_size, config.model.quantization
     if page_size & (page_size - 1):
         raise ConfigError(f"--block-size must be a power of two on a GPU, got {page_size}")
-    if how == "int8":
+    if how in ("int8", "int4") and config.model.dtype == "float32":
         raise ConfigError(
-            "--quantization int8 is for CPUs, and this model runs on a GPU: use fp8 or int4 there, or --device cpu"
-        )
-    if how == "int4" and config.model.dtype == "float32":
-        raise ConfigError(
-            "--quantization int4 works with 16-bit arithmetic on a GPU: use it with --dtype bfloat16 or float16"
+            f"--quantization {how} works with 16-bit arithmetic on a GPU: use it with --dtype bfloat16 or float16"
         )
     kind = config.cache.kv_cache_dtype
     if kind in ("int8", "float16", "float32"):

@@ -59,7 +59,7 @@ def test_the_type_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(device: str, 
 
 
 REFUSED = [
-    ("cuda", {"quantization": "int8"}, "--quantization int8 is for CPUs, and this model runs on a GPU: use fp8 or int4 there, or --device cpu"),
+    ("cuda", {"quantization": "int8", "dtype": "float32"}, "--quantization int8 works with 16-bit arithmetic on a GPU: use it with --dtype bfloat16 or float16"),
     ("cuda", {"quantization": "int4", "dtype": "float32"}, "--quantization int4 works with 16-bit arithmetic on a GPU: use it with --dtype bfloat16 or float16"),
     ("cuda", {"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"),
     ("cuda", {"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"),

@@ -74,7 +74,7 @@ def shares(subject: Measured, measured: dict[str, Any]) -> dict[str, Any]:
     weights = model.layer_parameters * model.layer_bytes + model.head_parameters * model.head_bytes
     num_bytes = weights + total_context * model.kv_bytes
     products = 2 * parameters * batch
-    least = limits.step_seconds(limits.decode_work(batch, round(total_context)), model, subject.chip)
+    least = limits.step_seconds(limits.decode_work(batch, round(total_context), model.window), model, subject.chip)
     return {
         "batch": batch,
         "context": measured["context"],

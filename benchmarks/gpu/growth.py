@@ -80,7 +80,9 @@ def measure(subject: Subject, point: Point, load: list[Item]) -> dict[str, Any]:
     # Tokens generated up to the middle of the window, on top of the prompts.
     middle = window[len(window) // 2]
     total_context = sum(len(item.prompt) for item in load) + sum(times.num_tokens[:middle])
-    least = limits.step_seconds(limits.decode_work(point.batch, total_context), subject.model, subject.chip)
+    least = limits.step_seconds(
+        limits.decode_work(point.batch, total_context, subject.model.window), subject.model, subject.chip
+    )
     return {
         "batch": point.batch,
         "context": round(total_context / point.batch, 1),
@@ -182,7 +184,8 @@ def _too_large(subject: Subject, point: Point, load: list[Item], max_prefill_sec
     if pages + point.batch // 2 > report.num_pages:  # the scheduler keeps that much back for rows to grow
         return f"{pages:,} KV pages are needed and there are {report.num_pages:,}"
     once = [item._replace(output_len=1) for item in load]
-    work = list(limits.steps_of(once, report.max_num_seqs, report.max_num_batched_tokens))
+    window = subject.model.window
+    work = list(limits.steps_of(once, report.max_num_seqs, report.max_num_batched_tokens, window))
     seconds = limits.total_seconds(work, subject.model, subject.chip, shared_once=False) / _ASSUMED_PREFILL_SHARE
     if seconds > max_prefill_seconds:
         return f"prefill would take about {seconds:.1f} s (--max-prefill-seconds {max_prefill_seconds:g})"

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.show import Results, table
 from benchmarks.gpu.subject import Subject, engine_options
 from benchmarks.gpu.targets import SERVED_SHARE
 from benchmarks.gpu.workloads import Item
 from octavo import config
 from octavo.cli.bench.workload import id_prompts
+from octavo.text.tokenize.made_up import write_tokenizer
 
 START_LIMIT_S = 300
 _ROOT = Path(__file__).resolve().parents[2]

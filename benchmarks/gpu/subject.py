@@ -51,14 +51,27 @@ def chip_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Chip:
     return Chip(arguments.bandwidth or BANDWIDTH, arguments.flops or FLOPS * (2 if is_fp8(options) else 1))
 
 
-def spec_of(model: str) -> ModelSpec:
-    from octavo.models import load_family
+def config_of(model: str) -> dict[str, Any]:
     from octavo.weights.formats.checkpoint import open_checkpoint
     from octavo.weights.sources.source import resolve
 
-    config = open_checkpoint(resolve(model, allow_missing_weights=True), allow_missing_weights=True).config
+    return open_checkpoint(resolve(model, allow_missing_weights=True), allow_missing_weights=True).config
+
+
+def spec_of(model: str) -> ModelSpec:
+    from octavo.models import load_family
+
+    config = config_of(model)
     spec: ModelSpec = load_family(config["model_type"]).spec(config)
     return spec
+
+
+def model_of(options: dict[str, Any], kv_bytes: float, itemsize: int = 2) -> Model:
+    """The model as far as limits go. `itemsize`: of weights that are not packed."""
+    from benchmarks.gpu import sizes
+
+    name = options["model"]
+    return sizes.model_of(config_of(name), spec_of(name), kv_bytes, itemsize, options.get("quantization", "auto"))
 
 
 class Subject:
@@ -71,12 +84,7 @@ class Subject:
         self.start_seconds = time.perf_counter() - started
         self.report = self.llm.report
         size = 4 if self.report.dtype == "float32" else 2
-        self.model = Model.of(
-            spec_of(self.options["model"]),
-            self.report.page_bytes / self.report.page_size,
-            layer_bytes=1 if is_fp8(self.options) else size,
-            head_bytes=size,
-        )
+        self.model = model_of(self.options, self.report.page_bytes / self.report.page_size, size)
         self.chip = chip_of(arguments, self.options)
 
     def generate(self, items: Sequence[Item], *, keep_cache: bool = False) -> float:

@@ -78,7 +78,8 @@ def _timed(subject: Subject, name: str, items: Sequence[Item]) -> dict[str, Any]
     after = subject.llm.engine_stats()
     counts_inputs = workloads.counts_inputs(name)
     tokens = sum(len(item.prompt) if counts_inputs else item.output_len for item in items)
-    steps = list(limits.steps_of(items, subject.report.max_num_seqs, subject.report.max_num_batched_tokens))
+    report, window = subject.report, subject.model.window
+    steps = list(limits.steps_of(items, report.max_num_seqs, report.max_num_batched_tokens, window))
     least = limits.total_seconds(steps, subject.model, subject.chip)
     least_unshared = limits.total_seconds(steps, subject.model, subject.chip, shared_once=False)
     return {

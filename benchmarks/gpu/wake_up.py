@@ -11,11 +11,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import as_flags, has_tokenizer, server, vocab_size_of
 from benchmarks.gpu.show import Results, table
 from benchmarks.gpu.subject import engine_options
 from benchmarks.gpu.targets import WAKE_UP_SECONDS
+from octavo.text.tokenize.made_up import write_tokenizer
 
 NAME = "m"
 _LIMIT_S = 300

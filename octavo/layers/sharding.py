@@ -47,7 +47,7 @@ def fill_share(target: torch.Tensor, tensor: torch.Tensor, group: Group) -> None
 def share_rows(weight: Weight, group: Group) -> Weight:
     """This rank's share of the rows: share_size of them, or what is left for the last ranks."""
     if isinstance(weight, Quants):
-        return weight if group.size == 1 else Quants(weight.type, share(weight.rows, 0, group))
+        return weight if group.size == 1 else Quants(weight.type, share(weight.rows, 0, group), columns=weight.columns)
     return share(weight, 0, group)
 
 

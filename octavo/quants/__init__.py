@@ -22,19 +22,24 @@ _LARGE = 1 << 22
 _AT_ONCE_SMALL, _AT_ONCE_LARGE, _AT_ONCE_GPU = (1 << 15) - 256, 1 << 20, 1 << 24
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Type → (weights, bytes) of a quant. IQ2_WIDE is Octavo's own and occurs in no file: IQ2_XXS with four bits per weight.
-QUANT = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.values()} | {"IQ2_WIDE": (256, 138)}
+# Type → (weights, bytes) of a quant. Two are Octavo's own and occur in no GGUF file. IQ2_WIDE: IQ2_XXS with four bits per weight.
+# FP8: a scale in float32, then 32 numbers in e4m3.
+_OWN = {"IQ2_WIDE": (256, 138), "FP8": (32, 36)}
+QUANT = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.values()} | _OWN
 QuantSizes = Mapping[str, tuple[int, int]]  # a table like QUANT, of some types
 _DECODERS = _BLOCKS | _TABLES
+ORDERED = "+order"
+"""After a type's name, where a checkpoint's types are listed: the Quants of this type have their columns in another order."""
 
-PACKED_TYPES = tuple(type for type in _DECODERS if type != "IQ2_WIDE")
-"""Every packed type that can be read."""
+PACKED_TYPES = tuple(type for type in _DECODERS if type not in _OWN)
+"""Every packed type that can be read from a GGUF file."""
 
 
 # Byte offsets of the float16 numbers in a quant. MXFP4 has an exponent in its first byte instead.
 _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
     "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ2_XXS": (0,), "MXFP4": (), "IQ2_WIDE": (0,),
+    "FP8": (),
 }  # fmt: skip
 
 
@@ -42,9 +47,12 @@ _HALVES = {
 class Quants:
     """A weight [N, K] whose rows are sequences of quants. They may lie in a memory-mapped file: copy what you keep."""
 
-    type: str  # one of PACKED_TYPES, or IQ2_WIDE
+    type: str  # one of PACKED_TYPES, IQ2_WIDE or FP8
     stored: Tensor  # [N, bytes of a row] uint8
     order: Tensor | None = None  # [N]: row i is stored[order[i]]; None: the stored order. Rows are copied only on use
+    columns: Tensor | None = (
+        None  # [K] int64: the stored column i is column columns[i] of the weight; None: they are in order
+    )
 
     def __post_init__(self) -> None:
         assert self.type in _DECODERS and self.stored.dtype == torch.uint8
@@ -66,17 +74,17 @@ class Quants:
         new = permute(identity if self.order is None else self.order)
         assert new.shape == identity.shape
         # A permutation that a converter made and a layer undoes costs nothing.
-        return Quants(self.type, self.stored, None if torch.equal(new, identity) else new)
+        return Quants(self.type, self.stored, None if torch.equal(new, identity) else new, self.columns)
 
     def narrow_rows(self, first: int, count: int) -> Quants:
         """Return rows first … first + count − 1, as a view if the rows are in stored order."""
-        return Quants(self.type, self.rows.narrow(0, first, count))
+        return Quants(self.type, self.rows.narrow(0, first, count), columns=self.columns)
 
     def narrow_columns(self, first: int, count: int) -> Quants | None:
-        """Return a view of some columns, whose rows are not contiguous. None: the cut would split a quant, so the weight must be
-        decoded first."""
+        """Return a view of some columns, whose rows are not contiguous. None: the cut would split a quant, or columns are out of
+        order, so the weight must be decoded first."""
         weights, num_bytes = QUANT[self.type]
-        if first % weights or count % weights:
+        if first % weights or count % weights or self.columns is not None:
             return None
         return Quants(self.type, self.rows.narrow(1, first // weights * num_bytes, count // weights * num_bytes))
 
@@ -85,12 +93,16 @@ class Quants:
         quants = self.stored.reshape(-1, QUANT[self.type][1])
         if self.type == "MXFP4":
             return not bool((quants[:, 0] == 255).any())
+        if self.type == "FP8":
+            scales = quants[:, :4].contiguous().view(torch.float32)
+            return bool(scales.isfinite().all()) and not bool((quants[:, 4:] & 0x7F == 0x7F).any())
         # NaN and infinity have all exponent bits set; in a float16 these are in the second byte.
         return not any(bool((quants[:, at + 1] & 0x7C == 0x7C).any()) for at in _HALVES[self.type])
 
     def dequantise(self) -> Tensor:
         """Decode to [N, K] float32."""
-        return dequantise(self.rows.contiguous().view(-1), self.type).view(self.shape)
+        stored = dequantise(self.rows.contiguous().view(-1), self.type).view(self.shape)
+        return stored if self.columns is None else torch.empty_like(stored).index_copy_(1, self.columns, stored)
 
 
 Weight = Tensor | Quants  # a weight in a checkpoint

@@ -62,15 +62,29 @@ def _q8_0(quants: Tensor, out: Tensor) -> None:
     out.copy_(quants[:, 2:].view(torch.int8)).mul_(half(quants, 0))
 
 
-def _six_bit_scales(quants: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum, float32 [N, 8, 1] each, of the eight 32-weight parts of a Q4_K or Q5_K quant.
+def _fp8(quants: Tensor, out: Tensor) -> None:
+    torch.mul(
+        quants[:, 4:].contiguous().view(torch.float8_e4m3fn).float(),
+        quants[:, :4].contiguous().view(torch.float32),
+        out=out,
+    )
+
+
+def six_bit_parts(quants: Tensor) -> tuple[Tensor, Tensor]:
+    """The 6-bit scale and minimum, uint8 [N, 8] each, of the eight 32-weight parts of a Q4_K or Q5_K quant.
 
     Twelve bytes hold eight 6-bit pairs: the first four pairs in the low bits of bytes 0-3 and 4-7, the last four in the
     nibbles of bytes 8-11, with their top two bits in the remaining bits of bytes 0-7.
     """
     first, second, mixed = quants[:, 4:8], quants[:, 8:12], quants[:, 12:16]
-    scale = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=1).float()
-    least = torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=1).float()
+    scale = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=1)
+    least = torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=1)
+    return scale, least
+
+
+def _six_bit_scales(quants: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum, float32 [N, 8, 1] each, of the parts of a Q4_K or Q5_K quant."""
+    scale, least = (part.float() for part in six_bit_parts(quants))
     return scale.mul_(half(quants, 0)).unsqueeze(2), least.mul_(half(quants, 2)).unsqueeze(2)
 
 
@@ -147,4 +161,5 @@ def two_bits(quants: Tensor, at: int) -> Tensor:
 DECODERS: dict[str, Decoder] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "FP8": _fp8,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.quants import QUANT, Quants, QuantSizes
+from octavo.quants import ORDERED, QUANT, Quants, QuantSizes
 from octavo.quants.blocks import q3_k_parts
 from octavo.quants.tables import FP4_LEVELS, half_power, iq2_xxs_nibbles, levels
 from octavo.quants.writers import iq2_wide, q5_0, q6_k
@@ -19,10 +19,19 @@ HELD_AS = {
     "Q3_K": "Q6_K", "MXFP4": "Q5_0",
 }  # fmt: skip
 
+_ON_GPU = frozenset({"FP8", *(f"{type}{ORDERED}" for type in ("Q4_0", "Q5_0", "Q8_0"))})
+"""What readers pack for a GPU only."""
+
 _MORE = {"Q2_K": 16}  # extra bytes of a quant in memory: its 4-bit scales and minimums are widened to 8 bits
 
 HELD_SIZES: QuantSizes = {type: (QUANT[held][0], QUANT[held][1] + _MORE.get(type, 0)) for type, held in HELD_AS.items()}
 """Type in the file → (weights, bytes) of a quant in memory."""
+
+
+def kept_on_cpu(types: frozenset[str]) -> frozenset[str]:
+    """Of the types in a checkpoint, those that the CPU's kernels multiply, if only after a conversion or one by one decoded: none where all
+    are decoded."""
+    return types if types - _ON_GPU else frozenset()
 
 
 def held_bytes(type: str, num_weights: int, itemsize: int, sizes: QuantSizes = HELD_SIZES) -> int:
@@ -36,6 +45,8 @@ def held_bytes(type: str, num_weights: int, itemsize: int, sizes: QuantSizes = H
 def held_exactly(weight: Quants) -> Quants | None:
     """Convert to the type in HELD_AS. None: the weight has to be decoded, because its type is not there or a number does not
     fit."""
+    if weight.columns is not None:
+        return None
     if HELD_AS.get(weight.type, "") in ("", weight.type):
         return weight if weight.type in HELD_AS else None
     rows = weight.rows

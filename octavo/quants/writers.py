@@ -28,6 +28,12 @@ def q8_0(scales: Tensor, numbers: Tensor) -> Quants:
     return _rows("Q8_0", _bytes_of(scales), numbers.view(torch.uint8).view(len(numbers), -1, 32))
 
 
+def fp8(scales: Tensor, numbers: Tensor) -> Quants:
+    """scales [N, K / 32] float32, numbers [N, K] float8_e4m3fn → weights of scale · number."""
+    steps = scales.contiguous().view(torch.uint8).view(*scales.shape, 4)
+    return _rows("FP8", steps, numbers.contiguous().view(torch.uint8).view(len(numbers), -1, 32))
+
+
 def q6_k(outer: Tensor, scales: Tensor, codes: Tensor) -> Quants:
     """outer [N, K / 256] float16, scales [N, K / 16] int8, codes [N, K] uint8 below 64 → outer · scale · (code − 32)."""
     parts = codes.view(len(codes), -1, 2, 4, 32)  # two halves of four parts

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from octavo.config import AUTO, MAX_REPLICAS, Config, ServerConfig, read_tiers, without_keys
+from octavo.config import AUTO, MAX_REPLICAS, Config, ServerConfig, read_tiers, replace, without_keys
 from octavo.errors import ConfigError
 from octavo.ipc.cores import usable_cores
 from octavo.ipc.heartbeat import Heartbeat, shared_memory
@@ -56,6 +56,7 @@ from octavo.supervisor.memory_report import budget_lines
 from octavo.supervisor.replica import Replica
 from octavo.supervisor.runtime_dir import RuntimeDir, ServerRecord, files_folder, remove_abandoned, write_record
 from octavo.supervisor.watchdog import LOOK_SECONDS, CommonRequests, for_clients
+from octavo.text.tokenize.made_up import made_up_tokenizer
 from octavo.weights.sources.source import ModelSource, resolve
 
 log = logging.getLogger("octavo.supervisor")
@@ -121,6 +122,7 @@ def _serve(config: Config, listener: socket.socket, started: float, is_inner: bo
     folder = RuntimeDir()
     acceptor = Acceptor(listener)
     try:
+        config = _with_tokenizer(config, source.path, folder.path / "tokenizer")
         with (
             files_folder(config, folder.path) as config,
             contextlib.closing(_launcher(config, folder.path)) as launcher,
@@ -132,6 +134,19 @@ def _serve(config: Config, listener: socket.socket, started: float, is_inner: bo
         remove_socket(listener)  # before it is closed: its name is known only until then
         acceptor.close()
         folder.close()
+
+
+def _with_tokenizer(config: Config, model: Path, folder: Path) -> Config:
+    """With --load-format dummy a folder may be nothing but a configuration: it gets a tokenizer that is made up."""
+    if config.model.load_format != "dummy" or config.model.tokenizer:
+        return config
+    made_up = made_up_tokenizer(model, folder)
+    if not made_up:
+        return config
+    log.warning(
+        "%s has no tokenizer: words are made up, one for each token id, and text means nothing to the model", model
+    )
+    return replace(config, tokenizer=made_up)
 
 
 def _launcher(config: Config, folder: Path) -> Launcher:

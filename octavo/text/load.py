@@ -16,6 +16,7 @@ from octavo.text.classifier_config import ClassifierConfig, read_classifier_conf
 from octavo.text.formats import choose_formats
 from octavo.text.pooling_config import PoolingConfig, gguf_pooling_config, read_pooling_config
 from octavo.text.text import Text
+from octavo.text.tokenize.files import NAMES, QWEN_FILE, TEKKEN_FILE, vocabulary_file
 from octavo.text.tokenize.gguf_vocab import (
     gguf_chat_templates,
     gguf_eos_ids,
@@ -28,14 +29,12 @@ from octavo.text.tokenize.tokenizer import Tokenizer, read_tokenizer_json
 log = logging.getLogger("octavo.text")
 
 _SETTINGS = "tokenizer_config.json"
-_SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-_TEKKEN_FILE, _QWEN_FILE = "tekken.json", "qwen.tiktoken"
 # For vocabularies that come without settings: their special tokens by role, and further tokens that end a text.
 _ROLES_OF = {
-    _TEKKEN_FILE: {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
-    _QWEN_FILE: {"eos_token": "<|endoftext|>"},
+    TEKKEN_FILE: {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    QWEN_FILE: {"eos_token": "<|endoftext|>"},
 }
-_ENDS_OF = {_QWEN_FILE: ("<|im_end|>",)}
+_ENDS_OF = {QWEN_FILE: ("<|im_end|>",)}
 NEUTRAL = "vllm"  # of --generation-config
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GGUF_SAMPLING = {
@@ -132,12 +131,11 @@ def _is_gguf(path: Path) -> bool:
 def _vocabulary_file(path: Path, folder: Path) -> Path:
     if path.is_file():
         return path
-    names = ("tokenizer.json", *_SENTENCEPIECE_FILES, _TEKKEN_FILE, _QWEN_FILE)
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
+    found = vocabulary_file(folder)
+    if found is not None:
+        return found
     raise ConfigError(
-        f"{folder} has no tokenizer.json and no SentencePiece .model ({', '.join(names[1:])} would also do); "
+        f"{folder} has no tokenizer.json and no SentencePiece .model ({', '.join(NAMES[1:])} would also do); "
         "give --tokenizer a folder that has one"
     )
 
@@ -145,8 +143,8 @@ def _vocabulary_file(path: Path, folder: Path) -> Path:
 def _kind(file: Path) -> str:
     """The usual file name of this kind of vocabulary."""
     if file.suffix == ".json":
-        return _TEKKEN_FILE if file.name.startswith("tekken") else "tokenizer.json"
-    return _QWEN_FILE if file.suffix == ".tiktoken" else "tokenizer.model"
+        return TEKKEN_FILE if file.name.startswith("tekken") else "tokenizer.json"
+    return QWEN_FILE if file.suffix == ".tiktoken" else "tokenizer.model"
 
 
 def _file_tokenizer(file: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
@@ -158,7 +156,7 @@ def _file_tokenizer(file: Path, folder: Path, settings: dict[str, Any]) -> Token
             return _sentencepiece_tokenizer(file, folder, settings)
     from octavo.text.tokenize import tiktoken_vocab
 
-    return tiktoken_vocab.read_tekken(file) if _kind(file) == _TEKKEN_FILE else tiktoken_vocab.read_qwen_tiktoken(file)
+    return tiktoken_vocab.read_tekken(file) if _kind(file) == TEKKEN_FILE else tiktoken_vocab.read_qwen_tiktoken(file)
 
 
 def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:

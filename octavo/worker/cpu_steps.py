@@ -22,9 +22,9 @@ from octavo.weights.methods.cpu_native import NativeHeld, kind_name
 
 def find_native(config: Config, limits: Limits, device: Device, rank: int) -> tuple[Native | None, str]:
     """Open the kernels if they can be used. → kernels, and a note for the start report ("": none)."""
-    native, note = None, ""
-    if not device.is_cuda:
-        native, note = _open(limits, rank * limits.cpu_threads if config.parallel.cpu_pinning else -1)
+    if device.is_cuda:
+        return None, ""
+    native, note = _open(limits, rank * limits.cpu_threads if config.parallel.cpu_pinning else -1)
     _require(config, native, note)
     return native, note
 

@@ -10,6 +10,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.cache.span import longest
 from octavo.config import Config
 from octavo.limits import Limits
+from octavo.quants.exact import kept_on_cpu
 from octavo.spec import ModelSpec, PageLayout
 from octavo.weights.formats.checkpoint import TensorSource
 
@@ -26,7 +27,8 @@ def page_dtype(
     if not is_native:
         return dtype
     is_rounded = config.model.quantization in ("int8", "int4")
-    is_packed = limits.keeps_packed and not limits.decodes_packed and weights is not None and bool(weights.packed_types)
+    packed = frozenset[str]() if weights is None else kept_on_cpu(weights.packed_types)
+    is_packed = limits.keeps_packed and not limits.decodes_packed and bool(packed)
     return torch.float16 if is_rounded or is_packed else dtype
 
 

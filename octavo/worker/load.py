@@ -32,6 +32,7 @@ from octavo.messages.speculation import FLAG, SpeculationSettings, names_method,
 from octavo.models import load_family
 from octavo.models.draft_heads.kinds import has_prediction_layers, kind_of
 from octavo.parallel import Ranks, single_rank
+from octavo.quants.exact import kept_on_cpu
 from octavo.sampling.grammar.masks import Grammars
 from octavo.sampling.grammar.row_processes import GrammarLimits
 from octavo.spec import ModelSpec, PageLayout
@@ -281,8 +282,8 @@ class Loader:
         )  # fmt: skip
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
-        if config.model.quantization == "int4" and self.device.is_cuda:
-            _check_int4(dtype)
+        if config.model.quantization in ("int8", "int4") and self.device.is_cuda:
+            _check_rounding(config.model.quantization, dtype)
         ops = _choose_ops(self.device, dtype, self._native, is_invariant)
         adapts = self._adapts(ops)
         settings = Settings(
@@ -366,7 +367,7 @@ class Loader:
             return kept_on_gpu(types) if ops.kernels == "triton" else frozenset()
         match ops.kernels:
             case "native":
-                return checkpoint.weights.packed_types
+                return kept_on_cpu(checkpoint.weights.packed_types)
             case "triton":
                 return kept_on_gpu(checkpoint.weights.packed_types)
             case _:
@@ -378,7 +379,7 @@ class Loader:
         self.model = family.Model(checkpoint.config, self.spec, context)
         settings = context.methods.settings
         how = settings.quantization
-        is_rounded = how == "fp8" or (how == "int4" and self.device.is_cuda)
+        is_rounded = how == "fp8" or (how in ("int8", "int4") and self.device.is_cuda)
         if is_rounded and any(isinstance(module, Experts) for module in self.model.modules()):
             self._notes.append(f"--quantization {how} leaves the experts in {self.limits.dtype}")
         elsewhere = frozenset[str]() if self._outline is None else self._outline.without(self.model)
@@ -618,11 +619,11 @@ def _vocabulary(source: ModelSource, tokenizer: str) -> "Vocabulary":
     return load_text(source.path, tokenizer=tokenizer).vocabulary.alone()
 
 
-def _check_int4(dtype: torch.dtype) -> None:
-    """Raises ConfigError where --quantization int4 has no kernels on a GPU. For before anything is loaded."""
+def _check_rounding(how: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError where --quantization int8 or int4 has no kernels on a GPU. For before anything is loaded."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
-            "--quantization int4 works with 16-bit arithmetic on a GPU: use it with --dtype bfloat16 or float16"
+            f"--quantization {how} works with 16-bit arithmetic on a GPU: use it with --dtype bfloat16 or float16"
         )
     if importlib.util.find_spec("triton") is None:
-        raise ConfigError("--quantization int4 needs the package triton, which is not installed")
+        raise ConfigError(f"--quantization {how} needs the package triton, which is not installed")

@@ -74,8 +74,8 @@ class RankWeights:
         match self.config.quantization:
             case "fp8":
                 return num_bytes - fp8_saving(self.model, self.dtype)
-            case "int4" if self.device.is_cuda:
-                return num_bytes - sum(int4_saving(linear.request, self.dtype) for linear in self._linears())
+            case "int8" | "int4" as how if self.device.is_cuda:
+                return num_bytes - sum(rounded_saving(linear.request, self.dtype, how) for linear in self._linears())
             case "int8" | "int4":
                 return int(num_bytes / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
             case _:
@@ -119,11 +119,11 @@ class RankWeights:
         }
 
 
-def int4_saving(request: WeightRequest, dtype: torch.dtype) -> int:
-    """Bytes by which a GPU's --quantization int4 makes a weight smaller than in `dtype`, at most."""
+def rounded_saving(request: WeightRequest, dtype: torch.dtype, how: str) -> int:
+    """Bytes by which a GPU's --quantization int8 or int4 makes a weight smaller than in `dtype`, at most."""
     if request.use is not Use.PRODUCT:
         return 0
-    return int(request.out_features * request.in_features * (dtype.itemsize - _ROUNDED_BYTES["int4"]))
+    return int(request.out_features * request.in_features * (dtype.itemsize - _ROUNDED_BYTES[how]))
 
 
 def fp8_saving(model: DecoderModel, dtype: torch.dtype) -> int:

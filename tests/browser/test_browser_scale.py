@@ -14,7 +14,7 @@ import pytest
 from benchmarks.cockpit import ask_for_ever
 from benchmarks.front import SERVE
 from benchmarks.front_engine import MAX_MODEL_LEN, PAGES, STEP_MS, VOCAB_SIZE
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
+from octavo.text.tokenize.made_up import write_tokenizer
 from benchmarks.gpu.serve import server
 from tests.browser.conftest import PATIENCE_S, keep, until
 

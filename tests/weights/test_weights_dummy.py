@@ -1,38 +1,67 @@
-"""Random weights: the same for the same seed and name, different otherwise, and small."""
+"""Random weights: as a quantised configuration's would arrive."""
 
+from typing import Any
+
+import pytest
 import torch
 
-from octavo.weights.formats.dummy import dummy_tensors
+from octavo.quants import Quants
+from octavo.weights.formats.dummy import dummy_packed_types, dummy_packing, dummy_tensors
 
-SHAPES = {"first": (64, 64), "second": (64, 64), "bias": (64,)}
-
-
-def made(
-    seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
-    return dict(dummy_tensors(shapes, "cpu", dtype, seed))
-
-
-def test_values_depend_on_seed_and_name_alone() -> None:
-    torch.manual_seed(1)
-    one = made(0)
-    torch.manual_seed(2)
-    again = made(0, {"before": (3,), **SHAPES})
-    assert all(torch.equal(one[name], again[name]) for name in SHAPES)
-    assert not torch.equal(one["first"], one["second"])
-    assert not torch.equal(one["first"], made(1)["first"])
+NAMES = {
+    "layers.0.mlp.up_proj.weight": (64, 256),
+    "layers.0.self_attn.kv_a_proj_with_mqa.weight": (32, 256),
+    "layers.0.mlp.odd_proj.weight": (64, 72),
+    "norm.weight": (64,),
+    "lm_head.weight": (64, 256),
+    "a.experts.down_proj": (64, 64),
+}
 
 
-def test_values_are_small_and_spread() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        tensors = made(3, dtype=dtype)
-        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == SHAPES
-        weight = tensors["first"]
-        assert weight.dtype == dtype
-        assert 0.015 < weight.float().std().item() < 0.025 and weight.float().abs().max().item() < 0.2
+def compressed(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
 
 
-def test_nothing_is_drawn_from_the_global_generator() -> None:
-    before = torch.get_rng_state()
-    made(5)
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize(
+    ("settings", "type", "group"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "Q4_0", 128),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "Q4_0", 64),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "Q4_0", 256),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32}, "Q8_0", 32),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8", 128),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "FP8", 256),
+        ({"quant_method": "fbgemm_fp8"}, "FP8", 256),
+        (compressed(type="int", num_bits=4, group_size=128), "Q4_0", 128),
+        (compressed(type="int", num_bits=8, strategy="channel", group_size=None), "Q8_0", 256),
+        (compressed(type="float", num_bits=8, strategy="channel"), "FP8", 256),
+        (compressed(type="float", num_bits=8, block_structure=[64, 64]), "FP8", 64),
+        ({"quant_method": "mxfp4"}, "MXFP4", 32),
+    ],
+)
+def test_random_weights_come_as_the_configuration_has_them(settings: dict[str, Any], type: str, group: int) -> None:
+    config = {"quantization_config": settings}
+    assert dummy_packed_types(config) == {type} and dummy_packing(config, frozenset()) is None
+    packing = dummy_packing(config, dummy_packed_types(config))
+    made = dict(dummy_tensors(NAMES, "cpu", torch.float32, packing=packing))
+    assert {name: tuple(tensor.shape) for name, tensor in made.items()} == NAMES
+    packed = {name: weight for name, weight in made.items() if isinstance(weight, Quants)}
+    assert list(packed) == ([*NAMES][:2] if type != "MXFP4" else ["a.experts.down_proj"])
+    for weight in packed.values():
+        assert weight.type == type and weight.is_finite() and 0.01 < float(weight.dequantise().std()) < 0.04
+    if type in ("Q4_0", "Q8_0"):
+        weight = packed["layers.0.mlp.up_proj.weight"]
+        scales = weight.stored.view(64, 8, -1)[:, :, :2].contiguous().view(torch.float16)[:, :, 0]
+        assert all(len(row.unique()) == 256 // group for row in scales)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        None, {"quant_method": "bitsandbytes"}, {"quant_method": "gptq", "bits": 3}, compressed(type="float", num_bits=4),
+        {"quant_method": "compressed-tensors"}, {"quant_method": "compressed-tensors", "config_groups": {"group_0": 1}},
+    ],
+)  # fmt: skip
+def test_others_are_not_packed(settings: Any) -> None:
+    config = {} if settings is None else {"quantization_config": settings}
+    assert dummy_packed_types(config) == frozenset() and dummy_packing(config, frozenset({"FP8"})) is None

@@ -8,7 +8,6 @@ pytest.importorskip("triton")
 
 from octavo.quants import Quants
 from octavo.quants.writers import q4_0, q5_0
-from octavo.weights.formats.dummy import dummy_packed_types, dummy_packing, dummy_tensors
 from octavo.weights.methods.base import Use, WeightRequest
 from octavo.weights.methods.triton_int4 import Int4Weight, round_to_codes
 from tests.contexts import context
@@ -107,26 +106,3 @@ def test_int4_is_picked_where_it_is_asked_for() -> None:
     x = torch.randn(3, 256).to(HALF)
     wanted = x.float() @ plain.t()
     assert float((found.product(x).float() - wanted).norm() / wanted.norm()) < 0.12
-
-
-def test_random_weights_come_as_the_configuration_has_them() -> None:
-    awq = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
-    mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
-    assert dummy_packed_types(awq) == {"Q4_0"} and dummy_packed_types(mxfp4) == {"MXFP4"}
-    assert dummy_packed_types({}) == frozenset() == dummy_packed_types({"quantization_config": {"quant_method": "fp8"}})
-    assert dummy_packing(awq, frozenset()) is None
-    names = {
-        "layers.0.mlp.up_proj.weight": (64, 256),
-        "norm.weight": (64,),
-        "lm_head.weight": (64, 256),
-        "a.experts.down_proj": (64, 64),
-    }
-    for config in (awq, mxfp4):
-        packing = dummy_packing(config, dummy_packed_types(config))
-        assert packing is not None
-        made = dict(dummy_tensors(names, "cpu", torch.float32, packing=packing))
-        packed = {name: weight for name, weight in made.items() if isinstance(weight, Quants)}
-        assert list(packed) == (["layers.0.mlp.up_proj.weight"] if config is awq else ["a.experts.down_proj"])
-        (weight,) = packed.values()
-        assert weight.is_finite() and 0.01 < float(weight.dequantise().std()) < 0.04
-        assert {name: tuple(tensor.shape) for name, tensor in made.items()} == names

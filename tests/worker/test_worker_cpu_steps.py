@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 from octavo import LLM
 from octavo.attention.choose import choose
 from octavo.batch import Batch
+from octavo.config import Config, replace
+from octavo.device import Device
+from octavo.errors import ConfigError
+from octavo.kernels.cpu.build import NoCompiler
 from octavo.kernels.cpu.library import Kind, library
+from octavo.limits import resolve
 from octavo.models import load_family
 from octavo.weights.methods.cpu_native import kind_name
-from octavo.worker.cpu_steps import CpuSteps, record
+from octavo.worker.cpu_steps import CpuSteps, find_native, record
 from tests.contexts import context
 from tests.engine.exactness import check, greedy_references
 from tests.models import checkpoints
@@ -131,3 +136,25 @@ def test_the_report_names_the_bits_of_a_code():
         number, unit = kind_name(kind).split()
         taken = library().octavo_packed_bytes(kind, 64, 2048) * 8 / (64 * 2048)
         assert unit == "bits" and int(number) < taken < int(number) + 1.2
+
+
+class _Gpu(Device):
+    def __init__(self) -> None:
+        self.kind, self.is_cuda = "cuda", True
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_gpu_needs_no_native_kernels_to_round_weights(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernels(*_: object) -> None:
+        raise NoCompiler("no compiler here")
+
+    monkeypatch.setattr("octavo.worker.cpu_steps.Native", no_kernels)
+    config = replace(Config(), quantization=quantization)
+
+    def find(device: Device) -> object:
+        limits = resolve(config, device=device.kind, stored_dtype="bfloat16", context_len=128, num_cores=1)
+        return find_native(config, limits, device, 0)
+
+    assert find(_Gpu()) == (None, "")
+    with pytest.raises(ConfigError, match=f"--quantization {quantization} needs native CPU kernels"):
+        find(Device("cpu"))

@@ -5,10 +5,12 @@ without rounding."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from octavo.quants import Weight
+from octavo.quants import ORDERED, Quants, Weight
 from octavo.quants.writers import q4_0, q5_0, q8_0
 
 _AT_ONCE = 1 << 22  # weights decoded together: bounds the temporaries
@@ -44,10 +46,12 @@ def weight_of(
     ):
         group_of = None
     assert group_of is not None or is_even
-    if keep_packed and group_of is None and (width // num_groups) % _GROUP == 0:
-        packed = _packed(codes, zeros, scales)
-        if packed is not None:
-            return packed
+    if keep_packed and is_even and (width // num_groups) % _GROUP == 0:
+        columns = None if group_of is None else _in_groups(group_of, num_groups)
+        if group_of is None or columns is not None:
+            packed = _packed(codes if columns is None else codes[:, columns], zeros, scales)
+            if packed is not None:
+                return packed if columns is None else replace(packed, columns=columns)
     out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     step = max(1, _AT_ONCE // max(1, width))
     for start in range(0, num_rows, step):
@@ -70,7 +74,13 @@ def _spread(values: Tensor, width: int, group_of: Tensor | None) -> Tensor:
     return values.repeat_interleave(width // values.shape[1], dim=1)
 
 
-def _packed(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> Weight | None:
+def _in_groups(group_of: Tensor, num_groups: int) -> Tensor | None:
+    """The columns in the order of their groups, as act-order checkpoints were quantised; None: groups differ in size."""
+    sizes = torch.bincount(group_of.long(), minlength=num_groups)
+    return torch.argsort(group_of, stable=True) if bool((sizes == sizes[0]).all()) else None
+
+
+def _packed(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> Quants | None:
     """Repack as Q4_0, Q5_0 or Q8_0; None: a scale is not exact in float16, or the numbers span too wide a range."""
     halves = scales.to(torch.float16)
     if not torch.equal(halves.float(), scales.float()):
@@ -86,10 +96,13 @@ def _packed(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> Weight | None
     return q8_0(halves, numbers.to(torch.int8)) if least >= -128 and most < 128 else None
 
 
-def held_as(bits: int, is_centred: bool, group_size: int) -> str:
-    """The type that weight_of probably returns with keep_packed; "": float32. `is_centred`: the zero is in the middle."""
+def held_as(bits: int, is_centred: bool, group_size: int, has_order: bool = False) -> str:
+    """The type that weight_of probably returns with keep_packed; "": float32. `is_centred`: the zero is in the middle. `has_order`:
+    columns are in the order of act-order, which only some kernels take."""
     if group_size % _GROUP:
         return ""
     if bits == 8:
-        return "Q8_0" if is_centred else ""
-    return "Q4_0" if is_centred or bits < 4 else "Q5_0"
+        type = "Q8_0" if is_centred else ""
+    else:
+        type = "Q4_0" if is_centred or bits < 4 else "Q5_0"
+    return type + ORDERED if type and has_order else type

@@ -184,7 +184,7 @@ def _padded(rows: Weight, size: int) -> Weight:
         return rows
     stored = rows.rows if isinstance(rows, Quants) else rows
     stored = torch.cat((stored, stored.new_zeros(size - len(stored), *stored.shape[1:])))  # quants of zeros are zeros
-    return Quants(rows.type, stored) if isinstance(rows, Quants) else stored
+    return Quants(rows.type, stored, columns=rows.columns) if isinstance(rows, Quants) else stored
 
 
 class NativeHeads(NativeHeld, HeldHeads):

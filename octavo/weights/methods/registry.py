@@ -32,8 +32,18 @@ from octavo.weights.methods.base import (
 # few bits, whether --quantization or the checkpoint asks for them, because those after them would hold the weight decoded;
 # then --deterministic; then a device's own kernels; at last torch, which holds everything. Where two hold the same form, as
 # triton_fp8 and torch_fp8, the faster one comes first.
-_LINEAR = ("cpu_native", "triton_fp8", "torch_fp8", "triton_int4", "triton_invariant", "triton_bf16", "onednn", "torch")
-_TABLE = ("cpu_native", "triton_invariant", "triton_bf16", "onednn", "torch")
+_LINEAR = (
+    "cpu_native",
+    "triton_fp8",
+    "torch_fp8",
+    "triton_int4",
+    "triton_groups",
+    "triton_invariant",
+    "triton_bf16",
+    "onednn",
+    "torch",
+)
+_TABLE = ("cpu_native", "triton_groups", "triton_invariant", "triton_bf16", "onednn", "torch")
 _HEADS = ("cpu_native", "torch")
 _EXPERTS = ("cpu_native_experts", "triton_mxfp4", "triton_experts", "torch_experts")
 
@@ -110,9 +120,9 @@ def gpu_packings() -> set[str]:
 
 
 def kept_on_gpu(types: frozenset[str]) -> frozenset[str]:
-    """Of the packed types in a checkpoint, those that are kept on a GPU: all where its kernels multiply every one of them, else
-    none. Only where Triton is installed."""
-    return types if types and types <= gpu_packings() else frozenset()
+    """Of the packed types in a checkpoint, those that arrive packed on a GPU: all where its kernels multiply one of them, for methods decode
+    what they cannot hold; else none. Only where Triton is installed."""
+    return types if types and types & gpu_packings() else frozenset()
 
 
 def _linear(has_triton: bool) -> Sequence[LinearMethod]:

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from octavo.kernels.device_ops import Activation, NormWeights
 from octavo.kernels.torch_ops import activate
+from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.gemm import int4
 from octavo.kernels.triton.gemm.int4_layout import GROUPS, OUTPUTS, Int4Tensor, decode, make_room, store
-from octavo.quants import Quants, Weight
+from octavo.quants import ORDERED, Quants, Weight
 from octavo.weights.methods.base import HeldWeight, LinearMethod, Method, Settings, Use, WeightRequest, other_kernels
 from octavo.weights.methods.triton_bf16 import TritonWeight
+from octavo.weights.methods.triton_groups import GroupWeight
 from octavo.weights.methods.triton_invariant import InvariantWeight
 
 _TYPES = {"Q4_0": 8, "Q5_0": 16}  # how checkpoints' codes arrive, and the code that stands for 0
@@ -19,34 +21,44 @@ _AT_ONCE = 1 << 24  # numbers unpacked together: bounds the temporaries
 
 
 class Int4Weight(HeldWeight):
-    """What has no exact 4-bit form (5-bit weights of a GGUF file, say) is held in 16 bits, as the whole of the weight then is."""
+    """What has no exact 4-bit form (5-bit weights of a GGUF file, say) is held by triton_groups, or in 16 bits where other parts have been
+    packed before; the whole of the weight then is."""
 
     def __init__(self, request: WeightRequest, settings: Settings) -> None:
         super().__init__(settings.ops)
         self._request, self._settings = request, settings
         self._packed: Int4Tensor | None = None
-        self._plain: TritonWeight | InvariantWeight | None = None
+        self._other: TritonWeight | InvariantWeight | GroupWeight | None = None
+        self._columns: Tensor | None = None  # of x, in the order in which the codes lie
         self._filled: list[int] = []
 
     @property
     def nbytes(self) -> int:
-        held = self._plain if self._plain is not None else self._packed
-        return 0 if held is None else held.nbytes
+        held = self._other if self._other is not None else self._packed
+        return (0 if held is None else held.nbytes) + (0 if self._columns is None else self._columns.nbytes)
 
     @property
     def name(self) -> str:
-        return "int4" if self._plain is None else self._plain.name
+        return "int4" if self._other is None else self._other.name
 
     def fill(self, part: int, rows: Weight) -> None:
-        if self._plain is None:
-            found = self._codes(rows)
+        if self._other is None:
+            columns = rows.columns if isinstance(rows, Quants) else None
+            found = self._codes(rows) if self._has_order(columns) else None
             if found is not None and self._make_room(found[2].shape[1]):
+                self._columns = None if columns is None else columns.to(self._settings.device)
                 self._store(part, *found)
                 self._filled.append(part)
                 return
-            self._decode()
-        assert self._plain is not None
-        self._plain.fill(part, rows)
+            self._give_up(isinstance(rows, Quants))
+        assert self._other is not None
+        self._other.fill(part, rows)
+
+    def _has_order(self, columns: Tensor | None) -> bool:
+        """Whether the codes' columns are in the order of the parts before."""
+        if not self._filled or columns is None or self._columns is None:
+            return not self._filled or (columns is None) == (self._columns is None)
+        return torch.equal(columns.to(self._columns.device), self._columns)
 
     def _codes(self, rows: Weight) -> tuple[Tensor, Tensor, Tensor] | None:
         device = self._settings.device
@@ -73,31 +85,36 @@ class Int4Weight(HeldWeight):
         zeros, scales = (numbers.repeat_interleave(times, dim=1) for numbers in (zeros, scales))
         store(self._packed, self._request.rows(part).start, codes, zeros, scales)
 
-    def _decode(self) -> None:
-        """Hold the weight in 16 bits from now on."""
+    def _give_up(self, is_packed: bool) -> None:
+        """Hold the weight in another form from now on."""
+        if self._packed is None and is_packed:
+            self._other = GroupWeight(self._request, self._settings)
+            return
         make = InvariantWeight if self._settings.ops.is_invariant else TritonWeight
-        self._plain = make(self._request, self._settings)
+        self._other = make(self._request, self._settings)
         if self._packed is not None:
             decoded = decode(self._packed)
+            if self._columns is not None:
+                decoded = torch.empty_like(decoded).index_copy_(1, self._columns, decoded)
             for part in self._filled:
-                self._plain.fill(part, decoded[self._request.rows(part)].to(self._settings.dtype))
-        self._packed = None
+                self._other.fill(part, decoded[self._request.rows(part)].to(self._settings.dtype))
+        self._packed = self._columns = None
 
     def product(
         self, x: Tensor, norm: NormWeights | None = None, bias: Tensor | None = None, activation: Activation = "none"
     ) -> Tensor:
-        if self._plain is not None:
-            return self._plain.product(x, norm, bias, activation)
+        if self._other is not None:
+            return self._other.product(x, norm, bias, activation)
         return activate(self._multiply(x, norm, bias, None, None), activation)
 
     def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        if self._plain is not None:
-            return self._plain.product_add(x, bias, residual)
+        if self._other is not None:
+            return self._other.product_add(x, bias, residual)
         return self._multiply(x, None, bias, residual, None)
 
     def gated(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
-        if self._plain is not None:
-            return self._plain.gated(x, norm, bias, activation)
+        if self._other is not None:
+            return self._other.gated(x, norm, bias, activation)
         assert self._packed is not None
         if activation not in int4.ACTIVATIONS or not self._packed.is_interleaved:
             return None
@@ -108,14 +125,18 @@ class Int4Weight(HeldWeight):
     ) -> Tensor:
         assert self._packed is not None, "it is filled first"
         x, before = self._rms_normed(x, norm)
+        if self._columns is not None:
+            if before is not None:
+                x, before = rms_norm(x, *before, is_fixed=self._settings.ops.is_invariant, pdl=True), None
+            x = x.index_select(1, self._columns)
         return int4.int4_linear(
             x, self._packed, bias=bias, norm=before, residual=residual, gated=gated, pdl=True,
             is_fixed=self._settings.ops.is_invariant,
         )  # fmt: skip
 
     def warm_up_gate(self, activation: Activation, has_bias: bool, max_rows: int) -> None:
-        if self._plain is not None:
-            self._plain.warm_up_gate(activation, has_bias, max_rows)
+        if self._other is not None:
+            self._other.warm_up_gate(activation, has_bias, max_rows)
             return
         assert self._packed is not None
         bias = self._settings.empty(self._request.out_features) if has_bias else None
@@ -182,10 +203,14 @@ def round_to_codes(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tenso
     return codes, torch.cat(all_zeros), torch.cat(all_scales)
 
 
+# Of groups of 128; an order of columns is 8 bytes for each.
+_PACKINGS = {f"{type}{order}": (32, 17) for type in _TYPES for order in ("", ORDERED)}
+
+
 def supports(request: WeightRequest, settings: Settings) -> str | None:
     if settings.ops.kernels != "triton":
         return other_kernels(settings)
-    if settings.quantization != "int4" and not settings.packed_types & _TYPES.keys():
+    if settings.quantization != "int4" and not settings.packed_types & _PACKINGS.keys():
         return "neither asked for nor in the checkpoint"
     if request.use is not Use.PRODUCT:
         return f"a {request.use.value} stays more exact"
@@ -200,4 +225,4 @@ def supports(request: WeightRequest, settings: Settings) -> str | None:
     return None
 
 
-LINEAR: LinearMethod = Method("triton_int4", supports, Int4Weight, packings={"Q4_0": (32, 17), "Q5_0": (32, 17)})
+LINEAR: LinearMethod = Method("triton_int4", supports, Int4Weight, packings=_PACKINGS)

@@ -1,6 +1,7 @@
 """The GPU benchmarks, rehearsed on the CPU with a tiny model: the loads, the physical limit, and that every part runs.
 No figure is compared with a clock."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -12,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import accuracy, growth, limits, trace, workloads
+from benchmarks.gpu import accuracy, growth, limits, sizes, trace, workloads
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import as_flags
-from benchmarks.gpu.subject import MODELS
+from benchmarks.gpu.subject import MODELS, config_of, model_of, spec_of
 from benchmarks.gpu.targets import BANDWIDTH, FLOPS, TARGETS
 from benchmarks.gpu.workloads import Item
 from octavo import config
 from octavo.cli.flags import config_from
 from octavo.cli.main import build_parser
 from octavo.spec import ModelSpec
-from octavo.text import load_text
 
 ROOT = Path(__file__).resolve().parents[3]
 CHIP = limits.Chip(BANDWIDTH, FLOPS)
@@ -140,6 +139,68 @@ def test_a_shared_prefix_is_computed_once_and_can_be_read_once() -> None:
     assert second == limits.Work(3, 3, 3 * 37, 2 * 32, 3 * 37)
 
 
+# Limits of a single stream as worked out by hand for the anchors: (model, tokens/s).
+ALONE = {"qwen3-30b-a3b": 674, "gpt-oss-20b": 1137, "llama-3.1-8b-awq": 886, "llama-3.1-8b": 283}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_limits_know_experts_and_bytes_as_held(name: str) -> None:
+    options = {"model": str(MODELS / name)}
+    model = model_of(options, spec_of(options["model"]).kv_bytes_per_token(2))
+    steps = list(limits.steps_of(workloads.make("single_stream", 100), 512, 8192, model.window))
+    tokens = sum(item.output_len for item in workloads.make("single_stream", 100))
+    rate = tokens / limits.total_seconds(steps, model, limits.Chip(4.26e12, 665e12))
+    assert rate == pytest.approx(ALONE[name], rel=0.01)
+
+
+def test_experts_reached_are_those_of_random_routing() -> None:
+    experts = limits.Experts(1, 128, 8, 1, 2.0)
+    assert experts.reached(1) == pytest.approx(8) and experts.reached(10_000) == pytest.approx(128)
+    torch.manual_seed(0)
+    drawn = [torch.stack([torch.randperm(128)[:8] for _ in range(20)]).unique().numel() for _ in range(200)]
+    assert experts.reached(20) == pytest.approx(sum(drawn) / len(drawn), rel=0.01)
+
+
+def test_counted_parameters_are_those_of_the_model() -> None:
+    qwen = sizes.count(config_of(str(MODELS / "qwen3-30b-a3b")), spec_of(str(MODELS / "qwen3-30b-a3b")), 2.0)
+    assert qwen.experts == limits.Experts(48, 128, 8, 3 * 2048 * 768, 2.0)
+    assert qwen.dense == 48 * 2048 * (2 * 4096 + 2 * 512)
+    llama = sizes.count(config_of(str(MODELS / "llama-3.1-8b")), LLAMA, 2.0)
+    assert llama.experts is None and llama.dense == limits.Model.of(LLAMA, 0).layer_parameters
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantization", "product", "expert"),
+    [
+        (None, "auto", 2, 2), (None, "fp8", 1, 2), (None, "int4", 0.625, 2), (None, "int8", 1.0625, 2),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "auto", 0.53125, 2),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "auto", 0.625, 2),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 32}, "auto", 1.0625, 2),
+        ({"quant_method": "fp8"}, "auto", 1, 2), ({"quant_method": "mxfp4"}, "auto", 2, 17 / 32),
+        ({"quant_method": "mxfp4"}, "none", 2, 2),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_weight(settings: Any, quantization: str, product: float, expert: float) -> None:
+    config = {} if settings is None else {"quantization_config": settings}
+    assert sizes.bytes_each(config, 2, quantization) == (product, expert)
+
+
+def test_layers_with_a_window_read_no_more_than_it() -> None:
+    items = [Item([0] * length, output_len) for length, output_len in ((30, 4), (5, 9))]
+    steps = list(limits.steps_of(items, max_rows=3, max_step_tokens=16, window=8))
+    ends = [len(item.prompt) + item.output_len - 1 for item in items]
+    assert sum(work.windowed_attended for work in steps) == sum(min(p + 1, 8) for end in ends for p in range(end))
+    assert (
+        limits.decode_work(2, 100, 8).windowed_kv_tokens == 16 and limits.decode_work(2, 10, 8).windowed_kv_tokens == 10
+    )
+    model = limits.Model.of(LLAMA, 1.0, layer_parameters=0)
+    half = dataclasses.replace(model, window=8, windowed_share=0.5)
+    work = limits.Work(1, 0, 100, 0, 100, 8, 8)
+    assert (
+        limits.kv_tokens(work, model, shared_once=True) == 100 and limits.kv_tokens(work, half, shared_once=True) == 54
+    )
+
+
 def test_keys_and_values_alone_bound_the_mixed_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under any schedule, a request reads its contexts one step after another: counted here without a schedule."""
     file = tmp_path / "result.json"
@@ -151,7 +212,7 @@ def test_keys_and_values_alone_bound_the_mixed_load(tmp_path: Path, capsys: pyte
     # Prompts in several chunks read a little more.
     assert rate * 0.99 < bounds["kv_only_rate"] <= rate
     assert bounds["limit_rate"] == bounds["unshared_limit_rate"] < bounds["kv_only_rate"]
-    assert "131,072 bytes of KV a token, 4.26 TB/s, 795 TFLOP/s" in capsys.readouterr().out
+    assert "131,072 bytes of KV a token, 15.01 GB of weights read a step, 4.26 TB/s, 795 TFLOP/s" in capsys.readouterr().out
 
 
 # ── growth and trace ────────────────────────────────────────────────────────────────────────────────
@@ -248,14 +309,6 @@ def test_options_become_the_servers_flags() -> None:
     assert read.model.model == "folder" and read.model.dtype == "float32"
     assert (read.scheduler.max_num_seqs, read.cache.page_size) == (8, 32)
     assert read.cache.enable_prefix_caching is False
-
-
-def test_the_made_up_tokenizer_spells_every_id(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, 1000)
-    (tmp_path / "config.json").write_text("{}")
-    text = load_text(tmp_path)
-    words = [text.decode([i]) for i in range(1000)]
-    assert len(set(words)) == 1000 and all(word.strip().isalpha() for word in words)
 
 
 # ── accuracy ────────────────────────────────────────────────────────────────────────────────────────

@@ -57,8 +57,9 @@ def scaled_recipe(
     found = fp8_blocks.block_of(weight.shape, scale.shape, block)
     if found is None or not scale.arithmetic:
         raise misfit(entries, module, parts)
-    return Recipe(f"{module}.weight", parts, weight.shape, partial(_make, block=found))
+    held = fp8_blocks.held_as(weight.shape, weight.type, found)
+    return Recipe(f"{module}.weight", parts, weight.shape, partial(_make, block=found), held)
 
 
 def _make(parts: Parts, keep_packed: bool, block: tuple[int, int]) -> Weight:
-    return fp8_blocks.scaled(parts["weight"], parts["scale"], block)
+    return fp8_blocks.weight_of(parts["weight"], parts["scale"], block, keep_packed)

@@ -51,7 +51,7 @@ def _recipe(entries: Mapping[str, Entry], module: str, settings: Mapping[str, An
     if not fits or (index is not None and (index.shape != (width,) or index.type not in ("I32", "I64"))):
         raise misfit(entries, module, parts)
     has_order = bool(settings.get("desc_act")) and index is not None and groups > 1
-    held = "" if has_order else held_as(bits, bool(settings.get("sym", True)), width // groups)
+    held = held_as(bits, bool(settings.get("sym", True)), width // groups, has_order) if width % groups == 0 else ""
     make = partial(_make, module=module, bits=bits, is_less_one=is_less_one)
     return Recipe(f"{module}.weight", parts, (num_columns, width), make, held)
 
