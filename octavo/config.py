@@ -117,11 +117,12 @@ class ModelConfig:
     quantization: str = knob(
         AUTO,
         "how the weights of matrix products are stored. auto: as in the checkpoint; GGUF, AWQ and GPTQ weights stay packed on a "
-        "CPU with native kernels (not with --dtype bfloat16 or float16), those, 8-bit floats and MXFP4 experts on a GPU. none: in "
-        "--dtype, never packed. fp8 (GPU): in 8 bits; "
+        "CPU with native kernels (not with --dtype bfloat16 or float16); on a GPU 4-bit groups and MXFP4 experts do, and other packed weights "
+        "where they would take more than half of its memory as 16 bits, because their kernels are slower for many rows. packed: those stay "
+        "packed, too. none: in --dtype, never packed. fp8 (GPU): in 8 bits; "
         "activations are rounded to 8 bits too, embedding and head are not. int8: rounded to 8 bits in groups of "
         "32. int4: to 4 bits in groups of 32, with a minimum for each; on a GPU embedding, head and experts are not",
-        choices=(AUTO, "none", "fp8", "int8", "int4"),
+        choices=(AUTO, "packed", "none", "fp8", "int8", "int4"),
     )
     attention_backend: str = knob(
         AUTO,

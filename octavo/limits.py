@@ -52,8 +52,8 @@ def resolve(
         dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),
         # A named dtype asks for that arithmetic; kernels that also round activations are used only if both dtype and
         # quantization are auto. With --dtype float32 the CPU kernels compute from packed weights with float32's exact bits.
-        keeps_packed=config.model.quantization == AUTO and (config.model.dtype == AUTO or is_exact),
-        decodes_packed=config.model.quantization == AUTO and is_exact,
+        keeps_packed=config.model.quantization in (AUTO, "packed") and (config.model.dtype == AUTO or is_exact),
+        decodes_packed=config.model.quantization in (AUTO, "packed") and is_exact,
         max_model_len=or_else(wanted, context_len),
         max_model_len_is_auto=wanted == AUTO,
         max_num_seqs=rows,

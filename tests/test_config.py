@@ -92,7 +92,7 @@ def test_no_option_of_python_takes_a_word_that_is_not_offered() -> None:
                 replace(Config(), **{name: value})
     with pytest.raises(ConfigError) as caught:
         replace(Config(), quantization="q4")
-    assert caught.value.message == "--quantization must be one of auto, none, fp8, int8, int4, got 'q4'"
+    assert caught.value.message == "--quantization must be one of auto, packed, none, fp8, int8, int4, got 'q4'"
 
 
 @pytest.mark.parametrize(

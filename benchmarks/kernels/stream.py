@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels import timing
+from benchmarks.kernels.few_stream import StreamChoice, fp8_stream, int4_stream
 from benchmarks.kernels.int4 import SHAPES, Shape, random_weight
 from benchmarks.kernels.timing import distance
 from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.elementwise.quantise import quantise_rows
-from octavo.kernels.triton.gemm.few_stream import StreamChoice, fp8_stream, int4_stream
 from octavo.kernels.triton.gemm.int4 import int4_linear
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor, decode, make_room
 from octavo.kernels.triton.gemm.skinny import few_rows_linear

@@ -37,10 +37,10 @@ from octavo.sampling.grammar.masks import Grammars
 from octavo.sampling.grammar.row_processes import GrammarLimits
 from octavo.spec import ModelSpec, PageLayout
 from octavo.stage import WHOLE, Stage, check_stages, in_words, read_split, stage_of
-from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
+from octavo.weights.formats.checkpoint import Checkpoint, TensorSource, naming, open_checkpoint
 from octavo.weights.formats.dummy import dummy_packed_types
 from octavo.weights.methods.base import Settings
-from octavo.weights.methods.registry import Methods, kept_on_gpu
+from octavo.weights.methods.registry import Methods, better_packed, kept_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.folder import read_config
 from octavo.weights.sources.source import ModelSource
@@ -369,9 +369,24 @@ class Loader:
             case "native":
                 return kept_on_cpu(checkpoint.weights.packed_types)
             case "triton":
-                return kept_on_gpu(checkpoint.weights.packed_types)
+                types = kept_on_gpu(checkpoint.weights.packed_types)
+                return types if self._stays_packed(checkpoint.weights, types) else frozenset()
             case _:
                 return frozenset()
+
+    def _stays_packed(self, weights: TensorSource, types: frozenset[str]) -> bool:
+        """Whether weights of these types stay packed on a GPU."""
+        if not types or self.config.model.quantization == "packed" or not self.device.is_cuda:
+            return bool(types)
+        decoded = weights.held_bytes(getattr(torch, self.limits.dtype).itemsize, {}) // self.ranks.world.size
+        # Of the whole memory: every rank must decide alike.
+        if better_packed(types, decoded, self.device.memory_use().total):
+            return True
+        self._notes.append(
+            f"packed weights are decoded to {self.limits.dtype} ({decoded / 1e9:.1f} GB): products of many rows are faster so; --quantization "
+            "packed keeps them as they are"
+        )
+        return False
 
     def build(self, checkpoint: Checkpoint, context: BuildContext) -> None:
         """Build the model with memory for its weights, none of them loaded yet."""

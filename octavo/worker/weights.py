@@ -86,7 +86,7 @@ class RankWeights:
 
     def in_bfloat16(self) -> int:
         """Bytes that they would take with --dtype bfloat16; 0: no smaller than now, or not supported."""
-        is_plain = not self.keeps_packed and self.config.quantization in (AUTO, "none")
+        is_plain = not self.keeps_packed and self.config.quantization in (AUTO, "packed", "none")
         return self._num_bytes(torch.bfloat16) if is_plain and self.dtype == torch.float32 else 0
 
     def offered_saving(self, dtype: torch.dtype) -> int:

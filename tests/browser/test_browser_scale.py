@@ -14,8 +14,8 @@ import pytest
 from benchmarks.cockpit import ask_for_ever
 from benchmarks.front import SERVE
 from benchmarks.front_engine import MAX_MODEL_LEN, PAGES, STEP_MS, VOCAB_SIZE
-from octavo.text.tokenize.made_up import write_tokenizer
 from benchmarks.gpu.serve import server
+from octavo.text.tokenize.made_up import write_tokenizer
 from tests.browser.conftest import PATIENCE_S, keep, until
 
 NUM_REQUESTS, NUM_PAGES = 1000, 10_000

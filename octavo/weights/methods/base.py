@@ -257,6 +257,8 @@ class Method(Generic[RequestKind, HeldKind]):
     """Makes room for the weight. Only where supports() says None."""
     packings: QuantSizes = field(default_factory=dict)
     """Types of Quants that it holds without decoding them, each with the (weights, bytes) of a quant in its memory."""
+    keeps_up: bool = True
+    """For many rows its products are about as fast as those of weights in 16 bits."""
 
 
 LinearMethod = Method[WeightRequest, HeldWeight]

@@ -47,6 +47,7 @@ _TABLE = ("cpu_native", "triton_groups", "triton_invariant", "triton_bf16", "one
 _HEADS = ("cpu_native", "torch")
 _EXPERTS = ("cpu_native_experts", "triton_mxfp4", "triton_experts", "torch_experts")
 
+MOST_DECODED = 0.5  # of a GPU's memory, for weights that could stay packed and whose products are faster decoded
 _NEEDS_TRITON = "triton_"  # files that begin so import Triton, which may be missing and takes long to import
 
 
@@ -113,16 +114,29 @@ def pick(
     raise AssertionError(f"no method holds {request}: {reasons}")
 
 
-def gpu_packings() -> set[str]:
-    """Types of Quants that some method's GPU kernels multiply as they are stored. Only where Triton is installed."""
+def gpu_packings(keeping_up: bool = False) -> set[str]:
+    """Types of Quants that some method's GPU kernels multiply as they are stored. Only where Triton is installed. `keeping_up`: only those whose
+    products of many rows are about as fast as with 16 bits."""
     methods: list[Method[Any, Any]] = [*_linear(True), *_experts(True)]
-    return {type for method in methods if method.name.startswith(_NEEDS_TRITON) for type in method.packings}
+    return {
+        type
+        for method in methods
+        if method.name.startswith(_NEEDS_TRITON) and (method.keeps_up or not keeping_up)
+        for type in method.packings
+    }
 
 
 def kept_on_gpu(types: frozenset[str]) -> frozenset[str]:
     """Of the packed types in a checkpoint, those that arrive packed on a GPU: all where its kernels multiply one of them, for methods decode
     what they cannot hold; else none. Only where Triton is installed."""
     return types if types and types & gpu_packings() else frozenset()
+
+
+def better_packed(types: frozenset[str], decoded_bytes: int, memory_bytes: int) -> bool:
+    """Whether weights of these types are to stay packed on a GPU. Kinds whose products of many rows are slower than those of 16 bits are decoded
+    where that leaves enough memory."""
+    slower = types & (gpu_packings() - gpu_packings(keeping_up=True))
+    return not slower or decoded_bytes > MOST_DECODED * memory_bytes
 
 
 def _linear(has_triton: bool) -> Sequence[LinearMethod]:

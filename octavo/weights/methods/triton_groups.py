@@ -221,5 +221,5 @@ def supports_table(request: WeightRequest, settings: Settings) -> str | None:
     return _misfit(request, settings)
 
 
-LINEAR: LinearMethod = Method("triton_groups", supports, GroupWeight, packings=_PACKINGS)
+LINEAR: LinearMethod = Method("triton_groups", supports, GroupWeight, packings=_PACKINGS, keeps_up=False)
 TABLE: TableMethod = Method("triton_groups", supports_table, GroupWeight, packings=_PACKINGS)

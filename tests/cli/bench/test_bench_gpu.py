@@ -212,7 +212,10 @@ def test_keys_and_values_alone_bound_the_mixed_load(tmp_path: Path, capsys: pyte
     # Prompts in several chunks read a little more.
     assert rate * 0.99 < bounds["kv_only_rate"] <= rate
     assert bounds["limit_rate"] == bounds["unshared_limit_rate"] < bounds["kv_only_rate"]
-    assert "131,072 bytes of KV a token, 15.01 GB of weights read a step, 4.26 TB/s, 795 TFLOP/s" in capsys.readouterr().out
+    assert (
+        "131,072 bytes of KV a token, 15.01 GB of weights read a step, 4.26 TB/s, 795 TFLOP/s"
+        in capsys.readouterr().out
+    )
 
 
 # ── growth and trace ────────────────────────────────────────────────────────────────────────────────
