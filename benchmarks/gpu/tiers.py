@@ -170,6 +170,9 @@ def measure_neighbours(subject: Subject, rounds: int) -> dict[str, Any]:
     streams = {subject.add(subject.prompt(5000 + number, 64), STREAM_TOKENS) for number in range(subject.rows)}
     gaps: dict[str, list[float]] = {"quiet": [], "loading": []}
     num_loads, loaded_before, is_over = 0, tier.stats.ram_loaded_pages, False
+    slower: list[
+        list[float]
+    ] = []  # prompts that are not loaded: seconds that computing and loading were foreseen to take
 
     def step() -> float:
         """Seconds of a step that gives every stream a token."""
@@ -183,7 +186,12 @@ def measure_neighbours(subject: Subject, rounds: int) -> dict[str, Any]:
         step()
     while num_loads < rounds and not is_over:
         gaps["quiet"] += [step() for _ in range(QUIET_STEPS)]
+        num_slower = tier.stats.slower
         name = subject.add(prompts[num_loads % 2], 1)
+        if tier.stats.slower > num_slower:
+            pages = subject.tokens // subject.llm.report.page_size
+            foreseen = (tier._compute_seconds(0, pages), pages * tier._page_seconds["ram"])
+            slower.append([round(seconds, 4) for seconds in foreseen])
         while tier.num_held:
             seconds = step()
             if tier.num_held:  # else the step has taken in the request, and computes the end of its prompt
@@ -207,6 +215,7 @@ def measure_neighbours(subject: Subject, rounds: int) -> dict[str, Any]:
         "streams": subject.rows,
         "loads": num_loads,
         "pages loaded": loaded,
+        "foreseen to be slower (computing, loading), s": slower,
         "p50 of a step, ms: quiet, loading": [round(value, 3) for value in p50],
         "p99 of a step, ms: quiet, loading": [round(value, 3) for value in p99],
         "steps: quiet, loading": [len(values) for values in gaps.values()],
