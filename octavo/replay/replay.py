@@ -126,7 +126,9 @@ class RecordedSpeculation:
         requests = dict(rows)
         return [Draft(at, [output_token(requests[at].sequence)] * count) for at, count in self.next if at in requests]
 
-    def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
+    def wants_drain(
+        self, num_steps: int, requests: Sequence[Request], shape: StepShape, costs: StepCosts | None
+    ) -> bool:
         return False
 
 

@@ -688,7 +688,10 @@ class Scheduler:
                 for each in chosen:
                     of_row = catch_up if each.tokens[0] == FROM_MODEL else 0
                     self._add_draft(each, draft, planned.requests[each.at], of_row)
-        planned.wants_drain = bool(draft.drafts) or speculation.wants_drain(self.num_steps, shape, self.costs)
+            # Where none was worth it now, the next plan may be made while this one is on its way.
+            planned.wants_drain = bool(draft.drafts)
+        else:
+            planned.wants_drain = speculation.wants_drain(self.num_steps, planned.requests, shape, self.costs)
 
     def _catch_up(self, shape: StepShape, num_drafts: int) -> int:
         """How many tokens of each of these rows the draft model may compute in this step to catch up: as many as prompts might, because

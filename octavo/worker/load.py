@@ -185,7 +185,7 @@ class Loader:
         self.limits = resolve(
             self.config,
             device=self.device.kind,
-            stored_dtype=checkpoint.stored_dtype,
+            stored_dtype=self._stored_dtype(checkpoint),
             context_len=self.spec.context_len,
             num_cores=usable_cores(),
             longest_len=self.spec.longest_len,
@@ -196,6 +196,10 @@ class Loader:
             self.limits = hold_whole_prompts(self.limits, self.config)
         self._open_draft(checkpoint)
         return checkpoint
+
+    def _stored_dtype(self, checkpoint: Checkpoint) -> str:
+        """What --dtype auto takes for the checkpoint's."""
+        return checkpoint.stored_dtype
 
     def _open_draft(self, checkpoint: Checkpoint) -> None:
         """Open the draft model or head, if there is one. Raises ConfigError where it cannot draft for this model."""

@@ -77,6 +77,11 @@ class DraftLoader(Loader):
         self.limits = dataclasses.replace(self.limits, max_model_len=max_model_len)
         return checkpoint
 
+    def _stored_dtype(self, checkpoint: Checkpoint) -> str:
+        """The other model's dtype, whatever this checkpoint has: what holds for one holds for both, such as --deterministic, which a GPU has in
+        16 bits only."""
+        return self._target.limits.dtype
+
     def choose(self, checkpoint: Checkpoint) -> BuildContext:
         with self._about():
             return super().choose(checkpoint)

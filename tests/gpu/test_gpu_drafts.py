@@ -32,7 +32,7 @@ def drafting_itself(source: ModelSource) -> str:
 
 def test_requests_of_every_kind_are_the_same_to_the_bit(source: ModelSource, tmp_path: Path) -> None:
     draft = disturbed(source, tmp_path / "draft", 0.01)
-    campaign = Campaign(source, {**OPTIONS, "deterministic": True}, tmp_path, str(draft))
+    campaign = Campaign(source, {**OPTIONS, "deterministic": True}, tmp_path, str(draft))  # stored in float32
     campaign.deaths = 0.001
     campaign.check(1, 60, ["ngram", "suffix", "draft_model"])
     seen = campaign.seen

@@ -69,5 +69,7 @@ class DiceSpeculation:
                 found.append(Draft(at, tokens))
         return found
 
-    def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
+    def wants_drain(
+        self, num_steps: int, requests: Sequence[Request], shape: StepShape, costs: StepCosts | None
+    ) -> bool:
         return False

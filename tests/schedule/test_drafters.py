@@ -166,12 +166,33 @@ def test_at_many_rows_nothing_is_drafted():
     assert 0 < sum(few) < 8 * 8, "some pay, and not all of them"
     assert lengths(CPU, 64, *[Certain(*[1.0] * 9)] * 4) == [0] * 4
     speculation = CostSpeculation(SpeculationSettings("ngram"))
-    assert speculation.wants_drain(16, StepShape(8, 0, 0, 0), CPU) and not speculation.wants_drain(
-        17, StepShape(8, 0, 0, 0), CPU
-    )
-    assert not speculation.wants_drain(16, StepShape(64, 0, 0, 0), CPU) and not speculation.wants_drain(
-        16, StepShape(8, 0, 0, 0), None
-    )
+    good = [request_with(Certain(*[0.95] * 9), at) for at in range(64)]
+    shape, more = StepShape(8, 0, 0, 0), StepShape(9, 0, 0, 0)
+    assert speculation.wants_drain(16, good[:8], shape, CPU) and speculation.wants_drain(17, good[:8], shape, CPU)
+    assert speculation.wants_drain(16, good[:9], more, CPU)
+    assert not speculation.wants_drain(17, good[:9], more, CPU), "more rows are asked now and then"
+    assert not speculation.wants_drain(16, good, StepShape(64, 0, 0, 0), CPU)
+    assert not speculation.wants_drain(16, good[:8], shape, None), "costs are not known"
+
+
+def test_a_plan_waits_for_a_result_only_where_drafts_would_pay():
+    """By what is known while a step is on its way."""
+    speculation, shape = CostSpeculation(SpeculationSettings("ngram")), StepShape(2, 0, 0, 0)
+    for number in range(20):
+        assert not speculation.wants_drain(number, [request_with(Certain(), at) for at in range(2)], shape, CPU)
+        assert not speculation.wants_drain(number, [request_with(Certain(0.05), at) for at in range(2)], shape, CPU)
+    rows = [request_with(Certain(), 0), request_with(Certain(0.95), 1)]
+    assert speculation.wants_drain(3, rows, shape, CPU)
+    rows[1].drafter = None
+    assert not speculation.wants_drain(3, rows, shape, CPU), "it does not speculate"
+
+
+def test_drafts_of_a_fixed_length_wait_for_no_costs():
+    fixed, shape = CostSpeculation(SpeculationSettings("ngram", is_adaptive=False)), StepShape(1, 0, 0, 0)
+    assert fixed.wants_drain(3, [request_with(Certain(0.05), 0)], shape, None)
+    assert not fixed.wants_drain(3, [request_with(Certain(), 0)], shape, None), "there is none"
+    model = CostSpeculation(SpeculationSettings("draft_model", is_adaptive=False))
+    assert model.wants_drain(3, [request_with(by_model(0.1), 0)], shape, None)
 
 
 def test_what_the_host_takes_counts():
@@ -182,8 +203,9 @@ def test_what_the_host_takes_counts():
     assert sum(lengths(msgspec.structs.replace(gpu, host_row=0.00002), 64, *certain, room=64)) == 64
     assert sum(lengths(msgspec.structs.replace(gpu, host=0.006), 64, *certain, room=64)) == 0
     speculation, shape = CostSpeculation(SpeculationSettings("ngram")), StepShape(64, 0, 0, 0)
-    assert speculation.wants_drain(16, shape, gpu)
-    assert not speculation.wants_drain(16, shape, msgspec.structs.replace(gpu, host=0.006)), (
+    rows = [request_with(each, at) for at, each in enumerate(certain)]
+    assert speculation.wants_drain(16, rows, shape, gpu)
+    assert not speculation.wants_drain(16, rows, shape, msgspec.structs.replace(gpu, host=0.006)), (
         "not even if all were right"
     )
 
@@ -199,17 +221,19 @@ def test_of_many_rows_some_are_asked_first_and_less_often_in_vain():
 
     speculation = CostSpeculation(SpeculationSettings("ngram"))
     poor = [(at, request_with(Asked(0.01), at)) for at in range(64)]
-    for times in range(4):
-        asked.clear()
-        assert [n for n in (16, 32, 64, 128) if speculation.wants_drain(n, shape, costs)] == [16, 32, 64, 128][times:]
-        assert not speculation.choose(poor, shape, costs, 64)
-        assert len(asked) == 16
     good = [(at, request_with(Asked(0.95), at)) for at in range(64)]
+    [poor_rows, good_rows] = [[request for _, request in rows] for rows in (poor, good)]
+    assert not any(speculation.wants_drain(number, poor_rows, shape, costs) for number in range(1, 600))
+    assert len(asked) == 16 * len([16, 32, 64, 128, 256, 384, 512])
+    asked.clear()
+    assert not speculation.choose(poor, shape, costs, 64)
+    assert len(asked) == 16
+    assert not speculation.wants_drain(16, good_rows, shape, costs), "they paid too seldom"
     assert len(speculation.choose(good, shape, costs, 64)) == 64
-    assert speculation.wants_drain(16, shape, costs), "what paid is looked for again soon"
+    assert speculation.wants_drain(16, good_rows, shape, costs), "what paid is looked for again soon"
     for _ in range(5):
         assert not speculation.choose(poor[:1], StepShape(1, 0, 10, 0), costs, 64)
-    assert speculation.wants_drain(16, StepShape(1, 0, 10, 0), costs), "one row is asked as often as ever"
+    assert speculation.wants_drain(3, good_rows[:1], StepShape(1, 0, 10, 0), costs), "one row is asked every time"
 
 
 def test_the_likelier_row_drafts_more():
@@ -262,9 +286,9 @@ def test_rows_share_a_pass():
     assert bad < good
     assert depths(WITH_MODEL, 64, *[by_model(1.0)] * 64, room=64) == [0] * 64
     speculation = CostSpeculation(SpeculationSettings("draft_model", model="small"))
-    assert speculation.wants_drain(16, StepShape(4, 0, 0, 0), WITH_MODEL)
-    assert not speculation.wants_drain(16, StepShape(64, 0, 0, 0), WITH_MODEL)
-    assert not speculation.wants_drain(16, StepShape(4, 0, 0, 0), CPU), "what a pass costs is not known"
+    assert speculation.wants_drain(16, [], StepShape(4, 0, 0, 0), WITH_MODEL)
+    assert not speculation.wants_drain(16, [], StepShape(64, 0, 0, 0), WITH_MODEL)
+    assert not speculation.wants_drain(16, [], StepShape(4, 0, 0, 0), CPU), "what a pass costs is not known"
 
 
 def test_a_model_that_was_too_dear_is_tried_with_one_row():
@@ -278,8 +302,8 @@ def test_a_model_that_was_too_dear_is_tried_with_one_row():
     cheap = msgspec.structs.replace(WITH_MODEL, draft=0.2, draft_low=0.1)
     assert depths(cheap, 3, *rows) == depths(WITH_MODEL, 3, *rows), "it pays as it is"
     speculation = CostSpeculation(SpeculationSettings("draft_model", model="small"))
-    assert speculation.wants_drain(16, StepShape(6, 0, 0, 0), faded)
-    assert not speculation.wants_drain(16, StepShape(6, 0, 0, 0), dear)
+    assert speculation.wants_drain(16, [], StepShape(6, 0, 0, 0), faded)
+    assert not speculation.wants_drain(16, [], StepShape(6, 0, 0, 0), dear)
 
 
 def test_a_long_way_to_catch_up_has_to_pay():

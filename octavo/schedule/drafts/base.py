@@ -51,5 +51,8 @@ class Speculation(Protocol):
         without drafts. A draft ends before the request's max_len. `limit`: of a step's time; a number of tokens that was asked for is not cut
         by it."""
 
-    def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
-        """Whether the plan should be committed before the next one is made, so that the next can have drafts."""
+    def wants_drain(
+        self, num_steps: int, requests: Sequence["Request"], shape: StepShape, costs: StepCosts | None
+    ) -> bool:
+        """Whether a plan without drafts should be committed before the next one is made, so that the next can have some. `requests`: of its
+        rows; asked while a step is on its way, so tokens of that step are not known."""

@@ -26,8 +26,8 @@ LEAST_COST = 0.02
 SHARED_BY = 32
 """Steps that share what it costs a draft model to catch up with a row, if the row has as many left."""
 DRAIN_EVERY = 16
-"""Where drafts could pay, one step in so many is committed before the next is planned, so that the next may have drafts. If it has, it
-is too."""
+"""A plan is committed before the next is made, so that the next may have drafts, where it has drafts, or where drafts of its rows would pay
+by what is known while a step is on its way. With more than FEW_ROWS rows, or a draft model, this is found out in one step of so many."""
 
 
 def speculation(settings: SpeculationSettings | None) -> "CostSpeculation | None":
@@ -105,18 +105,41 @@ class CostSpeculation:
                 offers.append(_Offered(at, request, offer))
         return offers
 
-    def wants_drain(self, num_steps: int, shape: StepShape, costs: StepCosts | None) -> bool:
-        often = min(self._num_in_vain, max(0, (shape.rows - 1).bit_length() - FEW_ROWS.bit_length() + 1), 4)
-        if num_steps % (DRAIN_EVERY << often):
+    def wants_drain(
+        self, num_steps: int, requests: Sequence[Request], shape: StepShape, costs: StepCosts | None
+    ) -> bool:
+        is_adaptive, is_by_model = self.settings.is_adaptive, self.settings.is_by_model
+        if not is_adaptive and is_by_model:
+            return True
+        if shape.rows > FEW_ROWS or is_by_model:
+            often = min(self._num_in_vain, max(0, (shape.rows - 1).bit_length() - FEW_ROWS.bit_length() + 1), 4)
+            if num_steps % (DRAIN_EVERY << often):
+                return False
+        if is_adaptive and costs is None:
             return False
-        if not self.settings.is_adaptive or costs is None:
-            return not self.settings.is_adaptive
-        if not self.settings.is_by_model:
-            return _could_pay(shape, costs)
+        if not is_by_model:
+            return self._would_pay(requests, shape, costs)
+        assert costs is not None
         # A pass for all rows, and a token of each that is certain to count.
         seconds, position = costs.seconds(shape), shape.context // max(shape.rows, 1)
         share = costs.draft_low or costs.draft
         return share > 0 and seconds > MARGIN * (share * seconds + shape.rows * _cost(costs, position))
+
+    def _would_pay(self, requests: Sequence[Request], shape: StepShape, costs: StepCosts | None) -> bool:
+        """Whether some of these rows would have drafts that pay if they continued what is known of them. Asked while a step is on its way, whose
+        tokens are not known yet: so looking takes no time from the device, and nothing waits where nothing would be drafted."""
+        if costs is not None and not _could_pay(shape, costs):
+            return False
+        stride = max(1, len(requests) // PROBED_ROWS)
+        start = len(requests[0].tokens) % stride  # others than the last time
+        rows = [(at, requests[at]) for at in range(start, len(requests), stride) if requests[at].drafter is not None]
+        room = len(rows) * self.settings.most
+        if costs is None or not self.settings.is_adaptive:
+            return bool(self._offers(rows, room))
+        if self._paying(rows, shape, costs, room, 0.0):
+            return True
+        self._num_in_vain += 1
+        return False
 
 
 class _Offered:
