@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.gpu import workloads
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.subject import MODELS
 from octavo import __version__
 from octavo.cli.bench import clients
@@ -57,6 +56,7 @@ from octavo.plan.trace_files import read_trace
 from octavo.recording.format import Recording, read
 from octavo.recording.recorder import FLUSH_SECONDS
 from octavo.schedule.step_costs import Sample
+from octavo.text.tokenize.made_up import write_tokenizer
 
 SETTINGS: dict[str, tuple[list[str], dict[str, int | float]]] = {
     "default": ([], {}),

@@ -111,14 +111,14 @@ class ModelConfig:
     load_format: str = knob(
         AUTO,
         "auto: load the model's weights; dummy: random weights, for benchmarks; the folder may then hold only a config.json, "
-        "and a tokenizer is made up",
+        "and octavo serve makes a tokenizer up",
         choices=(AUTO, "dummy"),
     )
     quantization: str = knob(
         AUTO,
         "how the weights of matrix products are stored. auto: as in the checkpoint; GGUF, AWQ and GPTQ weights stay packed on a "
         "CPU with native kernels (not with --dtype bfloat16 or float16); on a GPU 4-bit groups and MXFP4 experts do, and other packed weights "
-        "where they would take more than half of its memory as 16 bits, because their kernels are slower for many rows. packed: those stay "
+        "where all weights would take more than half of its memory as 16 bits, because their kernels are slower for many rows. packed: those stay "
         "packed, too. none: in --dtype, never packed. fp8 (GPU): in 8 bits; "
         "activations are rounded to 8 bits too, embedding and head are not. int8: rounded to 8 bits in groups of "
         "32. int4: to 4 bits in groups of 32, with a minimum for each; on a GPU embedding, head and experts are not",

@@ -106,6 +106,11 @@ class Device:
         self._side_stream = torch.cuda.Stream(self.torch_device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
+    def has_8_bit_floats(self) -> bool:
+        """Whether a GPU has instructions for 8-bit floats."""
+        return self.is_cuda and torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
+
+    @property
     def chip(self) -> str:
         """A GPU's name; "" for a CPU."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""

@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks.cluster.failover import Stream, streams
 from benchmarks.cluster.peers import PEER_MODEL
-from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import Load, as_flags, clients, has_tokenizer, vocab_size_of
 from benchmarks.gpu.show import table
 from benchmarks.gpu.subject import engine_options
 from octavo.cli.bench.flags import above_zero, positive
 from octavo.cli.flags import OFFLINE, Parser, add_config_flags
 from octavo.errors import OctavoError
+from octavo.text.tokenize.made_up import write_tokenizer
 from tests.e2e.servers import Server
 
 WARMUP_SEED, FIRST_SEED = 99, 100

@@ -72,7 +72,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         if quantization in ("fp8", "int8", "int4"):
             return int(self.num_parameters * _BYTES[quantization])
         is_packed = self.weights_bytes < (2 - _SHARE_OF_FILE) * self.num_parameters
-        if is_packed and quantization == "auto":
+        if is_packed and quantization in ("auto", "packed"):
             return self.weights_bytes
         if dtype == "auto":
             return self.num_parameters * (4 if is_cpu else 2)

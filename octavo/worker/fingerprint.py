@@ -15,8 +15,8 @@ from octavo.spec import ModelSpec
 from octavo.weights.sources.identity import weights_identity, words_identity
 from octavo.weights.sources.source import ModelSource
 
-NUMERICS = "2"
-"""Incremented with every change after which the same model, request and machine may give different bits."""
+NUMERICS = {"cpu": "2", "cuda": "3"}
+"""By device: incremented with every change after which the same model, request and machine may give different bits."""
 
 
 def fingerprint_of(
@@ -30,7 +30,7 @@ def fingerprint_of(
 ) -> dict[str, str]:
     """The parts by name. `model`: with its weights loaded. `kv_dtype`: of the KV pages. `chip`: the GPU's name."""
     parts = {
-        "numerics": NUMERICS,
+        "numerics": NUMERICS[context.device.type],
         "model": weights_identity(source, config.load_format == "dummy"),
         "words": words_identity(source, config.tokenizer, config.chat_template),
         "weights": _held(context, model),

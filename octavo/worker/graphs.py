@@ -14,6 +14,7 @@ from octavo.device import Device
 from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.model import DecoderModel
 from octavo.messages import NO_INPUT
+from octavo.messages.speculation import MAX_DRAFT
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.rows import PageChanges, RowState
 
@@ -81,7 +82,9 @@ class Graphs:
         self._page_tables = room(rows.num_groups, max_rows, rows.max_pages, dtype=torch.int32)
         self._logits: torch.Tensor | None = None  # [B, V], allocated when a step first samples outside its graph
         stage, width = model.stage, model.hidden_size
-        assert stage.count + 2 <= graph_inputs.NUM_SLOTS, "a slot would be written before its step is done"
+        assert max(stage.count + 2, MAX_DRAFT + 1) <= graph_inputs.NUM_SLOTS, (
+            "a slot would be written before its step is done"
+        )
         # Hidden states from the stage before, and for the next one.
         self._hidden_in = None if stage.is_first else room(max_rows, width, dtype=model.dtype)
         self._hidden_out = None if stage.is_last else room(max_rows, width, dtype=model.dtype)
@@ -93,6 +96,10 @@ class Graphs:
             self._order_slots = device.pinned((graph_inputs.NUM_SLOTS, *self._order.shape), torch.int32)
             self._block_slots = device.pinned((graph_inputs.NUM_SLOTS, *self._blocks.shape), torch.int64)
 
+    @property
+    def max_rows(self) -> int:
+        return self._slot_layout.max_rows
+
     def forget(self) -> None:
         """Drop all graphs: what they read will have other addresses. Each is captured again when it is first needed."""
         self._captured.clear()
@@ -100,7 +107,7 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def can_run(self, num_rows: int, changes: PageChanges) -> bool:
-        return num_rows <= self._slot_layout.max_rows and len(changes.cells) <= self._slot_layout.max_changes
+        return num_rows <= self.max_rows and len(changes.cells) <= self._slot_layout.max_changes
 
     def run(
         self,
@@ -164,7 +171,7 @@ class Graphs:
     def _send(
         self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, drafted: Ints | None
     ) -> None:
-        # The slot is free: at most one step more than there are stages is uncollected, and there are more slots.
+        # The slot is free: at most one step more than there are stages is uncollected, or all passes of a draft, and there are more slots.
         layout, inputs = self._slot_layout, self._input_slots_host[self._num_sent % len(self._input_slots)]
         self._num_sent += 1
         num_rows, num_changes = len(rows), len(changes.cells)

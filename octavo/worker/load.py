@@ -40,7 +40,7 @@ from octavo.stage import WHOLE, Stage, check_stages, in_words, read_split, stage
 from octavo.weights.formats.checkpoint import Checkpoint, TensorSource, naming, open_checkpoint
 from octavo.weights.formats.dummy import dummy_packed_types
 from octavo.weights.methods.base import Settings
-from octavo.weights.methods.registry import Methods, better_packed, kept_on_gpu
+from octavo.weights.methods.registry import MOST_DECODED, Methods, kept_on_gpu, packed_on_gpu
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.folder import read_config
 from octavo.weights.sources.source import ModelSource
@@ -150,7 +150,9 @@ class Loader:
         self.adapters = RankAdapters(self.model, outline, family, checkpoint.config, holder, whole)
         if self._sites is not None:
             num_parts = self.adapters.num_parts(len(self._sites.weights))
-            self._sites.open(num_parts, most_tokens(self.limits), lora.max_lora_rank)
+            # A captured step may have more rows than a step has tokens.
+            most = max(most_tokens(self.limits), *ladder(self._max_batch_rows))
+            self._sites.open(num_parts, most, lora.max_lora_rank)
 
     def _native_holder(self) -> AdapterHolder[Any]:
         assert self._native is not None
@@ -368,29 +370,38 @@ class Loader:
         if checkpoint.weights is None:
             # Random weights are made packed only for a GPU's kernels.
             types = dummy_packed_types(checkpoint.config)
-            return kept_on_gpu(types) if ops.kernels == "triton" else frozenset()
+            return self._packed_on_gpu(types, None) if ops.kernels == "triton" else frozenset()
         match ops.kernels:
             case "native":
                 return kept_on_cpu(checkpoint.weights.packed_types)
             case "triton":
-                types = kept_on_gpu(checkpoint.weights.packed_types)
-                return types if self._stays_packed(checkpoint.weights, types) else frozenset()
+                return self._packed_on_gpu(checkpoint.weights.packed_types, checkpoint.weights)
             case _:
                 return frozenset()
 
-    def _stays_packed(self, weights: TensorSource, types: frozenset[str]) -> bool:
-        """Whether weights of these types stay packed on a GPU."""
-        if not types or self.config.model.quantization == "packed" or not self.device.is_cuda:
-            return bool(types)
-        decoded = weights.held_bytes(getattr(torch, self.limits.dtype).itemsize, {}) // self.ranks.world.size
-        # Of the whole memory: every rank must decide alike.
-        if better_packed(types, decoded, self.device.memory_use().total):
-            return True
-        self._notes.append(
-            f"packed weights are decoded to {self.limits.dtype} ({decoded / 1e9:.1f} GB): products of many rows are faster so; --quantization "
-            "packed keeps them as they are"
+    def _packed_on_gpu(self, types: frozenset[str], weights: TensorSource | None) -> frozenset[str]:
+        """Of the packed types in a checkpoint, those that stay packed on a GPU. `weights`: None: they are random."""
+        kept = kept_on_gpu(types)
+        if not self.device.is_cuda:
+            return kept
+        decoded = 0
+        if weights is not None:
+            decoded = weights.held_bytes(getattr(torch, self.limits.dtype).itemsize, {}) // self.ranks.world.size
+        # Of the whole memory and the share that was asked for: every rank must decide alike.
+        usable = self.device.memory_use().total * self.config.cache.gpu_memory_utilization
+        is_asked = self.config.model.quantization == "packed"
+        stays = packed_on_gpu(
+            kept,
+            is_tight=is_asked or decoded > MOST_DECODED * usable,
+            has_experts=self.spec.num_experts > 0,
+            has_8_bit_floats=self.device.has_8_bit_floats,
         )
-        return False
+        if kept and stays < kept:
+            self._notes.append(
+                f"{', '.join(sorted(kept - stays))} weights are decoded to {self.limits.dtype}"
+                + ("" if is_asked else ": they fit, and products of many rows are faster so (--quantization packed)")
+            )
+        return stays
 
     def build(self, checkpoint: Checkpoint, context: BuildContext) -> None:
         """Build the model with memory for its weights, none of them loaded yet."""

@@ -1,6 +1,7 @@
 """What a rank does with a GPU's memory while its engine sleeps: weights go to pinned memory and come back; KV pages are freed, and are zero
 when they come back. On a CPU the weights stay where they are, and pages are given back by number (Pages.give_back)."""
 
+import contextlib
 import dataclasses
 import mmap
 import threading
@@ -68,7 +69,8 @@ class HostChunks:
                 return self._unused.pop()
         memory = mmap.mmap(-1, self.chunk_bytes)  # pages of its own: none is pinned twice
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
         chunk = torch.frombuffer(memory, dtype=torch.uint8)
         self._device.pin(chunk)
         return chunk
@@ -86,6 +88,7 @@ class HostChunks:
     def _free(
         self, chunks: Sequence[torch.Tensor], ready: Callable[[], object], waiting: threading.Thread | None
     ) -> None:
+        self._device.use()  # a new thread's is the first GPU
         ready()
         with self._lock:
             self._unused += chunks

@@ -118,7 +118,7 @@ class TrialSteps:
             if runner.graphs is not None:
                 runner.graphs.warm_up_adapters()
             for size in _WARMUP_SIZES:
-                if runner.graphs is not None and size <= limits.max_num_seqs:
+                if runner.graphs is not None and size <= runner.graphs.max_rows:
                     runner.graphs.warm_up(size, is_shared=False)
                     runner.graphs.warm_up(size, is_shared=True)
         runner.rows.tokens.zero_()

@@ -33,9 +33,11 @@ def test_it_encodes_ascii_and_its_own_words(tmp_path: Path) -> None:
 def test_it_is_made_up_only_where_there_is_none(tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "made-up"
     model.mkdir()
-    for content in ("{}", "[]", "", '{"vocab_size": true}'):
+    for content in ("{}", "[]", "", '{"vocab_size": true}', '{"vocab_size": 10000000000}', "[" * 100_000):
         (model / "config.json").write_text(content)
-        with pytest.raises(ConfigError, match="has no vocab_size, so no tokenizer can be made up: give --tokenizer"):
+        with pytest.raises(
+            ConfigError, match=r"has no vocab_size from 1 to [0-9]*, so no tokenizer can be made up: give --tokenizer"
+        ):
             made_up_tokenizer(model, folder)
     (model / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 300}}))
     assert made_up_tokenizer(model, folder) == str(folder)

@@ -17,7 +17,7 @@ from octavo.parallel import Group
 from octavo.quants import Weight
 from octavo.weights.methods.base import ExpertsRequest, Gate, HeldWeight, Settings, Use, WeightRequest
 from octavo.weights.methods.onednn import can_pack
-from octavo.weights.methods.registry import Methods, better_packed, gpu_packings, kept_on_gpu
+from octavo.weights.methods.registry import Methods, gpu_packings, kept_on_gpu, packed_on_gpu
 from tests.contexts import CPU, context
 from tests.native import native
 
@@ -97,11 +97,14 @@ def test_packed_weights_that_are_slower_for_many_rows_are_decoded_where_there_is
     pytest.importorskip("triton")
     fast, slow = gpu_packings(keeping_up=True), gpu_packings() - gpu_packings(keeping_up=True)
     assert fast >= MXFP4 | {"Q4_0", "Q5_0"} and slow >= {"Q4_K", "Q6_K", "Q8_0", "FP8"}
-    for type in fast:
-        assert better_packed(frozenset({type}), decoded_bytes=1, memory_bytes=100)
-    for types in (frozenset({"Q4_K"}), frozenset({"Q4_0", "Q6_K"})):
-        assert not better_packed(types, decoded_bytes=50, memory_bytes=100)
-        assert better_packed(types, decoded_bytes=51, memory_bytes=100)
+    assert fast.isdisjoint(slow)
+    every = frozenset({*fast, *slow})
+    some = {"is_tight": False, "has_experts": False, "has_8_bit_floats": True}
+    assert packed_on_gpu(every, **some) == fast
+    assert packed_on_gpu(every, **some | {"is_tight": True}) == every
+    assert packed_on_gpu(every, **some | {"is_tight": True, "has_8_bit_floats": False}) == every - {"FP8"}
+    # Methods of experts would decode them, after the memory for them was counted.
+    assert packed_on_gpu(every, **some | {"is_tight": True, "has_experts": True}) == fast
 
 
 def test_the_report_says_which_and_why() -> None:

@@ -9,6 +9,7 @@ from octavo.errors import ConfigError
 from octavo.text.tokenize.files import vocabulary_file
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_MOST_TOKENS = 1 << 22  # many times as many as any model has
 _SPACE = "Ġ"  # how byte-level vocabularies write a leading space
 _CHARACTERS = [
     _SPACE,
@@ -26,11 +27,11 @@ def made_up_tokenizer(model: Path, folder: Path) -> str:
     try:
         config = json.loads(path.read_text())
         size = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    except (OSError, ValueError, AttributeError, LookupError, TypeError):
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
         size = None
-    if type(size) is not int or size < 1:
+    if type(size) is not int or not 1 <= size <= _MOST_TOKENS:
         raise ConfigError(
-            f"{path} has no vocab_size, so no tokenizer can be made up: give --tokenizer a folder with one"
+            f"{path} has no vocab_size from 1 to {_MOST_TOKENS}, so no tokenizer can be made up: give --tokenizer a folder with one"
         )
     folder.mkdir(mode=0o700, exist_ok=True)
     write_tokenizer(folder, size)

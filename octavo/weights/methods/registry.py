@@ -132,11 +132,16 @@ def kept_on_gpu(types: frozenset[str]) -> frozenset[str]:
     return types if types and types & gpu_packings() else frozenset()
 
 
-def better_packed(types: frozenset[str], decoded_bytes: int, memory_bytes: int) -> bool:
-    """Whether weights of these types are to stay packed on a GPU. Kinds whose products of many rows are slower than those of 16 bits are decoded
-    where that leaves enough memory."""
+def packed_on_gpu(
+    types: frozenset[str], *, is_tight: bool, has_experts: bool, has_8_bit_floats: bool
+) -> frozenset[str]:
+    """Of the types that some method keeps on a GPU, those that stay packed. Kinds whose products of many rows are slower than those of 16 bits
+    do where memory is tight. Not where they are of experts, whose methods would decode them: that must be known before they are loaded.
+    `has_8_bit_floats`: the chip converts them."""
     slower = types & (gpu_packings() - gpu_packings(keeping_up=True))
-    return not slower or decoded_bytes > MOST_DECODED * memory_bytes
+    if not is_tight or has_experts:
+        types -= slower
+    return types if has_8_bit_floats else types - {"FP8"}
 
 
 def _linear(has_triton: bool) -> Sequence[LinearMethod]:

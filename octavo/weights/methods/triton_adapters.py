@@ -82,7 +82,7 @@ class AdapterSites:
         assert self.step is not None and self._scratch is not None
         rows, num_parts, scratch = self.step.rows, self._num_parts[site], self._scratch
         join = self._side.run(lambda: shrink(x, rows, site, num_parts, scratch, norm))
-        return Adding(rows, site, num_parts, scratch, join)
+        return Adding(rows, site, num_parts, scratch, join, x)
 
     def take_changed(self, target: Tensor, source: Tensor, site: int) -> None:
         """Copy the rows whose adapter changes the site."""
@@ -123,6 +123,7 @@ class Adding(NamedTuple):
     num_parts: int
     scratch: Scratch
     join: Callable[[], object]  # later launches wait for the first half
+    x: Tensor  # which the first half may still read: its memory must not be reused before
 
     def to(self, y: Tensor) -> None:
         self.join()

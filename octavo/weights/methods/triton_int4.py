@@ -203,8 +203,8 @@ def round_to_codes(rows: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tenso
     return codes, torch.cat(all_zeros), torch.cat(all_scales)
 
 
-# Of groups of 128; an order of columns is 8 bytes for each.
-_PACKINGS = {f"{type}{order}": (32, 17) for type in _TYPES for order in ("", ORDERED)}
+# Of groups of 32, as GGUF files have them: with groups of 128 it is 17. An order of columns is 8 bytes for each.
+_PACKINGS = {f"{type}{order}": (32, 20) for type in _TYPES for order in ("", ORDERED)}
 
 
 def supports(request: WeightRequest, settings: Settings) -> str | None:
