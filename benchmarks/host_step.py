@@ -2,7 +2,8 @@
 The executor assembles every batch as a worker does and makes up the sampled tokens.
 
 Usage: python benchmarks/host_step.py [--rows 256] [--steps 1000] [--waiting 0 100000] [--depth 0] [--clock wall] [--lockstep] [--windows 0]
-       python benchmarks/host_step.py --adapters …: two engines in turn, one of them with --enable-lora and no request that has an adapter"""
+       python benchmarks/host_step.py --adapters …: two engines in turn, one of them with --enable-lora and no request that has an adapter
+       python benchmarks/host_step.py --fairness …: two engines in turn, one of them with --fairness key and TENANTS that always wait"""
 
 import argparse
 import gc
@@ -33,11 +34,13 @@ from octavo.messages import (
 )
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
+from octavo.schedule.fairness import Fairness
 from octavo.worker.assemble import Columns, assemble
 from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
 
 PROMPT_LEN, PAGE_SIZE, VOCAB_SIZE, WARMUP = 128, 16, 49152, 50
+TENANTS = 3  # with weights 1, 2 and 4
 
 
 class NoModel:
@@ -75,7 +78,12 @@ class NoModel:
 
 
 def build(
-    num_rows: int, num_steps: int, overlap: bool, clock: Callable[[], float], windows: tuple[int, ...]
+    num_rows: int,
+    num_steps: int,
+    overlap: bool,
+    clock: Callable[[], float],
+    windows: tuple[int, ...],
+    is_fair: bool = False,
 ) -> tuple[EngineLoop, NoModel]:
     max_model_len = PROMPT_LEN + num_steps + 16
     num_pages = num_rows * (max_model_len // PAGE_SIZE + 2) * len(windows)
@@ -96,7 +104,8 @@ def build(
     )
     executor = NoModel(report, overlap, clock)
     cache = KVCache(num_pages, PAGE_SIZE, windows=windows, max_step_tokens=report.max_num_batched_tokens)
-    scheduler = Scheduler(cache, num_rows, report.max_num_batched_tokens)
+    fairness = Fairness(num_rows, report.max_num_batched_tokens) if is_fair else None
+    scheduler = Scheduler(cache, num_rows, report.max_num_batched_tokens, fairness=fairness)
     return build_engine(scheduler, executor, EngineMetrics("none", report)).loop, executor
 
 
@@ -107,7 +116,9 @@ def fill(loop: EngineLoop, num_running: int, num_waiting: int, max_tokens: int, 
     for i in range(num_running + num_waiting):
         prompt_len = PROMPT_LEN - (0 if lockstep else i % PAGE_SIZE) if i < num_running else 16
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
-        loop.add(GenerateRequest(f"request-{i}", prompt, params, [2]))
+        loop.add(
+            GenerateRequest(f"request-{i}", prompt, params, [2], tenant=i % TENANTS, weight=float(1 << i % TENANTS))
+        )
 
 
 class NoAdapters:
@@ -126,15 +137,23 @@ class NoAdapters:
         raise AssertionError(ids)
 
 
-def measure_adapters(arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
-    """What --enable-lora adds to a step where it is not used: steps of both engines in turn, the first one alternating."""
+def measure_added(arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
+    """What --enable-lora adds to a step where it is not used, or --fairness key where several tenants always wait: steps of both engines in
+    turn, the first one alternating."""
     num_rows, num_steps = arguments.rows, arguments.steps
     loops = []
-    for has_adapters in (False, True):
-        loop, _ = build(num_rows, num_steps + WARMUP, bool(arguments.depth), clock, tuple(arguments.windows))
-        if has_adapters:
+    for is_on in (False, True):
+        loop, _ = build(
+            num_rows,
+            num_steps + WARMUP,
+            bool(arguments.depth),
+            clock,
+            tuple(arguments.windows),
+            is_fair=is_on and arguments.fairness,
+        )
+        if is_on and arguments.adapters:
             loop.open_adapters(AdapterTraffic(loop.scheduler, NoAdapters(), 2**30, time.monotonic))
-        fill(loop, num_rows, 0, num_steps + WARMUP + 8, arguments.lockstep)
+        fill(loop, num_rows, arguments.waiting[0], num_steps + WARMUP + 8, arguments.lockstep)
         loops.append(loop)
     gc.collect()
     gc.freeze()
@@ -153,7 +172,7 @@ def measure_adapters(arguments: argparse.Namespace, clock: Callable[[], float]) 
     half = 0.98 * len(added) ** 0.5
     low, high = (added[round(len(added) / 2 + side * half)] for side in (-1, 1))
     print(
-        f"a step without the flag {1e6 * statistics.median(times[0]):.1f}; with the flag, unused, {1e6 * statistics.median(added):+.2f} "
+        f"a step without the flag {1e6 * statistics.median(times[0]):.1f}; with the flag {1e6 * statistics.median(added):+.2f} "
         f"(95 % interval of the median {1e6 * low:+.2f} … {1e6 * high:+.2f})"
     )
 
@@ -203,14 +222,19 @@ def main() -> None:
     parser.add_argument(
         "--adapters", action="store_true", help="what --enable-lora adds to a step where it is not used"
     )
+    parser.add_argument(
+        "--fairness",
+        action="store_true",
+        help=f"what --fairness key adds with {TENANTS} keys and --waiting more requests",
+    )
     arguments = parser.parse_args()
     clock = time.thread_time if arguments.clock == "cpu" else time.perf_counter
     machine = facts()["machine"]
     print(
         f"{machine['processor']}, {machine['cores']} cores; {arguments.rows} rows, {arguments.steps} steps, {arguments.clock} microseconds"
     )
-    if arguments.adapters:
-        measure_adapters(arguments, clock)
+    if arguments.adapters or arguments.fairness:
+        measure_added(arguments, clock)
         return
     titles = ("whole step", "plan + commit", "assemble", "hand-off")
     print(f"{'waiting':>8}  " + "  ".join(f"{title:>15}" for title in titles))
