@@ -63,7 +63,7 @@ OPTIONS = {"kv_cache_memory_bytes": 3 * 2**16, "max_model_len": 320, "cpu_thread
 
 def test_drafts_change_nothing(source, tmp_path):
     campaign = Captured(source, OPTIONS, tmp_path)
-    campaign.check(2, 40, ["ngram", "suffix"])
+    campaign.check(2, 24, ["ngram", "suffix"])
     seen = campaign.seen
     assert not seen.different, seen.different[0]
     assert seen.drafted > 300 and seen.accepted > 100 and seen.drafted - seen.accepted > 100, seen
@@ -73,8 +73,7 @@ def test_drafts_change_nothing(source, tmp_path):
 def test_drafts_of_a_model_change_nothing(source, tmp_path):
     draft = disturbed(source, tmp_path / "draft", 0.01)
     campaign = Captured(source, OPTIONS, tmp_path, str(draft))
-    for seed in (3, 4):
-        campaign.check(seed, 40, ["draft_model"])
+    campaign.check(3, 40, ["draft_model"])
     seen = campaign.seen
     assert not seen.different, seen.different[0]
     assert seen.drafted > 300 and seen.accepted > 100 and seen.drafted - seen.accepted > 100, seen
