@@ -382,24 +382,24 @@ class Loader:
     def _packed_on_gpu(self, types: frozenset[str], weights: TensorSource | None) -> frozenset[str]:
         """Of the packed types in a checkpoint, those that stay packed on a GPU. `weights`: None: they are random."""
         kept = kept_on_gpu(types)
-        if not self.device.is_cuda:
+        if not kept or not self.device.is_cuda:
             return kept
         decoded = 0
         if weights is not None:
             decoded = weights.held_bytes(getattr(torch, self.limits.dtype).itemsize, {}) // self.ranks.world.size
         # Of the whole memory and the share that was asked for: every rank must decide alike.
         usable = self.device.memory_use().total * self.config.cache.gpu_memory_utilization
-        is_asked = self.config.model.quantization == "packed"
+        is_tight = self.config.model.quantization == "packed" or decoded > MOST_DECODED * usable
         stays = packed_on_gpu(
             kept,
-            is_tight=is_asked or decoded > MOST_DECODED * usable,
+            is_tight=is_tight,
             has_experts=self.spec.num_experts > 0,
             has_8_bit_floats=self.device.has_8_bit_floats,
         )
-        if kept and stays < kept:
+        if stays < kept:
             self._notes.append(
                 f"{', '.join(sorted(kept - stays))} weights are decoded to {self.limits.dtype}"
-                + ("" if is_asked else ": they fit, and products of many rows are faster so (--quantization packed)")
+                + ("" if is_tight else ": they fit, and products of many rows are faster so (--quantization packed)")
             )
         return stays
 
