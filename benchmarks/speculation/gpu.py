@@ -206,7 +206,8 @@ class Subject:
         self.loop.observers.remove(steps)
 
     def replay_seconds(self, graphs: Any, num_tokens: int, context: int) -> float:
-        """A captured step of the last tokens of one row, alone: the median of bursts. It writes to pages that nobody reads."""
+        """Return the seconds of a captured step for the last tokens of one row, without the engine: the median over bursts of replays. Its pages hold
+        no request, so what it writes there is never read."""
         rows = np.zeros(num_tokens, dtype=np.int64)
         lens = np.arange(context - num_tokens + 1, context + 1)
         self.llm.reset_prefix_cache()

@@ -105,7 +105,7 @@ class HostChunks:
             del chunk
 
     def settle(self) -> None:
-        """Wait until everything that was given back is freed."""
+        """Wait until everything that was given back is freed. Tests and benchmarks do."""
         if self._thread is not None:
             self._thread.join()
 
