@@ -16,9 +16,9 @@ from octavo.schedule.step_costs import StepCosts, StepShape
 MARGIN = 1.1
 """A drafted token must bring so many times the tokens per second that the step has without it: chances and costs are estimates."""
 LEAST_GAIN = 1.03
-"""Drafts of a step must bring so many times the tokens per second that it has without them, with what the host takes."""
+"""Least ratio of the tokens per second of a step with drafts, host time included, to those without."""
 PROBED_ROWS = 16
-"""Of many rows so many are asked first, because asking takes time. If drafts of none of them pay, the others are not asked."""
+"""Number of rows that are asked first where there are many, because asking takes time. If drafts of none of them pay, the others are not asked."""
 FEW_ROWS = 8
 """With more rows, drafts are looked for less often after each time when none paid: every DRAIN_EVERY · 2, · 4, … steps."""
 LEAST_COST = 0.02
@@ -26,8 +26,8 @@ LEAST_COST = 0.02
 SHARED_BY = 32
 """Steps that share what it costs a draft model to catch up with a row, if the row has as many left."""
 DRAIN_EVERY = 16
-"""A plan is committed before the next is made, so that the next may have drafts, where it has drafts, or where drafts of its rows would pay
-by what is known while a step is on its way. With more than FEW_ROWS rows, or a draft model, this is found out in one step of so many."""
+"""A plan with drafts is committed before the next one is made, and so is a plan whose rows have drafts that would pay by the tokens known while a
+step is in flight. With more than FEW_ROWS rows, or with a draft model, this is checked once in this number of steps."""
 
 
 def speculation(settings: SpeculationSettings | None) -> "CostSpeculation | None":
