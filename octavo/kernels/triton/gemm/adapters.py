@@ -8,6 +8,9 @@ the address of its adapter's table, in which every product (its *site*) finds it
 any adapters, and nothing is compiled for a rank, a length or a number of adapters. Rows without an adapter have blocks whose address is 0.
 Blocks without rows come last and end at once.
 
+The second launch may begin before the product has ended. What no kernel between the step's inputs and its end writes (blocks, tables, B) is
+read before it waits for y: the embedding between receive_adapters() and the first layer is an ordinary launch, which no later one overtakes.
+
 The bits of a row do not depend on the other rows, nor on how many there are. Blocks have one shape for all steps. The sum over K is cut
 into slices of one length; a slice's sums are added in the order of the slices, by the last of several programs (few rows) or by one
 (many)."""
@@ -148,16 +151,18 @@ def _shrink(  # type: ignore[no-untyped-def]
 @triton.jit
 def _part_here(address, site, max_parts, start, after, PARTS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first part behind `after` that changes columns from `start` on: its number (PARTS: none), address of B, rank, first column and
-    number of columns; and how many parts follow. The loads of all parts are on their way at once; without a part the rank is 0."""
+    number of columns; and how many parts follow. The loads of all parts are on their way at once; without a part, or an adapter (address 0),
+    the rank is 0."""
+    has_table = address != 0
     num_here = 0
     found, up, rank, first, width = PARTS, address * 0, address * 0, address * 0, address * 0
     for part in tl.static_range(PARTS):
         entry = _entry(address, site, part, max_parts)
         its_up, its_rank, its_first, its_width = (
-            tl.load(entry + 1),
-            tl.load(entry + 2),
-            tl.load(entry + 3),
-            tl.load(entry + 4),
+            tl.load(entry + 1, mask=has_table, other=0),
+            tl.load(entry + 2, mask=has_table, other=0),
+            tl.load(entry + 3, mask=has_table, other=0),
+            tl.load(entry + 4, mask=has_table, other=0),
         )
         is_here = (its_rank > 0) & (its_first < start + WIDTH) & (its_first + its_width > start) & (part > after)
         is_it = is_here & (found == PARTS)
@@ -169,19 +174,24 @@ def _part_here(address, site, max_parts, start, after, PARTS: tl.constexpr, WIDT
 
 
 @triton.jit
-def _added(  # type: ignore[no-untyped-def]
-    total, narrow, place, is_row, column, part, up, rank, first, width, max_rank, PARTS: tl.constexpr
-):  # fmt: skip
-    """total [BLOCK_ROWS, columns] and what a part adds to these columns."""
-    number = tl.arange(0, _RANK_STEP)
+def _outputs_of(column, up, rank, first, width, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where B [columns, rank] has these columns, which of them are the part's, and the numbers of the first RANK_STEP ranks: most adapters have
+    no more, so these loads do not wait for a loop."""
     mine = column - first
     is_mine = (mine >= 0) & (mine < width)
+    start_up = tl.multiple_of(up.to(tl.pointer_type(kind)), 16)
     rank = rank // _RANK_STEP * _RANK_STEP  # which it is already; the compiler learns that rows are aligned
-    start_up = tl.multiple_of(up.to(tl.pointer_type(narrow.dtype.element_ty)), 16)  # [columns, rank]
-    source = narrow + (place * PARTS + part)[:, None] * max_rank + number[None, :]
-    tile = start_up + mine.to(tl.int64)[None, :] * rank + number[:, None]
-    # Most adapters have a rank of up to RANK_STEP: its loads do not wait for the loop.
-    outputs = tl.load(tile, mask=is_mine[None, :] & (rank > 0), other=0.0)
+    tile = start_up + mine.to(tl.int64)[None, :] * rank + tl.arange(0, _RANK_STEP)[:, None]
+    return tile, is_mine, tl.load(tile, mask=is_mine[None, :] & (rank > 0), other=0.0)
+
+
+@triton.jit
+def _added(  # type: ignore[no-untyped-def]
+    total, tile, is_mine, outputs, narrow, place, is_row, part, rank, max_rank, PARTS: tl.constexpr
+):  # fmt: skip
+    """total [BLOCK_ROWS, columns] and what a part adds to these columns. `tile`, `is_mine`, `outputs`: of _outputs_of()."""
+    rank = rank // _RANK_STEP * _RANK_STEP
+    source = narrow + (place * PARTS + part)[:, None] * max_rank + tl.arange(0, _RANK_STEP)[None, :]
     inner = tl.load(source, mask=is_row[:, None] & (rank > 0), other=0.0)
     total = tl.dot(inner, outputs, total, input_precision="ieee")
     for first_rank in range(_RANK_STEP, rank, _RANK_STEP):
@@ -189,6 +199,17 @@ def _added(  # type: ignore[no-untyped-def]
         inner = tl.load(source + first_rank, mask=is_row[:, None], other=0.0)
         total = tl.dot(inner, outputs, total, input_precision="ieee")
     return total
+
+
+@triton.jit
+def _added_next(  # type: ignore[no-untyped-def]
+    total, address, site, max_parts, start, part, column, narrow, place, is_row, max_rank, PARTS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The same for the part behind `part`, where parts meet in a tile. → the sum, this part, how many follow."""
+    part, up, rank, first, width, num_more = _part_here(address, site, max_parts, start, part, PARTS, WIDTH)
+    tile, is_mine, outputs = _outputs_of(column, up, rank, first, width, narrow.dtype.element_ty)
+    total = _added(total, tile, is_mine, outputs, narrow, place, is_row, part, rank, max_rank, PARTS)
+    return total, part, num_more
 
 
 @triton.jit(do_not_specialize=["site", "num_blocks"])
@@ -209,34 +230,34 @@ def _expand(  # type: ignore[no-untyped-def]
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     start = tl.program_id(0) * BLOCK_N
     block = tl.program_id(1)
     at, column = tl.arange(0, _BLOCK_ROWS), start + tl.arange(0, BLOCK_N)
     address, first_place, count = _block(blocks, block)
     while count > 0:
-        if address != 0:
-            is_row, place = at < count, first_place + at
-            row = tl.load(order + place, mask=is_row, other=0).to(tl.int64)
-            part, up, rank, first, width, num_more = _part_here(address, site, max_parts, start, -1, PARTS, BLOCK_N)
-            if rank > 0:
-                target = y + row[:, None] * y_stride + column[None, :]
-                mask = is_row[:, None] & (column < N)[None, :]
-                numbers = tl.load(target, mask=mask, other=0.0)
-                total = tl.zeros((_BLOCK_ROWS, BLOCK_N), tl.float32)
-                total = _added(total, narrow, place, is_row, column, part, up, rank, first, width, max_rank, PARTS)
-                for _ in tl.static_range(PARTS - 1):
-                    if num_more > 0:  # parts meet in this tile
-                        part, up, rank, first, width, num_more = _part_here(
-                            address, site, max_parts, start, part, PARTS, BLOCK_N
-                        )
-                        total = _added(
-                            total, narrow, place, is_row, column, part, up, rank, first, width, max_rank, PARTS
-                        )
-                tl.store(target, (numbers.to(tl.float32) + total).to(y.dtype.element_ty), mask=mask)
+        is_row, place = at < count, first_place + at
+        row = tl.load(order + place, mask=is_row, other=0).to(tl.int64)
+        part, up, rank, first, width, num_more = _part_here(address, site, max_parts, start, -1, PARTS, BLOCK_N)
+        tile, is_mine, outputs = _outputs_of(column, up, rank, first, width, narrow.dtype.element_ty)
+        if PDL:
+            gdc_wait()
+        if rank > 0:
+            target = y + row[:, None] * y_stride + column[None, :]
+            mask = is_row[:, None] & (column < N)[None, :]
+            numbers = tl.load(target, mask=mask, other=0.0)
+            total = tl.zeros((_BLOCK_ROWS, BLOCK_N), tl.float32)
+            total = _added(total, tile, is_mine, outputs, narrow, place, is_row, part, rank, max_rank, PARTS)
+            for _ in tl.static_range(PARTS - 1):
+                if num_more > 0:
+                    total, part, num_more = _added_next(
+                        total, address, site, max_parts, start, part, column, narrow, place, is_row, max_rank, PARTS, BLOCK_N
+                    )  # fmt: skip
+            tl.store(target, (numbers.to(tl.float32) + total).to(y.dtype.element_ty), mask=mask)
         block += tl.num_programs(1)
         address, first_place, count = _block(blocks, tl.minimum(block, num_blocks - 1))
         count = tl.where(block < num_blocks, count, 0)
+    if PDL:
+        gdc_wait()  # also where there are no rows: what comes next relies on it
 
 
 @triton.jit(do_not_specialize=["site", "num_blocks"])
@@ -259,7 +280,6 @@ def _expand_gated(  # type: ignore[no-untyped-def]
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     start = tl.program_id(0) * BLOCK_N
     block = tl.program_id(1)
     at, column = tl.arange(0, _BLOCK_ROWS), start + tl.arange(0, BLOCK_N)
@@ -268,38 +288,36 @@ def _expand_gated(  # type: ignore[no-untyped-def]
         is_row, place = at < count, first_place + at
         row = tl.load(order + place, mask=is_row, other=0).to(tl.int64)[:, None]
         mask = is_row[:, None] & (column < N)[None, :]
+        part, start_up, rank, first, width, num_more = _part_here(address, site, max_parts, start, -1, PARTS, BLOCK_N)
+        part2, start_up2, rank2, first2, width2, num_more2 = _part_here(
+            address, site, max_parts, start + N, -1, PARTS, BLOCK_N
+        )
+        tile, is_mine, outputs = _outputs_of(column, start_up, rank, first, width, narrow.dtype.element_ty)
+        tile2, is_mine2, outputs2 = _outputs_of(column + N, start_up2, rank2, first2, width2, narrow.dtype.element_ty)
+        if PDL:
+            gdc_wait()
         gate = tl.load(y + row * y_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
         up = tl.load(y + row * y_stride + N + column[None, :], mask=mask, other=0.0).to(tl.float32)
         if address != 0:
-            part, start_up, rank, first, width, num_more = _part_here(
-                address, site, max_parts, start, -1, PARTS, BLOCK_N
-            )
-            part2, start_up2, rank2, first2, width2, num_more2 = _part_here(
-                address, site, max_parts, start + N, -1, PARTS, BLOCK_N
-            )
-            gate = _added(gate, narrow, place, is_row, column, part, start_up, rank, first, width, max_rank, PARTS)
-            up = _added(up, narrow, place, is_row, column + N, part2, start_up2, rank2, first2, width2, max_rank, PARTS)
+            gate = _added(gate, tile, is_mine, outputs, narrow, place, is_row, part, rank, max_rank, PARTS)
+            up = _added(up, tile2, is_mine2, outputs2, narrow, place, is_row, part2, rank2, max_rank, PARTS)
             for _ in tl.static_range(PARTS - 1):
-                if num_more > 0:  # parts meet in the tile of the gate
-                    part, start_up, rank, first, width, num_more = _part_here(
-                        address, site, max_parts, start, part, PARTS, BLOCK_N
-                    )
-                    gate = _added(
-                        gate, narrow, place, is_row, column, part, start_up, rank, first, width, max_rank, PARTS
-                    )
+                if num_more > 0:  # in the tile of the gate
+                    gate, part, num_more = _added_next(
+                        gate, address, site, max_parts, start, part, column, narrow, place, is_row, max_rank, PARTS, BLOCK_N
+                    )  # fmt: skip
             for _ in tl.static_range(PARTS - 1):
                 if num_more2 > 0:
-                    part2, start_up2, rank2, first2, width2, num_more2 = _part_here(
-                        address, site, max_parts, start + N, part2, PARTS, BLOCK_N
-                    )
-                    up = _added(
-                        up, narrow, place, is_row, column + N, part2, start_up2, rank2, first2, width2, max_rank, PARTS
-                    )
+                    up, part2, num_more2 = _added_next(
+                        up, address, site, max_parts, start + N, part2, column + N, narrow, place, is_row, max_rank, PARTS, BLOCK_N
+                    )  # fmt: skip
         result = activate(gate, NAME) * up
         tl.store(out + row * N + column[None, :], result.to(out.dtype.element_ty), mask=mask)
         block += tl.num_programs(1)
         address, first_place, count = _block(blocks, tl.minimum(block, num_blocks - 1))
         count = tl.where(block < num_blocks, count, 0)
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["site", "num_parts"])
