@@ -536,6 +536,14 @@ def test_only_a_process_that_alone_stands_still_is_ended(make_grammars, monkeypa
     assert left(until_in_time(own, 0, 3)) == {"a"}, "if the process was ended, by another"
 
 
+def test_an_engine_that_is_closed_at_once_starts_no_process_later():
+    """The timer of warm_later() may run out after close()."""
+    own = Grammars(SIZE, lambda: VOCABULARY, 1, limits=PATIENT)
+    own.close()
+    own._processes.warm()
+    assert own._processes._fork_server is None
+
+
 def left_of(masks: Masks, number: int) -> set[str | int]:
     return left(Masks(masks.at, masks.bits, {}), number)
 

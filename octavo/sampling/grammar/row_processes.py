@@ -1,5 +1,6 @@
 """RowProcesses: the rows of one rank that have a grammar, the processes that compute their masks, and the slots in which these leave them."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -340,7 +341,8 @@ class RowProcesses:
         later.start()
 
     def warm(self) -> None:
-        self._pool.submit(self._start_server)
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: the threads take nothing more
+            self._pool.submit(self._start_server)
 
     def _start_server(self) -> None:
         try:
