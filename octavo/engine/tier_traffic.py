@@ -43,7 +43,7 @@ MAX_CREDIT = 0.5  # seconds of storing that a pause can save up
 MAX_DROPS = 3  # loads in a row that found nothing, after which tier and loads pause
 DROP_PAUSE = 30.0
 BULK_TOKENS = 256  # of a step whose pace is that of prompts
-PACE_DRIFT = 0.02
+NUM_PACES = 12  # such steps whose pace is remembered
 SCAN_SECONDS = 0.05  # between two looks at which pages would be evicted next
 RAM_WINDOW = 0.5  # of the pages that fit into memory of the host: as many of the next evicted pages are to be there
 MAX_CUTS = 64  # places where a prefix goes on in another level, that are weighed
@@ -117,7 +117,9 @@ class TierTraffic(StepObserver):
         # request that has left: a load begins when the steps that were submitted before it are committed.
         self._num_submitted = self._num_committed = 0
         self._not_begun: deque[tuple[int, int, list[bytes], list[int]]] = deque()  # (steps, ticket, keys, pages)
-        self._token_seconds = 0.0  # the best pace of steps that compute many tokens, slowly forgotten; 0: not measured
+        # Seconds for each token of the last steps that computed many, and a good pace among them; 0: not measured.
+        self._paces: deque[float] = deque(maxlen=NUM_PACES)
+        self._token_seconds = 0.0
         self._num_empty = 0  # loads in a row that found nothing
         self._paused_until = 0.0
         self._unstored: OrderedDict[bytes, int] = OrderedDict()  # key → step whose commit completes the page
@@ -262,7 +264,7 @@ class TierTraffic(StepObserver):
         return free // 2 if self._loads else free - len(self._scheduler.running) - 1
 
     def _compute_seconds(self, start: int, count: int) -> float:
-        """What computing these pages takes, by the measured costs of steps, and no less than at the best pace that was measured: the costs are
+        """What computing these pages takes, by the measured costs of steps, and no less than at a good pace among those measured: the costs are
         fitted to all steps, and may be far off for prompts where most steps have none. Infinite: not known yet."""
         costs: StepCosts | None = self._scheduler.costs
         if costs is None:
@@ -398,9 +400,14 @@ class TierTraffic(StepObserver):
         self._num_committed += 1
         self._begin_loads()
         if committed.num_tokens >= BULK_TOKENS and times.compute_seconds > 0:
-            pace, known = times.compute_seconds / committed.num_tokens, self._token_seconds
-            self._token_seconds = pace if pace < known or not known else known + PACE_DRIFT * (pace - known)
+            self._learn_compute_pace(times.compute_seconds / committed.num_tokens)
         self._note(committed.pages.stored)
+
+    def _learn_compute_pace(self, pace: float) -> None:
+        """Other work slows a step down, so the better paces count. The best may be wrong by far: a step seems short that was over when the host
+        came to look."""
+        self._paces.append(pace)
+        self._token_seconds = sorted(self._paces)[len(self._paces) // 3]
 
     def _note(self, stored: Iterable[bytes]) -> None:
         """These pages became findable; they are complete once all plans made so far are committed."""

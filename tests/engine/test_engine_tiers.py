@@ -404,10 +404,11 @@ def test_a_prefix_that_is_computed_faster_is_not_loaded(tmp_path):
 
 
 def test_a_fit_that_takes_prompts_for_free_is_held_against_measured_steps(tmp_path):
-    """Beside many decoding rows the fitted costs of prompts can come out far too low."""
+    """Beside many decoding rows the fitted costs of prompts can come out far too low. So can a step's time: of one that was over when the host came to
+    look."""
     filled(tmp_path)
     loop, _, _ = build(tmp_path, StepCosts(1e-6, 1e-6, 1e-9, 0.0, 0.0))
-    for num_tokens, seconds in ((512, 0.64), (256, 0.5), (4, 1e-9)):
+    for num_tokens, seconds in ((512, 0.64), (256, 0.5), (4, 1e-9), (512, 1e-6), (512, 0.66)):
         plan = StepPlan(0, [], [], [], [], [], [], [], [], [], [], [])
         loop.tier.committed(Committed(plan, StepResult(0, []), num_tokens, [], [], [], []), StepTimes(0.0, seconds))
     loop.add(request("a", PROMPT))
