@@ -58,6 +58,7 @@ class NoModel:
     def __init__(self, report: EngineReport, overlap: bool, clock: Callable[[], float]) -> None:
         self.overlap, self._clock = overlap, clock
         self.virtual_now = 0.0  # seconds: each step takes what CHURN_COSTS say
+        self.num_rows = self.num_tokens = 0  # of the last step
         self._report = report
         device = pick("cpu")
         self._staging = Staging(device)
@@ -76,7 +77,8 @@ class NoModel:
         num_samples = len(assemble(Columns.of(plan), self._rows, self._staging).sample_rows)
         self.seconds = self._clock() - started
         self._results.append(StepResult(plan.step, [plan.step % 1000 + 1000] * num_samples))
-        self.virtual_now += CHURN_COSTS.seconds(shape_of(plan, sum(plan.counts)))
+        self.num_rows, self.num_tokens = len(plan.rows), sum(plan.counts)
+        self.virtual_now += CHURN_COSTS.seconds(shape_of(plan, self.num_tokens))
 
     def collect(self) -> StepResult:
         return self._results.popleft()
@@ -194,7 +196,7 @@ class Churn:
 
     def __init__(self, arguments: argparse.Namespace, clock: Callable[[], float], is_fair: bool) -> None:
         num_rows = arguments.rows
-        max_model_len = PROMPT_LEN + ANSWER_LEN + 1
+        max_model_len = PROMPT_LEN + 2 * ANSWER_LEN
         num_pages = 2 * num_rows * (max_model_len // PAGE_SIZE + 2)
         report = EngineReport(
             device="none",
@@ -220,16 +222,19 @@ class Churn:
             self.scheduler, executor, EngineMetrics("none", report), clock=lambda: executor.virtual_now
         ).loop
         self._random, self._num_sent = random.Random(0), 0
-        self._params = SamplingParams(max_tokens=ANSWER_LEN, seed=0, ignore_eos=True)
+        self._is_unequal = arguments.unequal
         self._next = [self._request(at % TENANTS) for at in range(num_rows + arguments.waiting[0])]
         self.times: list[float] = []  # of each step and of adding what was sent before it
         self.num_tokens: list[int] = []  # of answers, in each step
+        self.has_prompts: list[bool] = []
 
     def _request(self, tenant: int) -> GenerateRequest:
         prompt = [self._random.randrange(VOCAB_SIZE) for _ in range(PROMPT_LEN)]
         name = f"{tenant}-{self._num_sent}"
+        length = self._random.randrange(ANSWER_LEN // 2, ANSWER_LEN * 3 // 2) if self._is_unequal else ANSWER_LEN
+        params = SamplingParams(max_tokens=length, seed=0, ignore_eos=True)
         self._num_sent += 1
-        return GenerateRequest(name, prompt, self._params, [2], tenant=tenant, weight=float(1 << tenant))
+        return GenerateRequest(name, prompt, params, [2], tenant=tenant, weight=float(1 << tenant))
 
     def step(self) -> None:
         started = self._clock()
@@ -238,6 +243,7 @@ class Churn:
         deltas = self._loop.step()
         self.times.append(self._clock() - started)
         self.num_tokens.append(sum(len(delta.token_ids) for delta in deltas))
+        self.has_prompts.append(self.executor.num_tokens > self.executor.num_rows)
         self._next = [self._request(int(delta.request_id[0])) for delta in deltas if delta.finish is not None]
 
 
@@ -253,24 +259,38 @@ def measure_churn(arguments: argparse.Namespace, clock: Callable[[], float]) -> 
     gc.set_threshold(50_000, 20, 100)
     begun = [(side.executor.virtual_now, side.scheduler.num_preemptions) for side in sides]
     skip = 10 * WARMUP
-    blocks: tuple[list[float], list[float]] = ([], [])
     for block in range(-(-arguments.steps // CHURN_BLOCK)):
         for which in (0, 1) if block % 2 else (1, 0):
             for _ in range(CHURN_BLOCK):
                 sides[which].step()
-            blocks[which].append(statistics.fmean(sides[which].times[-CHURN_BLOCK:]))
-    ratios = [on / off for off, on in zip(*blocks, strict=True)]
-    half = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
-    ratio, without = statistics.fmean(ratios), statistics.fmean(blocks[0])
-    print(
-        f"a step without the flag {1e6 * without:.1f}; with it {ratio:.3f} times as long (95 % interval {ratio - half:.3f} … {ratio + half:.3f}): "
-        f"{1e6 * without * (ratio - 1):+.1f}"
-    )
+    for what, has_prompts in (("with prompts", True), ("without", False)):
+        # Medians of blocks: a few steps take many times as long, whatever they do.
+        blocks = [
+            [
+                statistics.median(
+                    seconds
+                    for seconds, has in zip(
+                        side.times[at : at + CHURN_BLOCK], side.has_prompts[at : at + CHURN_BLOCK], strict=True
+                    )
+                    if has is has_prompts
+                )
+                for at in range(skip, len(side.times), CHURN_BLOCK)
+            ]
+            for side in sides
+        ]
+        added = [on - off for off, on in zip(*blocks, strict=True)]
+        mean, without = statistics.fmean(added), statistics.fmean(blocks[0])
+        half = 1.96 * statistics.stdev(added) / len(added) ** 0.5
+        print(
+            f"a step {what}: without the flag {1e6 * without:.1f}; with it {1e6 * mean:+.1f} (95 % interval {1e6 * (mean - half):+.1f} … "
+            f"{1e6 * (mean + half):+.1f}), {mean / without:+.1%}"
+        )
     for name, side, (since, preempted) in zip(("none", "key"), sides, begun, strict=True):
         seconds, num_steps = side.executor.virtual_now - since, len(side.times) - skip
         num_tokens = sum(side.num_tokens[skip:])
         print(
             f"fairness {name}: {num_steps} steps of {1e3 * seconds / num_steps:.3f} virtual ms, {num_tokens / num_steps:.3f} tokens of answers in each, "
+            f"{sum(side.has_prompts[skip:]) / num_steps:.1%} with prompts, "
             f"{num_tokens / seconds:.2f} in a virtual second; {side.scheduler.num_preemptions - preempted} preemptions"
         )
 
@@ -326,6 +346,11 @@ def main() -> None:
         help=f"what --fairness key adds with {TENANTS} keys and --waiting more requests",
     )
     parser.add_argument("--churn", action="store_true", help="with --fairness: requests come and end all the time")
+    parser.add_argument(
+        "--unequal",
+        action="store_true",
+        help=f"with --churn: answers of {ANSWER_LEN // 2} to {ANSWER_LEN * 3 // 2} tokens. Those of one length end in the order in which they began",
+    )
     arguments = parser.parse_args()
     clock = time.thread_time if arguments.clock == "cpu" else time.perf_counter
     machine = facts()["machine"]
