@@ -195,8 +195,8 @@ class Fairness:
             return
         is_steady = planned.num_tokens == len(requests) and False not in plan.samples
         if is_steady and requests == self._steady:
-            for tenant, charge in self._steady_charges:
-                tenant.counter += charge
+            for each, charge in self._steady_charges:
+                each.counter += charge
             return
         charges: dict[Tenant, int] = {}
         for request, start, count, samples in zip(requests, plan.starts, plan.counts, plan.samples, strict=True):
@@ -214,8 +214,8 @@ class Fairness:
                 request.num_charged = end
                 cost = num_new * (SCORED_COST if num_new > 1 and request.lacks_scores else 1)
                 charges[tenant] = charges.get(tenant, 0) + (cost + samples) * tenant.price
-        for tenant, charge in charges.items():
-            tenant.counter += charge
+        for each, charge in charges.items():
+            each.counter += charge
         self._charged = [*charges]
         self._steady, self._steady_charges = (requests, [*charges.items()]) if is_steady else ([], [])
 
