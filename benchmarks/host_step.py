@@ -3,7 +3,10 @@ The executor assembles every batch as a worker does and makes up the sampled tok
 
 Usage: python benchmarks/host_step.py [--rows 256] [--steps 1000] [--waiting 0 100000] [--depth 0] [--clock wall] [--lockstep] [--windows 0]
        python benchmarks/host_step.py --adapters …: two engines in turn, one of them with --enable-lora and no request that has an adapter
-       python benchmarks/host_step.py --fairness …: two engines in turn, one of them with --fairness key and TENANTS that always wait"""
+       python benchmarks/host_step.py --fairness …: two engines in turn, one of them with --fairness key and TENANTS that always wait
+       python benchmarks/host_step.py --fairness --churn --rows 16 --waiting 32 --clock cpu: the same with clients that send a request when
+       their last one has ended, and prompts that take several steps, as in benchmarks.tenants throughput; it also says what the
+       schedules are, on a virtual clock"""
 
 import argparse
 import gc
@@ -35,12 +38,18 @@ from octavo.messages import (
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 from octavo.schedule.fairness import Fairness
+from octavo.schedule.stall_limit import StallLimit
+from octavo.schedule.step_costs import StepCosts, shape_of
 from octavo.worker.assemble import Columns, assemble
 from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
 
 PROMPT_LEN, PAGE_SIZE, VOCAB_SIZE, WARMUP = 128, 16, 49152, 50
 TENANTS = 3  # with weights 1, 2 and 4
+ANSWER_LEN = 64  # with --churn
+CHURN_STEP_TOKENS = 512
+CHURN_BLOCK = 100  # steps of one engine before those of the other
+CHURN_COSTS = StepCosts(step=0.008, row=0.0004, token=0.0004, context=2e-7, pair=1e-7)  # of a small model on two cores
 
 
 class NoModel:
@@ -48,6 +57,8 @@ class NoModel:
 
     def __init__(self, report: EngineReport, overlap: bool, clock: Callable[[], float]) -> None:
         self.overlap, self._clock = overlap, clock
+        self.virtual_now = 0.0  # seconds: each step takes what CHURN_COSTS say
+        self.num_rows = self.num_tokens = 0  # of the last step
         self._report = report
         device = pick("cpu")
         self._staging = Staging(device)
@@ -66,6 +77,8 @@ class NoModel:
         num_samples = len(assemble(Columns.of(plan), self._rows, self._staging).sample_rows)
         self.seconds = self._clock() - started
         self._results.append(StepResult(plan.step, [plan.step % 1000 + 1000] * num_samples))
+        self.num_rows, self.num_tokens = len(plan.rows), sum(plan.counts)
+        self.virtual_now += CHURN_COSTS.seconds(shape_of(plan, self.num_tokens))
 
     def collect(self) -> StepResult:
         return self._results.popleft()
@@ -177,6 +190,111 @@ def measure_added(arguments: argparse.Namespace, clock: Callable[[], float]) -> 
     )
 
 
+class Churn:
+    """An engine and its clients, as many of each tenant. Each sends a request when its last one has ended. The engine's own clock is
+    virtual, so the same plans are made in every run."""
+
+    def __init__(self, arguments: argparse.Namespace, clock: Callable[[], float], is_fair: bool) -> None:
+        num_rows = arguments.rows
+        max_model_len = PROMPT_LEN + 2 * ANSWER_LEN
+        num_pages = 2 * num_rows * (max_model_len // PAGE_SIZE + 2)
+        report = EngineReport(
+            device="none",
+            dtype="float32",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=max_model_len,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=CHURN_STEP_TOKENS,
+            page_size=PAGE_SIZE,
+            num_pages=num_pages,
+            num_host_pages=0,
+            weights_bytes=0,
+            page_bytes=1,
+        )
+        executor = NoModel(report, False, clock)
+        cache = KVCache(num_pages, PAGE_SIZE)
+        fairness = Fairness(num_rows, CHURN_STEP_TOKENS) if is_fair else None
+        self.scheduler = Scheduler(
+            cache, num_rows, CHURN_STEP_TOKENS, PAGE_SIZE, stall_limit=StallLimit.of("auto"), fairness=fairness
+        )
+        self._clock, self.executor = clock, executor
+        self._loop = build_engine(
+            self.scheduler, executor, EngineMetrics("none", report), clock=lambda: executor.virtual_now
+        ).loop
+        self._random, self._num_sent = random.Random(0), 0
+        self._is_unequal = arguments.unequal
+        self._next = [self._request(at % TENANTS) for at in range(num_rows + arguments.waiting[0])]
+        self.times: list[float] = []  # of each step and of adding what was sent before it
+        self.num_tokens: list[int] = []  # of answers, in each step
+        self.has_prompts: list[bool] = []
+
+    def _request(self, tenant: int) -> GenerateRequest:
+        prompt = [self._random.randrange(VOCAB_SIZE) for _ in range(PROMPT_LEN)]
+        name = f"{tenant}-{self._num_sent}"
+        length = self._random.randrange(ANSWER_LEN // 2, ANSWER_LEN * 3 // 2) if self._is_unequal else ANSWER_LEN
+        params = SamplingParams(max_tokens=length, seed=0, ignore_eos=True)
+        self._num_sent += 1
+        return GenerateRequest(name, prompt, params, [2], tenant=tenant, weight=float(1 << tenant))
+
+    def step(self) -> None:
+        started = self._clock()
+        for request in self._next:
+            self._loop.add(request)
+        deltas = self._loop.step()
+        self.times.append(self._clock() - started)
+        self.num_tokens.append(sum(len(delta.token_ids) for delta in deltas))
+        self.has_prompts.append(self.executor.num_tokens > self.executor.num_rows)
+        self._next = [self._request(int(delta.request_id[0])) for delta in deltas if delta.finish is not None]
+
+
+def measure_churn(arguments: argparse.Namespace, clock: Callable[[], float]) -> None:
+    """What --fairness key adds to a step where requests come and end all the time, and what it does to the schedule: blocks of steps of
+    both engines in turn, the first one alternating."""
+    sides = [Churn(arguments, clock, is_fair) for is_fair in (False, True)]
+    for side in sides:
+        for _ in range(10 * WARMUP):
+            side.step()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    begun = [(side.executor.virtual_now, side.scheduler.num_preemptions) for side in sides]
+    skip = 10 * WARMUP
+    for block in range(-(-arguments.steps // CHURN_BLOCK)):
+        for which in (0, 1) if block % 2 else (1, 0):
+            for _ in range(CHURN_BLOCK):
+                sides[which].step()
+    for what, has_prompts in (("with prompts", True), ("without", False)):
+        # Medians of blocks: a few steps take many times as long, whatever they do.
+        blocks = [
+            [
+                statistics.median(
+                    seconds
+                    for seconds, has in zip(
+                        side.times[at : at + CHURN_BLOCK], side.has_prompts[at : at + CHURN_BLOCK], strict=True
+                    )
+                    if has is has_prompts
+                )
+                for at in range(skip, len(side.times), CHURN_BLOCK)
+            ]
+            for side in sides
+        ]
+        added = [on - off for off, on in zip(*blocks, strict=True)]
+        mean, without = statistics.fmean(added), statistics.fmean(blocks[0])
+        half = 1.96 * statistics.stdev(added) / len(added) ** 0.5
+        print(
+            f"a step {what}: without the flag {1e6 * without:.1f}; with it {1e6 * mean:+.1f} (95 % interval {1e6 * (mean - half):+.1f} … "
+            f"{1e6 * (mean + half):+.1f}), {mean / without:+.1%}"
+        )
+    for name, side, (since, preempted) in zip(("none", "key"), sides, begun, strict=True):
+        seconds, num_steps = side.executor.virtual_now - since, len(side.times) - skip
+        num_tokens = sum(side.num_tokens[skip:])
+        print(
+            f"fairness {name}: {num_steps} steps of {1e3 * seconds / num_steps:.3f} virtual ms, {num_tokens / num_steps:.3f} tokens of answers in each, "
+            f"{sum(side.has_prompts[skip:]) / num_steps:.1%} with prompts, "
+            f"{num_tokens / seconds:.2f} in a virtual second; {side.scheduler.num_preemptions - preempted} preemptions"
+        )
+
+
 def measure(arguments: argparse.Namespace, num_waiting: int, clock: Callable[[], float]) -> None:
     num_rows, num_steps = arguments.rows, arguments.steps
     windows = tuple(arguments.windows)
@@ -227,12 +345,21 @@ def main() -> None:
         action="store_true",
         help=f"what --fairness key adds with {TENANTS} keys and --waiting more requests",
     )
+    parser.add_argument("--churn", action="store_true", help="with --fairness: requests come and end all the time")
+    parser.add_argument(
+        "--unequal",
+        action="store_true",
+        help=f"with --churn: answers of {ANSWER_LEN // 2} to {ANSWER_LEN * 3 // 2} tokens. Those of one length end in the order in which they began",
+    )
     arguments = parser.parse_args()
     clock = time.thread_time if arguments.clock == "cpu" else time.perf_counter
     machine = facts()["machine"]
     print(
         f"{machine['processor']}, {machine['cores']} cores; {arguments.rows} rows, {arguments.steps} steps, {arguments.clock} microseconds"
     )
+    if arguments.churn:
+        measure_churn(arguments, clock)
+        return
     if arguments.adapters or arguments.fairness:
         measure_added(arguments, clock)
         return

@@ -103,7 +103,9 @@ class Request:
         self.is_finished = False
         self.rank = 0  # by the policy
         self.tenant: Tenant | None = None  # None: tenants are not told apart
-        self.num_charged = 0  # tokens, from the first on, that its tenant's counter has
+        self.num_charged = (
+            0  # tokens, from the first on, that its tenant's counter has: at least (Fairness.charged_until)
+        )
         # Open sequences of its response when it came. 0: it was the first, or became primary since (policy.Siblings).
         self.num_siblings_ahead = 0
         self.place = sequence  # among primaries: in the order in which they became primary

@@ -7,6 +7,7 @@ from octavo.schedule.policy import WaitingQueue
 from octavo.schedule.request import Request
 
 order_of = attrgetter("order")
+_rank_of = attrgetter("tenant.rank")
 
 
 class Rows:
@@ -58,6 +59,8 @@ class Rows:
             self.waiting.remove(request)
         request.row = self.free.pop()
         insort(self.running, request, key=order_of)
+        if request.tenant is not None:
+            request.tenant.seated(request)
 
     def leave(self, request: Request) -> None:
         """Take its row away. What steps in flight compute for it no longer counts: its epoch is over."""
@@ -66,6 +69,8 @@ class Rows:
         self.free.append(request.row)
         request.row = -1
         request.epoch += 1
+        if request.tenant is not None:
+            request.tenant.unseated(request)
 
     def requeue(self, request: Request) -> None:
         """Take its row away and put it back into the queue, at the place that the policy gives it."""
@@ -86,8 +91,15 @@ class Rows:
             insort(self.running, request, key=order_of)
 
     def sort(self) -> None:
-        """Sort what runs by its order, which has changed."""
-        self.running.sort(key=order_of)
+        """Sort what runs after the order of tenants has changed. Within a tenant it is sorted already."""
+        self.running.sort(key=_rank_of)
+
+    def restore(self, running: list[Request]) -> None:
+        """These run, by a snapshot."""
+        self.running = sorted(running, key=order_of)
+        for request in running:
+            if request.tenant is not None:
+                request.tenant.seated(request)
 
     def remove(self, request: Request) -> None:
         """It has ended, wherever it is."""

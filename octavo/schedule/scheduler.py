@@ -50,7 +50,7 @@ from octavo.schedule.fairness import Fairness
 from octavo.schedule.grammar_cache import MAX_BYTES, MAX_UNUSED, GrammarCache
 from octavo.schedule.policy import Policy, Siblings, WaitingQueue, arrival
 from octavo.schedule.repetition import Loops
-from octavo.schedule.request import Request
+from octavo.schedule.request import SCORED_COST, Request
 from octavo.schedule.results import Added, Committed, GrammarsReady, HeadWaitReason, Planned, Removed, Returned
 from octavo.schedule.rows import Rows, order_of
 from octavo.schedule.stall_limit import MIN_PROMPT_TOKENS, MIN_SHARE, UNKNOWN_PART, PromptAllowance, StallLimit
@@ -116,7 +116,8 @@ class Scheduler:
         self._allowance: PromptAllowance | None = None  # of the plan that is being made; None: it has no prompts yet
         self._num_decodes = self._most_decodes = 0  # rows of that plan that compute one token; only with several stages
         # Rows that compute one token and are not in that plan yet: prompts of tenants that come before them leave room for them.
-        self._num_reserved = 0
+        # None: not counted, because no prompt needs to know.
+        self._num_reserved: int | None = None
 
     # ── verbs ──
 
@@ -199,10 +200,7 @@ class Scheduler:
         if self.fairness is not None:
             if self.fairness.rank_all():
                 self.rows.sort()
-            self._num_reserved = sum(
-                request.length - request.computed == 1 and request.length < request.max_len
-                for request in self.rows.running
-            )
+            self._num_reserved = None
         if self.num_stages > 1:
             self._most_decodes = self._share_of_rows()
         self._plan_in_order(draft, planned, resting)
@@ -216,12 +214,9 @@ class Scheduler:
             self._speculate(self.speculation, draft, planned)
         if planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork_all(draft, planned)
-        if self.fairness is not None:
-            for request, start, count, samples in zip(
-                planned.requests, draft.starts, draft.counts, draft.samples, strict=True
-            ):
-                self.fairness.charge(request, start, count, samples)
         planned.num_tokens = sum(draft.counts)
+        if self.fairness is not None:
+            self.fairness.charge(planned)
         planned.is_empty = not planned.num_tokens and not draft.moves
         if planned.is_empty:
             draft.leaves.extend(self.rows.left)  # the next plan that is carried out names them again
@@ -351,8 +346,11 @@ class Scheduler:
         for.
         `resting`: gets those that sit out this plan because their masks were late."""
         rows, running = self.rows, self.rows.running[:]
-        budget, num_done = self.max_step_tokens, 0
+        budget, num_done, is_full = self.max_step_tokens, 0, False
         while (primary := rows.waiting.head()) is not None and self._comes_before_running(primary, planned):
+            if self.fairness is not None and not rows.free and not self.fairness.may_displace(primary):
+                is_full = True  # as in most plans, where tenants wait: no need to stop at its place
+                break
             num_returned, num_older = len(planned.returned), bisect(running, primary.order, key=order_of)
             budget = self._advance(running[num_done:num_older], budget, draft, planned, resting)
             num_done = num_older
@@ -366,6 +364,8 @@ class Scheduler:
         budget = self._advance(running[num_done:], budget, draft, planned, resting)
         if planned.head is None and planned.returned:
             planned.head, planned.head_waits_for = rows.waiting.head(), "pages" if rows.free else "rows"
+        elif is_full:
+            planned.head, planned.head_waits_for = primary, "rows"
         elif planned.head is None:
             self._plan_admissions(draft, planned, budget)
 
@@ -376,7 +376,7 @@ class Scheduler:
         if not request.is_primary or not running or running[-1].order < request.order:
             return False
         if self.fairness is not None:
-            return all(returned.request is not request for returned in planned.returned)
+            return not planned.returned or all(returned.request is not request for returned in planned.returned)
         return not (planned.returned and request.gives_way)
 
     def _advance(
@@ -571,11 +571,27 @@ class Scheduler:
     ) -> tuple[int, int]:
         """(how many of its next `count` tokens the request may compute in this step, what they take of the budget). (0, 0): it waits,
         because running streams do. `is_new`: it was admitted by this plan."""
-        if count > 1 and self.fairness is not None and not request.needs_one_step:
-            budget = max(1, budget - self._num_reserved)
+        if (
+            count > 1
+            and self.fairness is not None
+            and not request.needs_one_step
+            and count * SCORED_COST > budget - len(self.rows.running)  # else there is room for all
+        ):
+            budget = max(1, budget - self._count_reserved(draft))
         if count > 1 and self.stall_limit is not None:
             return self._allow(draft, self.stall_limit).share(request, count, budget, is_new)
         return request.share(count, budget)
+
+    def _count_reserved(self, draft: StepPlan) -> int:
+        if self._num_reserved is None:
+            planned = set(draft.rows)
+            self._num_reserved = sum(
+                request.row not in planned
+                and request.length - request.computed == 1
+                and request.length < request.max_len
+                for request in self.rows.running
+            )
+        return self._num_reserved
 
     def _may_begin(self, request: Request, draft: StepPlan) -> bool:
         """Whether a request that has no row yet could compute a part of its prompt in this step."""
@@ -632,7 +648,7 @@ class Scheduler:
             # Beside rows of other tenants a prompt may get one token of a step: it is no row that waits for its turn.
             self._num_decodes += count == 1 and (samples or self.fairness is None)
         request.computed = end
-        if count == 1 and samples and self._num_reserved:
+        if self._num_reserved and count == 1 and samples:
             self._num_reserved -= 1
         if samples:
             request.pending += 1
@@ -898,8 +914,10 @@ class Scheduler:
     def _commit_late(self, request: Request, epoch: int) -> None:
         """The step sampled nothing for this request. Its last known token is computed again: the page may be shared by now, or out of
         a window, so the next plan asks the cache."""
-        request.pending -= 1
         last = len(request.tokens) - 1
+        if self.fairness is not None and epoch == request.epoch:
+            self.fairness.lose(request, last + request.pending)
+        request.pending -= 1
         if epoch == request.epoch:
             request.computed, request.capacity = last, 0
             if request.pending:  # the step in flight is late as well: both count as one
@@ -966,6 +984,8 @@ class Scheduler:
             return
         request.num_preemptions += 1
         request.computed -= request.drafted  # which of a draft in flight counts is not known
+        if self.fairness is not None:
+            self.fairness.lose(request, request.computed)
         num_computed, transfer = request.computed, None
         self.rows.requeue(request)
         is_worth_it = num_computed >= max(1, self.swap_min_tokens)

@@ -16,12 +16,11 @@ from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.beams.search import BeamSearch, Ended, Path
 from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.model import State as DrafterState
-from octavo.schedule.fairness import FairnessState
+from octavo.schedule.fairness import Fairness, FairnessState
 from octavo.schedule.grammar_cache import MAX_BYTES, GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
 from octavo.schedule.request import Request
 from octavo.schedule.results import HeadWaitReason
-from octavo.schedule.rows import order_of
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.step_costs import StepCosts
 
@@ -137,7 +136,7 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         scheduler.rows.free,
         scheduler.rows.left,
         sorted(scheduler._watched),
-        [_request_state(request, manner) for request in scheduler.requests()],
+        [_request_state(request, manner, scheduler.fairness) for request in scheduler.requests()],
         list(scheduler.rows.waiting._waiting),
         list(scheduler.rows.awaiting_grammar),
         _grammar_cache_state(scheduler.grammar_cache, manner.grammar),
@@ -184,7 +183,7 @@ def restore(
     rows.awaiting_grammar = {sequence: requests[sequence] for sequence in state.awaiting_grammar}
     scheduler.grammar_cache = _grammar_cache(state.grammar_cache)
     running = [request for request in requests.values() if request.row >= 0]
-    rows.running = sorted(running, key=order_of)
+    rows.restore(running)
     for beams in state.beams:
         _restore_beams(beams, requests)
     for _, request in sorted(requests.items()):
@@ -192,8 +191,9 @@ def restore(
             scheduler.siblings.restore(request)
 
 
-def _request_state(request: Request, manner: Manner) -> RequestState:
+def _request_state(request: Request, manner: Manner, fairness: Fairness | None) -> RequestState:
     assert request.pending == 0, "a step is under way"
+    tenant = request.tenant
     return RequestState(
         _kept_of(request),
         manner.wishes(request.params),
@@ -205,7 +205,9 @@ def _request_state(request: Request, manner: Manner) -> RequestState:
         request.num_siblings_ahead,
         request.place,
         request.gives_way,
-        (0, 1.0, 0) if request.tenant is None else (request.tenant.number, request.tenant.weight, request.num_charged),
+        (0, 1.0, 0)
+        if tenant is None or fairness is None
+        else (tenant.number, tenant.weight, fairness.charged_until(request, request.computed)),
         request.drafter.state if isinstance(request.drafter, ModelDrafter) else None,
     )
 

@@ -5,7 +5,9 @@ The test keeps its own account of what was computed for each tenant, from the pl
 import itertools
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
+from math import fsum
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,9 @@ from octavo.messages import GenerateRequest, SamplingParams, StepResult
 from octavo.schedule import Fairness, Scheduler
 from octavo.schedule import fairness as fairness_module
 from octavo.schedule.fairness import CREDIT_STEPS, UNIT
-from octavo.schedule.request import Request
+from octavo.schedule.request import SCORED_COST, Request
+from octavo.schedule.results import Planned
+from tests.schedule import workload as workload_module
 from tests.schedule.workload import Workload
 
 PAGE_SIZE = 4
@@ -142,7 +146,7 @@ class Shared:
         most = self.rows * self.largest / min(self.weights) * UNIT * 1.001
         for tenant in fairness.known.values():
             assert tenant.counter <= fairness.virtual_time + most, "served beyond its rows"
-            if fairness.waiting.has(tenant):
+            if tenant.queue is not None:
                 assert tenant.counter >= fairness.virtual_time - fairness.credit, "claims the past"
         for (one, other), (one_at, other_at) in self.since.items():
             gained = (self.service[one] - one_at) / self.weights[one]
@@ -292,12 +296,130 @@ def test_counters_of_tenants_that_have_gone_are_bounded(monkeypatch):
     assert len(fairness.known) <= 12
 
 
-FAULTS = {
-    "nothing is charged": ("charge", lambda self, request, start, count, samples: None),
-    "answers are not charged": (
-        "charge",
-        lambda self, request, start, count, samples: CHARGE(self, request, start, count, False) if count > 1 else None,
+class PlainFairness(Fairness):
+    """The same rules, with everything found anew in each plan."""
+
+    def rank_all(self) -> bool:
+        tenants = [tenant for tenant in self.known.values() if tenant.num_open]
+        self.ordered = sorted(tenants, key=lambda each: (each.counter, each.number))
+        for tenant in self.known.values():
+            tenant.rank = self.ordered.index(tenant) if tenant in self.ordered else -1
+        waiting = [tenant.counter for tenant in self.ordered if tenant.queue is not None]
+        self.virtual_time = max([self.virtual_time, *waiting[:1]])
+        return True
+
+    def charge(self, planned: Planned) -> None:
+        plan = planned.plan
+        columns = zip(planned.requests, plan.starts, plan.counts, plan.samples, strict=True)
+        for request, start, count, samples in columns:
+            end = start + count - request.drafted
+            num_new = end - max(start, request.num_charged)
+            if num_new > 0:
+                request.num_charged = end
+                cost = num_new * (SCORED_COST if num_new > 1 and request.lacks_scores else 1)
+                request.tenant.counter += (cost + samples) * request.tenant.price
+
+    def charged_until(self, request: Request, end: int) -> int:
+        return request.num_charged
+
+    def may_displace(self, head: Request) -> bool:
+        return True
+
+    def victims(self, head: Request, running: list[Request]) -> list[Request]:
+        own, num_rows = head.tenant, Counter(request.tenant.number for request in running)
+        num_own = num_rows[own.number] + 1
+        total = fsum(each.weight for each in self.known.values() if each.num_open)
+        is_entitled = num_own == 1 or 2 * num_own * total <= self._max_rows * own.weight
+        found = []
+        for request in running[::-1]:
+            other = request.tenant
+            if request.order < head.order:
+                break
+            if other is own and request.gives_way:
+                found.append(request)
+            if other is not own and is_entitled and (num_rows[other.number] - 1) * own.weight >= num_own * other.weight:
+                num_rows[other.number] -= 1
+                found.append(request)
+        return found[::-1]
+
+
+def states_of(workload: Workload, monkeypatch: pytest.MonkeyPatch, fairness_type: type[Fairness]) -> list[object]:
+    """After each plan of a workload: the plan, all counters, and what each open sequence was charged for."""
+    states: list[object] = []
+
+    class Noted(Scheduler):
+        def plan(self) -> Planned:
+            planned = super().plan()
+            fairness = self.fairness
+            until = [fairness.charged_until(each, each.computed - each.drafted) for each in self.requests()]
+            counters = sorted((each.number, each.counter) for each in fairness.known.values())
+            head = None if planned.head is None else planned.head.sequence
+            states.append((planned.plan, head, fairness.virtual_time, counters, until))
+            return planned
+
+    monkeypatch.setattr(workload_module, "Fairness", fairness_type)
+    workload.scheduler_type = Noted
+    workload._start_engine()
+    workload.run()
+    return states
+
+
+def test_plans_are_those_of_the_plain_rules(monkeypatch):
+    """What is kept from plan to plan changes no plan and no counter."""
+    assert compare_to_plain(monkeypatch, 60) > 50, "no plan is like the one before"
+
+
+def compare_to_plain(monkeypatch: pytest.MonkeyPatch, num_seeds: int) -> int:
+    """→ how many plans compute the same rows as the one before, a token each."""
+    num_steady = 0
+    for seed in range(num_seeds):
+        options = {"has_windows": seed % 3 == 0, "has_beams": seed % 4 == 0, "has_responses": seed % 5 == 0}
+        options |= {"is_mortal": seed % 7 == 0, "has_limit": seed % 2 == 0, "has_drafts": seed % 6 == 1}
+        options |= {"has_late": seed % 8 == 3, "num_stages": 2 if seed % 9 == 0 else 1}
+        found = [
+            states_of(Workload(seed, has_tenants=True, **options), monkeypatch, kind)
+            for kind in (Fairness, PlainFairness)
+        ]
+        assert found[0] == found[1], f"workload seed {seed}"
+        plans = [state[0] for state in found[0]]
+        num_steady += sum(
+            len(one.rows) > 1 and one.rows == other.rows and {*one.counts, *other.counts} == {1}
+            for one, other in itertools.pairwise(plans)
+        )
+    return num_steady
+
+
+KEPT_FAULTS = {
+    "what is lost is forgotten": ("lose", lambda self, request, end: None),
+    "a plan after a loss charges as the one before": (
+        "lose",
+        lambda self, request, end: setattr(request, "num_charged", self.charged_until(request, end)),
     ),
+    "the order stays when a counter passes another": ("_has_passed", lambda self: False),
+    "none is displaced": ("may_displace", lambda self, head: False),
+    "steady plans are not on a request's account": ("charged_until", lambda self, request, end: request.num_charged),
+}
+
+
+@pytest.mark.parametrize("fault", KEPT_FAULTS)
+def test_faults_in_what_is_kept_are_caught(fault, monkeypatch):
+    name, wrong = KEPT_FAULTS[fault]
+    monkeypatch.setattr(Fairness, name, wrong)
+    with pytest.raises(AssertionError):
+        compare_to_plain(monkeypatch, 20)
+
+
+def only_prompts(planned: Planned) -> Planned:
+    plan = planned.plan
+    kept = [at for at, count in enumerate(plan.counts) if count > 1]
+    columns = {name: [getattr(plan, name)[at] for at in kept] for name in ("starts", "counts")}
+    plan = msgspec.structs.replace(plan, samples=[False] * len(kept), **columns)
+    return msgspec.structs.replace(planned, plan=plan, requests=[planned.requests[at] for at in kept])
+
+
+FAULTS = {
+    "nothing is charged": ("charge", lambda self, planned: None),
+    "answers are not charged": ("charge", lambda self, planned: CHARGE(self, only_prompts(planned))),
     "weights do not count": ("join", lambda self, request, number, weight: JOIN(self, request, number, 1.0)),
     "the time away is a claim": ("lift", lambda self, tenant: None),
     "no row is given up": ("victims", lambda self, head, running: []),
