@@ -24,7 +24,10 @@ registered adapters (q, k, v, o; 3.7 MB each) with Zipf traffic and a budget for
 
 gpu: an 8B model with random weights and 64 rows: 8 adapters on all matrices, 64 different ones on q, k, v and o, and
 the flag unused, beside the base; what loading 40 MB adds to the time between other requests' tokens; and 1,000
-registered adapters (27 GB on disk) with Zipf traffic and a budget for 100. `--tiny` tries it on a CPU."""
+registered adapters of 27 MB with Zipf traffic and a budget for 100. `--tiny` tries it on a CPU.
+
+The registered adapters have 50 files of weights (`--files`; 0: one for each) and a scale of their own. An engine reads, checks, hashes and holds each of
+them by itself; what they share is the system's page cache and the disk."""
 
 import argparse
 import sys

@@ -3,6 +3,7 @@ registered adapters with a budget for a tenth of them; and what loading one adds
 (many), with the shape of SmolLM2 135M."""
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -59,6 +60,7 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--registered", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=600, help="of the Zipf traffic")
+    _add_zipf_options(parser)
     parser.add_argument("--quantization", default="int8")
     parser.add_argument("--parts", default="stall,zipf", help="which to run")
     parser.add_argument(
@@ -73,7 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--registered", type=int, default=1000)
-    parser.add_argument("--requests", type=int, default=2000, help="of the Zipf traffic")
+    parser.add_argument("--requests", type=int, default=1000, help="of the Zipf traffic")
+    _add_zipf_options(parser)
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--parts", default="speed,stall,zipf", help="which to run")
     parser.add_argument(
@@ -82,6 +85,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU: tries the script, measures nothing")
     parser.add_argument("--result", default="", help="a JSON file for the figures")
     parser.set_defaults(run=run, cpu=False)
+
+
+def _add_zipf_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--files",
+        type=int,
+        default=50,
+        help="of weights of the registered adapters, which differ in their scale, too; 0: one for each",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=170,
+        help="no further round of the Zipf traffic begins when it would end later; 0: all rounds",
+    )
 
 
 class Bench:
@@ -136,8 +154,11 @@ class Bench:
         """Of one adapter, in 16 bits."""
         return sum(2 * rank * sum(shape) for shape in self.shapes(targets).values())
 
-    def adapters(self, name: str, count: int, targets: tuple[str, ...], rank: int = RANK) -> list[Any]:
-        """Random ones. They differ in one matrix: that is enough to be different adapters."""
+    def adapters(
+        self, name: str, count: int, targets: tuple[str, ...], rank: int = RANK, num_files: int = 0
+    ) -> list[Any]:
+        """Random ones. They differ in one matrix: that is enough to be different adapters. `num_files`: with weights of their own; others have a link to
+        one of these files and another scale, so they are other adapters, too: each is read, hashed and held by itself. 0: all."""
         import torch
         from safetensors.torch import save_file
 
@@ -160,9 +181,15 @@ class Bench:
         for number in range(count):
             folder = self.place / f"{name}{number}"
             folder.mkdir(parents=True)
-            tensors[first] = torch.randn(tensors[first].shape, generator=generator).to(torch.bfloat16) * 0.01
-            (folder / "adapter_config.json").write_text(json.dumps(config))
-            save_file(tensors, folder / "adapter_model.safetensors")
+            weights = "adapter_model.safetensors"
+            (folder / "adapter_config.json").write_text(
+                json.dumps(config | {"lora_alpha": rank * (1 + number / count)})
+            )
+            if num_files and number >= num_files:
+                (folder / weights).hardlink_to(self.place / f"{name}{number % num_files}" / weights)
+            else:
+                tensors[first] = torch.randn(tensors[first].shape, generator=generator).to(torch.bfloat16) * 0.01
+                save_file(tensors, folder / weights)
             found.append(LoRARequest(folder.name, 1, str(folder)))
         return found
 
@@ -276,39 +303,68 @@ def _gaps(llm: Any, prompts: list[list[int]], adapter: Any) -> Iterator[tuple[fl
 
 def zipf(bench: Bench) -> None:
     """Zipf traffic with s = 1 over all registered adapters, with a budget for a tenth of them, beside one for all."""
-    options = bench.options
-    registered = bench.adapters("registered", options.registered, ATTENTION)
+    options, began = bench.options, time.perf_counter()
+    registered = bench.adapters("registered", options.registered, ATTENTION, num_files=options.files)
+    num_files = min(len(registered), options.files or len(registered))
+    bench.say(
+        f"{len(registered)} adapters of {bench.num_bytes(ATTENTION) / 1e6:.1f} MB, with {num_files} files of weights, and a scale for each, "
+        f"written in {time.perf_counter() - began:.1f} s"
+    )
     rng = random.Random(1)
     weights = [1 / (number + 1) for number in range(len(registered))]
     chosen = rng.choices(registered, weights, k=options.requests)
     prompts = [[rng.randrange(100, 400) for _ in range(24)] for _ in chosen]
-    one = bench.num_bytes(ATTENTION) * 21 // 20
-    budgets = {"all": len(registered) * one + 2**22, "a tenth": max(1, len(registered) // 10) * one + 2**20}
+    one = bench.num_bytes(ATTENTION) * 21 // 20 + 2**13
+    budgets = {"all": len(registered) * one + 2**22, "a tenth": max(1, len(registered) // 10) * one}
+    if not options.tiny:
+        budgets["a tenth"] += 2**20
     engine: Callable[[int], Any] = lambda room: bench.engine(enable_lora=True, lora_memory=room, max_lora_rank=RANK)  # noqa: E731
     with engine(budgets["all"]) as resident, engine(budgets["a tenth"]) as limited:
+        bench.say(f"both engines are ready {time.perf_counter() - began:.1f} s after the beginning")
         started = time.perf_counter()
         resident.generate([[7, 8, 9]] * len(registered), params(1), use_tqdm=False, lora_request=registered)
-        loads = resident._loop.adapters.stats
         bench.say(
-            f"{len(registered)} adapters of {bench.num_bytes(ATTENTION) / 1e6:.1f} MB loaded in {time.perf_counter() - started:.1f} s, "
-            f"{1e3 * loads.load_seconds / max(1, loads.loads):.1f} ms each with its wait"
+            f"all-resident: {_loads(_stats(resident), {})} in {time.perf_counter() - started:.1f} s",
+            loads_of_all=_stats(resident),
         )
 
-        def rate(llm: Any) -> float:
+        def rate(llm: Any, length: int = 64) -> float:
             started = time.perf_counter()
-            llm.generate(prompts, params(64), use_tqdm=False, lora_request=chosen)
-            return 64 * len(prompts) / (time.perf_counter() - started)
+            llm.generate(prompts, params(length), use_tqdm=False, lora_request=chosen)
+            return length * len(prompts) / (time.perf_counter() - started)
 
         for llm in (resident, limited):
-            llm.generate(prompts[:200], params(16), use_tqdm=False, lora_request=chosen[:200])
-        pairs = [(rate(resident), rate(limited)) for _ in range(options.rounds)]
-        stats = limited._loop.adapters.stats
+            rate(llm, 8)
+        bench.say(f"a budget for {max(1, len(registered) // 10)}, cold: {_loads(_stats(limited), {})}")
+        before, pairs, seconds = _stats(limited), list[tuple[float, float]](), 0.0
+        while len(pairs) < options.rounds:
+            started = time.perf_counter()
+            if pairs and options.seconds and started - began + seconds > options.seconds:
+                break
+            pairs.append((rate(resident), rate(limited)))
+            seconds = time.perf_counter() - started
+        after = _stats(limited)
     ratio = statistics.median(mine / base for base, mine in pairs)
     bench.say(
         f"Zipf traffic over {len(registered)}, a budget for {max(1, len(registered) // 10)}: {ratio:.1%} of all-resident "
-        f"({statistics.median(base for base, _ in pairs):,.0f} → {statistics.median(mine for _, mine in pairs):,.0f} tokens/s); "
-        f"{stats.loads} loads of {1e3 * stats.load_seconds / max(1, stats.loads):.1f} ms, {stats.dropped} evicted",
-        zipf={"ratio": ratio, "pairs": pairs, "loads": stats.loads},
+        f"({statistics.median(base for base, _ in pairs):,.0f} → {statistics.median(mine for _, mine in pairs):,.0f} tokens/s, {len(pairs)} "
+        f"rounds of {len(prompts)} requests); {_loads(after, before)}; all in {time.perf_counter() - began:.0f} s",
+        zipf={"ratio": ratio, "pairs": pairs, "before": before, "after": after},
+    )
+
+
+def _stats(llm: Any) -> dict[str, float]:
+    return dataclasses.asdict(llm._loop.adapters.stats)
+
+
+def _loads(after: dict[str, float], before: dict[str, float]) -> str:
+    """What was loaded meanwhile, in words."""
+    found = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert not found["failures"], found
+    return (
+        f"{found['loads']:.0f} loads of {1e3 * found['load_seconds'] / max(1, found['loads']):.1f} ms with their wait for earlier ones, "
+        f"{found['dropped']:.0f} evicted; {found['waits']:.0f} requests were held "
+        f"{1e3 * found['wait_seconds'] / max(1, found['waits']):.1f} ms on average"
     )
 
 

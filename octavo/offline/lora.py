@@ -1,5 +1,6 @@
 """LoRARequest: the adapter that prompts are completed with, with vLLM's names."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +50,16 @@ def _ref(one: LoRARequest, config: LoraConfig) -> AdapterRef:
     if not path:
         raise InvalidRequest(f"adapter {one.lora_name!r} has no lora_path", param="lora_request")
     try:
-        file = open_adapter(path)
-        check_rank(file, config.max_lora_rank)
         stamp = stamp_of(Path(path))
+        num_weights = _num_weights(path, stamp, config.max_lora_rank)
     except ConfigError as error:
         raise InvalidRequest(str(error), param="lora_request") from None
-    return AdapterRef(one.lora_name, path, stamp, config.max_lora_rank, file.num_weights)
+    return AdapterRef(one.lora_name, path, stamp, config.max_lora_rank, num_weights)
+
+
+@functools.lru_cache(4096)
+def _num_weights(path: str, stamp: str, max_rank: int) -> int:
+    """Check an adapter, once for each state of its files: many prompts may have the same one. Raises ConfigError."""
+    file = open_adapter(path)
+    check_rank(file, max_rank)
+    return file.num_weights

@@ -7,12 +7,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.batch import Batch
@@ -24,7 +26,7 @@ from octavo.layers.model import DecoderModel
 from octavo.messages import AdapterLoaded, AdapterRef
 from octavo.quants import Weight
 from octavo.sampling.state import Ints
-from octavo.weights.adapters.adapter_file import AdapterFile, check_rank, open_adapter, padded_rank, stamp_of
+from octavo.weights.adapters.adapter_file import AdapterFile, Stored, check_rank, open_adapter, padded_rank, stamp_of
 from octavo.weights.adapters.gguf_file import GGUFAdapter
 from octavo.weights.methods.base import HeldWeight, Use
 from octavo.worker.priority import give_way
@@ -32,6 +34,7 @@ from octavo.worker.staging import Staging
 
 if TYPE_CHECKING:
     from octavo.worker.gpu_adapters import HostBlocks
+    from octavo.worker.host_copies import HostRoom
 
 
 class Placement(NamedTuple):
@@ -104,9 +107,32 @@ class AdapterHolder(Protocol[Adapter]):
     def sites_of(self, experts: Experts) -> tuple[int, int] | None:
         """The numbers of gate_up and of down for adapters; None: none can change them."""
 
-    def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> Adapter:
-        """Copy an adapter there; `sites`: its parts by the number of the product. One thread at a time, beside steps. Raises NoRoom."""
+    def room(self, num_bytes: int) -> "HostRoom | None":
+        """Host memory to read an adapter's file into, until free(); None: it is better mapped."""
+
+    def free(self, room: "HostRoom") -> None:
+        """Give back what room() gave."""
+
+    def hold(self, sites: Mapping[int, Sequence[AdapterPart]], name: str = "") -> Adapter:
+        """Copy an adapter there, and wait until it is there. `sites`: its parts by the number of the product; `name`: of its content. One thread at a
+        time, beside steps. Raises NoRoom."""
         ...
+
+    def learn(self, layout: str, sites: Mapping[int, Sequence[AdapterPart]], num_numbers: int) -> None:
+        """Learn how files with this layout are held. `sites`: as for one whose numbers are 1, 2, … in int32, in their order in the file, and whose
+        scales are the numbers of its pairs."""
+
+    def knows(self, layout: str) -> bool:
+        """Whether learn() was called for it, and it was not forgotten."""
+        ...
+
+    def place(
+        self, layout: str, read: Tensor, dtype: torch.dtype, scales: NDArray[np.float32], name: str
+    ) -> Adapter | None:
+        """hold() for a file with a layout that was learnt; None: there is none. `read`: its bytes in a room(). `scales`: of each pair, or one for all."""
+
+    def again(self, name: str) -> Adapter | None:
+        """An adapter that was held before, from a copy; None: there is none. Raises NoRoom."""
 
     def release(self, adapter: Adapter) -> None:
         """Free its memory: no step has it any more."""
@@ -209,6 +235,10 @@ def _as_slice(numbers: Tensor) -> slice | Tensor:
 
 
 _MAX_KNOWN = 100_000  # files whose content's id is kept
+_ID_LEN = 32  # of a content's id
+# To hash at a time: a third of a millisecond on cores that steps need, and on others little less than all: each piece waits for the lock of the
+# interpreter.
+_MAPPED_BYTES, _READ_BYTES = 2**19, 2**24
 _NO_PRODUCT = (RuntimeError, IndexError, AttributeError, AssertionError, TypeError)  # of a table, of experts, …
 
 
@@ -264,6 +294,15 @@ def check_fit(
     _check_experts(file, targets, translate)
 
 
+class _Known(NamedTuple):
+    """What is known of files that were read and checked."""
+
+    name: str  # the id of their content
+    stored: Stored | None
+    layout: str
+    scales: NDArray[np.float32]  # of each pair, or one for all
+
+
 class RankAdapters:
     def __init__(
         self,
@@ -284,7 +323,7 @@ class RankAdapters:
         if whole is not None:
             self.targets = with_other_stages(self.targets, whole)
         self._loaded: dict[str, HeldAdapter] = {}  # by id
-        self._known: dict[str, str] = {}  # AdapterRef.key → id, of files that were read before
+        self._known: dict[str, _Known] = {}  # by AdapterRef.key
         self._num_loads: Counter[str] = Counter()  # of each; several files may have the same content
         self._holding = threading.Lock()
         self._lock = threading.Lock()  # of what is loaded: a step waits for it, but never for copies
@@ -321,50 +360,101 @@ class RankAdapters:
 
     def load(self, ref: AdapterRef) -> AdapterLoaded:
         """Read an adapter into memory. Any thread, one at a time; steps go on meanwhile. Raises ConfigError and NoRoom."""
-        path = Path(ref.path)
-        if ref.stamp and stamp_of(path) != ref.stamp:
+        self._check_stamp(ref)
+        # The same files: they were checked, and what they hold is known.
+        known = self._known.get(ref.key) if ref.stamp else None
+        with self._holding:
+            adapter = None if known is None else self._again(known.name)
+            if adapter is not None and known is not None:
+                return AdapterLoaded(known.name, adapter.nbytes)
+            return self._load(ref, known)
+
+    def _check_stamp(self, ref: AdapterRef) -> None:
+        if ref.stamp and stamp_of(Path(ref.path)) != ref.stamp:
             raise ConfigError(
-                f"the files of adapter {ref.name} ({path}) have changed since it was registered: load it again"
+                f"the files of adapter {ref.name} ({ref.path}) have changed since it was registered: load it again"
             )
-        file = open_adapter(path)
-        check_rank(file, ref.max_rank)
-        self.check(file)
-        known = (
-            self._known.get(ref.key) if ref.stamp else None
-        )  # the same files: they were checked, and what they hold is known
-        digest = blake2b(digest_size=16, person=b"octavo adapter")
+
+    def _again(self, name: str) -> HeldAdapter | None:
+        """An adapter that is in memory, or of which there is a copy."""
+        found = self._counted(name, None)
+        if found is not None:
+            return found
+        made = self._holder.again(name)
+        return None if made is None else self._counted(name, made)
+
+    def _load(self, ref: AdapterRef, known: "_Known | None") -> AdapterLoaded:
+        """Read, check and hold an adapter that is not in memory."""
+        file: AdapterFile | None = None
+        if known is None or not self._holder.knows(known.layout):
+            file = open_adapter(ref.path)
+            check_rank(file, ref.max_rank)
+            self.check(file)
+        stored = file.stored if file is not None else known.stored if known is not None else None
+        room = None if stored is None else self._holder.room(stored.num_bytes)
+        read: Tensor | None = None  # the file's numbers, in this room
+        try:
+            if room is not None and stored is not None:
+                stored.read_into(room.memory[: stored.num_bytes])
+                self._check_stamp(ref)  # they may have changed meanwhile
+                read = room.memory[: stored.num_bytes].view(getattr(torch, stored.type))
+            if known is None:
+                assert file is not None
+                known = self._checked(file, read)
+            if ref.stamp:
+                self._known[ref.key] = known
+                if len(self._known) > _MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
+            adapter = self._counted(known.name, None)
+            if adapter is None and room is not None and read is not None:
+                made = self._holder.place(known.layout, room.memory, read.dtype, known.scales, known.name)
+                adapter = None if made is None else self._counted(known.name, made)
+            if adapter is None:
+                if file is None:  # its layout would take too much memory
+                    file = open_adapter(ref.path)
+                if read is not None:
+                    file.take_from(read)
+                adapter = self._counted(known.name, self._holder.hold(self._parts(file), known.name))
+                assert adapter is not None
+                if read is not None and not self._holder.knows(known.layout):
+                    file.take_from(torch.arange(1, len(read) + 1, dtype=torch.int32))
+                    self._holder.learn(known.layout, self._parts(file, is_numbered=True), len(read))
+            return AdapterLoaded(known.name, adapter.nbytes)
+        finally:
+            if room is not None:
+                self._holder.free(room)
+
+    def _checked(self, file: AdapterFile, read: Tensor | None) -> "_Known":
+        """Check an adapter's numbers, and say what its content is. `read`: its numbers, if they are in memory."""
+        _check_numbers(file, read)
+        layout = file.layout
+        scales = np.array([pair.scale for pair in file.pairs.values()], dtype=np.float32)
+        if (scales == scales[0]).all():
+            scales = scales[:1]
+        exact = [pair.scale for pair in file.pairs.values()]
+        if read is None:
+            name = _content_id(layout, exact, file.contents(), _MAPPED_BYTES)
+        else:
+            name = _content_id(layout, exact, iter([read.view(torch.uint8).numpy().data]), _READ_BYTES)
+        return _Known(name, file.stored, layout, scales)
+
+    def _parts(self, file: AdapterFile, is_numbered: bool = False) -> dict[int, list[AdapterPart]]:
+        """What this rank adds to its products, by their sites. `is_numbered`: the pairs' numbers are their scales."""
         sites: dict[int, list[AdapterPart]] = {}
-        for name, pair in file.pairs.items():
+        for number, (name, pair) in enumerate(file.pairs.items()):
             down, up = file.matrices(name)
             module = self._translated(file, name)
             if isinstance(file, GGUFAdapter):
                 up = self._family.gguf_fix(f"{module}.weight", up, self._config)
-            if known is None:
-                digest.update(repr((module, pair.scale, pair.rank)).encode())
-                for matrix in (down, up):
-                    digest.update(_bytes(matrix))
-                if not (_is_finite(down) and _is_finite(up)):
-                    raise ConfigError(f"{path}: {name} has numbers that are not finite: the file is damaged")
             for placement in self.targets[module].placements:
                 part = AdapterPart(
                     down if placement.columns is None else down[:, placement.columns],
                     up[placement.rows],
                     placement.first_column,
-                    pair.scale,
+                    float(number) if is_numbered else pair.scale,
                 )
                 sites.setdefault(placement.site, []).append(part)
-            give_way()
-        name = known or digest.hexdigest()
-        if ref.stamp:
-            self._known[ref.key] = name
-            if len(self._known) > _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-        with self._holding:
-            adapter = self._counted(name, None)
-            if adapter is None:
-                adapter = self._counted(name, self._holder.hold(sites))
-                assert adapter is not None
-            return AdapterLoaded(name, adapter.nbytes)
+        return sites
 
     def _counted(self, name: str, made: HeldAdapter | None) -> HeldAdapter | None:
         """The adapter of this name, counted once more; `made`, where there is none."""
@@ -436,9 +526,26 @@ def _trained_on(file: AdapterFile) -> str:
     return f" (its base is {file.base[:100]})" if file.base else ""
 
 
-def _bytes(matrix: Tensor) -> memoryview:
-    """Its bytes, not copied: a copy would read the file while it holds the lock of the interpreter, which hashing does not."""
-    return matrix.contiguous().view(torch.uint8).flatten().numpy().data
+def _content_id(layout: str, scales: list[float], contents: Iterator[memoryview], size: int) -> str:
+    """Equal for adapters that change answers in the same way. SHA-256, since processors have instructions for it. `size`: bytes to hash at
+    a time."""
+    whole = sha256(b"octavo adapter")
+    whole.update(repr((layout, scales)).encode())
+    for content in contents:
+        for first in range(0, len(content), size):
+            whole.update(content[first : first + size])
+            give_way()
+    return whole.hexdigest()[:_ID_LEN]
+
+
+def _check_numbers(file: AdapterFile, read: Tensor | None) -> None:
+    """Raises ConfigError where numbers are not finite. `read`: all of them, if they are in memory."""
+    if read is not None and _is_finite(read):
+        return
+    for name in file.pairs:
+        if not all(map(_is_finite, file.matrices(name))):
+            raise ConfigError(f"{file.path}: {name} has numbers that are not finite: the file is damaged")
+        give_way()
 
 
 def _is_finite(matrix: Tensor) -> bool:

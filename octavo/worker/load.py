@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
 _MAX_STAGES = 14  # with more, the ring of inputs of CUDA graphs is too short
 _START_S = 2.0  # delay before the vocabulary for grammars is read, so that it does not slow down the start
+_MOST_ADAPTER_COPIES = 8 * 2**30  # bytes of host memory: pinning more would take long at the start
 
 
 class Loader:
@@ -165,8 +166,16 @@ class Loader:
     def _gpu_holder(self, sites: "AdapterSites") -> AdapterHolder[Any]:
         gpu = importlib.import_module("octavo.worker.gpu_adapters")  # by name: Triton may not be installed
         with memory_errors(self.limits.dtype, self.device.memory_available()):
-            holder: AdapterHolder[Any] = gpu.GpuHolder(sites, self._adapter_bytes, self.device)
+            holder: AdapterHolder[Any] = gpu.GpuHolder(
+                sites, self._adapter_bytes, self.device, self._adapter_copy_bytes()
+            )
             return holder
+
+    def _adapter_copy_bytes(self) -> int:
+        """Pinned host memory for copies of adapters: twice as much as they have on the GPU, and at most an eighth of what is free. A power
+        of two: torch rounds up to one."""
+        most = min(2 * self._adapter_bytes, self._host_available() // 8, _MOST_ADAPTER_COPIES)
+        return 1 << most.bit_length() - 1 if most > 0 else 0
 
     def _host_available(self) -> int:
         """Bytes of host memory for this rank."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.batch import Batch
 from octavo.kernels.cpu.adapters import AdapterPart, AdapterRows, NativeAdapter
@@ -12,6 +14,7 @@ from octavo.layers.experts import Experts
 from octavo.layers.linear import Linear
 from octavo.weights.methods.cpu_native import NativeWeight
 from octavo.weights.methods.cpu_native_experts import NativeExperts
+from octavo.worker.host_copies import HostRoom
 from octavo.worker.priority import give_way
 from octavo.worker.staging import Staging
 
@@ -39,7 +42,29 @@ class NativeHolder:
         weights = experts.weights
         return weights.sites if isinstance(weights, NativeExperts) and weights.sites[0] >= 0 else None
 
-    def hold(self, sites: Mapping[int, Sequence[AdapterPart]]) -> NativeAdapter:
+    def room(self, num_bytes: int) -> HostRoom | None:
+        """Packing reads the file's own memory."""
+        return None
+
+    def free(self, room: HostRoom) -> None:
+        """There is none."""
+
+    def again(self, name: str) -> NativeAdapter | None:
+        """Adapters are packed from their files, which are in the system's page cache if they were read lately."""
+        return None
+
+    def learn(self, layout: str, sites: Mapping[int, Sequence[AdapterPart]], num_numbers: int) -> None:
+        """Matrices are packed one by one, so that steps can go first."""
+
+    def knows(self, layout: str) -> bool:
+        return False
+
+    def place(
+        self, layout: str, read: torch.Tensor, dtype: torch.dtype, scales: NDArray[np.float32], name: str
+    ) -> NativeAdapter | None:
+        return None
+
+    def hold(self, sites: Mapping[int, Sequence[AdapterPart]], name: str = "") -> NativeAdapter:
         return NativeAdapter(self._threads, sites, self._native.num_sites, self._dtype, give_way)
 
     def release(self, adapter: NativeAdapter) -> None:

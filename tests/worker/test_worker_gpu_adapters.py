@@ -264,14 +264,15 @@ def test_an_adapter_without_room_leaves_nothing_behind() -> None:
 
 def test_long_matrices_take_several_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """And padding of ranks is zeros, whatever was there before."""
-    monkeypatch.setattr("octavo.worker.gpu_adapters._STAGING_BYTES", 4096)
+    monkeypatch.setattr("octavo.worker.gpu_adapters._CHUNK_BYTES", 4096)
     product = Product(WeightRequest((64,), 64), "bf16")
     holder = product.holder
     holder._memory.fill_(77)
     torch.manual_seed(1)
     part = AdapterPart(torch.randn(9, 64), torch.randn(500, 9), 0, 1.0)
     held: GpuAdapter = holder.hold({0: [part]})
-    down, up = (holder._memory[start:].view(HALF) for start in held.places[:2])
+    (start,) = held.places
+    down, up = (holder._memory[at:].view(HALF) for at in (start, start + 16 * 64 * 2))
     assert torch.equal(down[: 9 * 64].view(9, 64), part.down.to(HALF)) and not down[9 * 64 : 16 * 64].any()
     stored = up[: 500 * 16].view(500, 16)
     assert torch.equal(stored[:, :9], part.up.to(HALF)) and not stored[:, 9:].any()

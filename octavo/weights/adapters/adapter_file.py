@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.errors import ConfigError
 
@@ -39,6 +41,29 @@ class Pair:
         return padded_rank(self.rank) * (self.in_features + self.out_features)
 
 
+class Stored(NamedTuple):
+    """The bytes of a file that are all numbers of an adapter, and nothing else."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    type: str  # torch's name
+
+    def read_into(self, memory: Tensor) -> None:
+        """In few calls: each gives up the lock of the interpreter, and has to get it again. Raises ConfigError."""
+        view: memoryview = memory.numpy().data
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self.offset)
+                while view:
+                    count = file.readinto(view)
+                    if not count:
+                        raise ConfigError(f"{self.path} is truncated: fetch it again")
+                    view = view[count:]
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}") from error
+
+
 class AdapterFile(ABC):
     """`pairs`: by the name of the module that they change, as the file has it."""
 
@@ -65,6 +90,31 @@ class AdapterFile(ABC):
     @abstractmethod
     def base(self) -> str:
         """The name of the base model that the file gives; "": none."""
+
+    @property
+    def layout(self) -> str:
+        """Equal for files whose matrices are alike, and in the same places: only numbers and scales differ."""
+        named = [(name, pair.rank) for name, pair in self.pairs.items()]
+        return sha256(repr((named, self.places)).encode()).hexdigest()
+
+    @property
+    @abstractmethod
+    def places(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Names, types and shapes of its tensors, in the order of contents()."""
+
+    @abstractmethod
+    def contents(self) -> Iterator[memoryview]:
+        """The bytes of all of its tensors. They are not copied: a copy would read the file while it holds the lock of the interpreter, which
+        hashing does not."""
+
+    @property
+    def stored(self) -> Stored | None:
+        """None: its numbers have several types, or do not lie in one piece."""
+        return None
+
+    def take_from(self, numbers: Tensor) -> None:
+        """Take matrices from here instead of the file: those of `stored`, of any type."""
+        raise NotImplementedError
 
     @abstractmethod
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,13 @@ class GGUFAdapter(AdapterFile):
     @property
     def base(self) -> str:
         return str(self._file.metadata.get("general.base_model.0.name", ""))
+
+    @property
+    def places(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [(name, entry.type, tuple(entry.shape)) for name, entry in self._file.tensors.items()]
+
+    def contents(self) -> Iterator[memoryview]:
+        return map(self._file.bytes_of, self._file.tensors)
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         return self._read(self._tensors[name]["a"]), self._read(self._tensors[name]["b"])

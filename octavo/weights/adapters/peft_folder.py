@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
-from octavo.weights.adapters.adapter_file import AdapterFile, Pair, check_count
-from octavo.weights.formats.safetensors_files import Entry, TensorFile, read_entries
+from octavo.weights.adapters.adapter_file import AdapterFile, Pair, Stored, check_count
+from octavo.weights.formats.safetensors_files import Entry, read_entries, torch_name, torch_type
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,10 +54,13 @@ class PeftAdapter(AdapterFile):
         self._config = config = _read_config(path)
         _check_config(path, config)
         self._file = path / WEIGHTS
-        self._open: TensorFile | None = None  # from the first matrix on
+        self._map: Tensor | None = None  # from the first matrix on
+        self._numbers: Tensor | None = None  # from which matrices are taken instead
         if not self._file.is_file():
             raise ConfigError(_no_weights(path))
         entries = read_entries(self._file, MAX_HEADER_BYTES)
+        # Tensors lie one after the other, to the end of the file.
+        self._entries = dict(sorted(entries.items(), key=lambda named: named[1].offset))
         self._tensors: dict[str, dict[str, str]] = {}  # module → side → tensor
         for name in entries:
             found = _MATRIX.fullmatch(name)
@@ -68,6 +72,8 @@ class PeftAdapter(AdapterFile):
                 raise ConfigError(f"{self._file} has lora_{found['side']} of {module} twice")
             sides[found["side"]] = name
         check_count(path, len(self._tensors))
+        self._first = min(entry.offset for entry in entries.values())
+        self._end = self._first + sum(entry.num_bytes for entry in entries.values())
         self._ranks = _Pattern(config, "rank_pattern", config["r"])
         self._alphas = _Pattern(config, "alpha_pattern", config["lora_alpha"])
         wrapped = self._fused_experts()
@@ -113,16 +119,53 @@ class PeftAdapter(AdapterFile):
     def base(self) -> str:
         return str(self._config.get("base_model_name_or_path") or "")
 
+    @property
+    def places(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [(name, entry.type, entry.shape) for name, entry in self._entries.items()]
+
+    def contents(self) -> Iterator[memoryview]:
+        yield self._mapped()[self._first :].numpy().data
+
+    @property
+    def stored(self) -> Stored | None:
+        types = {entry.type for entry in self._entries.values()}
+        if len(types) > 1:
+            return None
+        (entry, *_) = self._entries.values()
+        return Stored(self._file, self._first, self._end - self._first, torch_name(entry))
+
+    def take_from(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         module, expert, count = self._of_experts.get(name, (name, 0, 0))
         sides = self._tensors[module]
-        if self._open is None:
-            self._open = TensorFile(self._file)
-        down, up = self._open[sides["A"]], self._open[sides["B"]]
+        down, up = self._tensor(sides["A"]), self._tensor(sides["B"])
         if not count:
             return down, up
         # A [experts · rank, in], an expert after the other; B [out, rank · experts], the experts of a rank's number beside each other.
         return down.view(count, -1, down.shape[1])[expert], up.view(up.shape[0], -1, count)[:, :, expert]
+
+    def _tensor(self, name: str) -> Tensor:
+        """A view. A reader's own work for each would take longer: there are hundreds of them."""
+        entry = self._entries[name]
+        if self._numbers is not None:
+            size = entry.num_bytes // math.prod(entry.shape)
+            start = (entry.offset - self._first) // size
+            return self._numbers[start : start + math.prod(entry.shape)].view(entry.shape)
+        dtype = torch_type(entry)
+        found = self._mapped()[entry.offset : entry.offset + entry.num_bytes]
+        if entry.offset % dtype.itemsize:
+            found = found.clone()  # writers need not align what they write
+        return found.view(dtype).view(entry.shape)
+
+    def _mapped(self) -> Tensor:
+        """The file's bytes."""
+        if self._map is None:
+            import torch
+
+            self._map = torch.from_file(str(self._file), shared=False, size=self._end, dtype=torch.uint8)
+        return self._map
 
     def _expert_pair(self, module: str, name: str, entries: dict[str, Entry]) -> tuple[Pair, int]:
         """One expert's matrices, and how many experts there are. `name`: of the parameter."""

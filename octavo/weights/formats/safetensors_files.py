@@ -143,7 +143,7 @@ class SafetensorsFiles:
         import torch
 
         for name, entry in self.entries.items():
-            yield name, torch.empty(entry.shape, dtype=_torch_type(entry), device="meta")
+            yield name, torch.empty(entry.shape, dtype=torch_type(entry), device="meta")
 
     def read_ahead(
         self, device: Device, dtype: torch.dtype, chunk_bytes: int = 0
@@ -157,7 +157,7 @@ class SafetensorsFiles:
         from octavo.weights.pinned_reader import Region
 
         ordered = sorted(self.entries.items(), key=lambda named: (named[1].path, named[1].offset))
-        return [Region(name, e.path, e.offset, _torch_type(e), e.shape) for name, e in ordered]
+        return [Region(name, e.path, e.offset, torch_type(e), e.shape) for name, e in ordered]
 
     def _read_ahead(
         self, device: Device, chunk_bytes: int = 0, is_wanted: Callable[[str], bool] = all_wanted
@@ -168,11 +168,15 @@ class SafetensorsFiles:
         return pinned_reader.read_ahead(regions, device, chunk_bytes or pinned_reader.CHUNK_BYTES)
 
 
-def _torch_type(entry: Entry) -> torch.dtype:
+def torch_type(entry: Entry) -> torch.dtype:
     import torch
 
-    found: torch.dtype = getattr(torch, _KNOWN_TYPES[entry.type][1])
+    found: torch.dtype = getattr(torch, torch_name(entry))
     return found
+
+
+def torch_name(entry: Entry) -> str:
+    return _KNOWN_TYPES[entry.type][1]
 
 
 def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -287,17 +291,6 @@ def read_entries(path: Path, max_header_bytes: int) -> dict[str, Entry]:
     for name, entry in entries.items():
         _require_known(name, entry, _TYPES)
     return entries
-
-
-class TensorFile:
-    """One file that stays open while its tensors are read one by one: to open it takes longer than to read a small one."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = _opened(path, "pt")
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
