@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from octavo.kernels.triton.elementwise.activation_gluon import activate
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor
 from octavo.kernels.triton.runtime.launch import Launcher
 
@@ -129,14 +130,6 @@ def _accumulate(sums, tile, pairs, SUB: gl.constexpr, IS_BF16: gl.constexpr):  #
     return sums
 
 
-@gluon.jit
-def _activate(x, NAME: gl.constexpr):  # type: ignore[no-untyped-def]
-    if NAME == "silu":
-        return x / (1.0 + gl.exp(-x))
-    # gelu_tanh: 0.5 (1 + tanh u) is 1 / (1 + exp(-2u)); 1.5957… is 2 sqrt(2/π).
-    return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-
-
 @gluon.jit(do_not_specialize=["num_rows"])
 def _few_product(  # type: ignore[no-untyped-def]
     x,  # [M, K / 2] int32: pairs of 16-bit floats, rows x_stride apart
@@ -203,7 +196,7 @@ def _few_product(  # type: ignore[no-untyped-def]
         if bias is not None:
             first += gl.load(bias + output, mask=output < n, other=0.0).to(gl.float32)
             second += gl.load(bias + n + output, mask=output < n, other=0.0).to(gl.float32)
-        _finish(_activate(first, GATED) * second, out, residual, None, num_rows, n, row, output)
+        _finish(activate(first, GATED) * second, out, residual, None, num_rows, n, row, output)
     else:
         _finish(first, out, residual, bias, num_rows, n, row, output)
         other = output + (n // 2 if INTERLEAVED else 8)
