@@ -1,4 +1,4 @@
-"""Products of 1 to 8 rows with 4-bit weights and 8-bit floats (`few_stream`): checks them against float32, then times them against the kernels
+"""Products of 1 to 8 rows with 4-bit weights and 8-bit floats (`int4_stream`, `fp8_stream`): checks them against float32, then times them against the kernels
 that are chosen without them, for the shapes of an 8B model. `python -m benchmarks.kernels.stream [check] [time] [layer] [--seconds 75]`; needs
 a GPU of compute capability 9.0. Times are of one call inside a CUDA graph of many, over enough copies of the weights that L2 holds none."""
 
@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels import timing
-from benchmarks.kernels.few_stream import StreamChoice, fp8_stream, int4_stream
 from benchmarks.kernels.int4 import SHAPES, Shape, random_weight
 from benchmarks.kernels.timing import distance
 from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.elementwise.quantise import quantise_rows
+from octavo.kernels.triton.gemm.fp8_stream import fp8_stream
 from octavo.kernels.triton.gemm.int4 import int4_linear
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor, decode, make_room
+from octavo.kernels.triton.gemm.int4_stream import int4_stream
 from octavo.kernels.triton.gemm.skinny import few_rows_linear
+from octavo.kernels.triton.gemm.stream import StreamChoice
 
 PROCESSORS = 132
 ROWS = (1, 2, 4, 8)
