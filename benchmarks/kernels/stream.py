@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from benchmarks.kernels.int4 import SHAPES, Shape, random_weight
 from benchmarks.kernels.timing import distance
 from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.elementwise.quantise import quantise_rows
+from octavo.kernels.triton.gemm import int4, skinny
 from octavo.kernels.triton.gemm.fp8_stream import fp8_stream
 from octavo.kernels.triton.gemm.int4 import int4_linear
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor, decode, make_room
@@ -76,12 +78,20 @@ def call(way: StreamChoice, x: torch.Tensor, weight: Weight, out: torch.Tensor, 
         int4_stream(x, weight, out, residual, bias, gated, way, processors, True, in_fragments)
 
 
-def old(x: torch.Tensor, weight: Weight, residual: torch.Tensor | None, gated: str) -> torch.Tensor:
-    if isinstance(weight, Fp8):
-        return few_rows_linear(
-            x, weight.numbers, residual=residual, gated=gated or None, pdl=True, scales=weight.scales
-        )
-    return int4_linear(x, weight, residual=residual, gated=gated or None, pdl=True)
+def old(
+    x: torch.Tensor,
+    weight: Weight,
+    residual: torch.Tensor | None,
+    gated: str,
+    norm: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """By the kernel that would be chosen without these."""
+    with patch.object(int4, "choose_int4", return_value=None), patch.object(skinny, "streamed", return_value=None):
+        if isinstance(weight, Fp8):
+            return few_rows_linear(
+                x, weight.numbers, norm=norm, residual=residual, gated=gated or None, pdl=True, scales=weight.scales
+            )
+        return int4_linear(x, weight, norm=norm, residual=residual, gated=gated or None, pdl=True)
 
 
 def by_torch(x: torch.Tensor, weight: Fp8) -> torch.Tensor:
@@ -214,25 +224,13 @@ def time_layer(kind: str, rows: int, best: dict[tuple[str, str, int], StreamChoi
             norm = None if shape.has_residual else (ones, 1e-5)
             given = x if norm is not None else attended if shape.k == 4096 else gated
             if choice is None:
-                gated = one_old(given, weight, norm, residual, shape.gated)
+                gated = old(given, weight, residual, shape.gated, norm)
                 continue
             if norm is not None:
                 given = rms_norm(given, *norm, pdl=True, in_fragments=kind == "int4")
             width = shape.n // 2 if shape.gated else shape.n
             gated = torch.empty(rows, width, device="cuda", dtype=half) if residual is None else residual
             call(choice, given, weight, gated, residual, None, shape.gated, kind == "int4" and norm is not None)
-
-    def one_old(
-        given: torch.Tensor,
-        weight: Weight,
-        norm: tuple[torch.Tensor, float] | None,
-        residual: torch.Tensor | None,
-        gate: str,
-    ) -> torch.Tensor:
-        options = {"norm": norm, "residual": residual, "gated": gate or None, "pdl": True}
-        if isinstance(weight, Fp8):
-            return few_rows_linear(given, weight.numbers, scales=weight.scales, **options)  # type: ignore[arg-type]
-        return int4_linear(given, weight, **options)  # type: ignore[arg-type]
 
     times = {
         is_new: timing.microseconds([partial(step, layer, is_new) for layer in layers] * 4, False)
