@@ -55,9 +55,11 @@ def few_rows_linear(
     if num_rows == 0:
         return out
     pdl = pdl and starts_early(x.device)
-    rule = choose if scales is None else choose_fp8
-    choice = streamed(num_rows, width, k, x.device) if scales is not None else None
+    choice: StreamChoice | VectorChoice | TileChoice | None = None
+    if scales is not None:
+        choice = streamed(num_rows, width, k, x.device)
     if choice is None:
+        rule = choose if scales is None else choose_fp8
         choice = rule(num_rows, n, k, gated is not None, num_processors(x.device))
     if isinstance(choice, StreamChoice):
         from octavo.kernels.triton.gemm.fp8_stream import fp8_stream  # needs Gluon

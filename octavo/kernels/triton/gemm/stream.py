@@ -22,6 +22,7 @@ class StreamChoice(NamedTuple):
     per_processor: int  # programs
     depth: int  # such outputs in a program's loop
     ahead: int  # tiles of a warp that are loaded before they are used; a multiple or a divisor of those in the loop, or there is one round
+    is_early: bool = False  # scales of outputs and the residual are loaded before the sums
 
 
 def options(choice: StreamChoice, pdl: bool) -> dict[str, int | bool]:
@@ -53,6 +54,8 @@ def choose_int4(num_rows: int, num_outputs: int, k: int, group_size: int, proces
         return None
     turns = -(-(num_outputs // 16) // processors)
     if turns > 2:
+        if not _is_even(num_outputs, turns, processors):
+            return None
         return StreamChoice(16, 1, 1, 2, 4) if _are_paired(turns) else StreamChoice(16, 1, 1, 1, 2)
     return StreamChoice(16, 1, 1, 2, 4) if num_rows == 4 and _fill_two(num_outputs, processors) else None
 
@@ -65,7 +68,7 @@ def choose_fp8(num_rows: int, num_outputs: int, k: int, processors: int) -> Stre
         return None
     turns = -(-(num_outputs // 16) // processors)
     if turns > 2:
-        if k != _WIDTH:
+        if k != _WIDTH or not _is_even(num_outputs, turns, processors):
             return None
         return StreamChoice(16, 1, 1, 2, 8) if _are_paired(turns) else StreamChoice(16, 1, 1, 1, 4)
     # All programs run at once, two on a processor, and read x again.
@@ -77,6 +80,11 @@ def choose_fp8(num_rows: int, num_outputs: int, k: int, processors: int) -> Stre
 def _are_paired(turns: int) -> bool:
     """Whether a loop of two turns wastes little."""
     return turns % 2 == 0 or turns > _MANY_TURNS
+
+
+def _is_even(num_outputs: int, turns: int, processors: int) -> bool:
+    """Whether most processors are busy in the last turn, too."""
+    return 5 * (num_outputs // 16) >= 4 * turns * processors
 
 
 def _fill_two(num_outputs: int, processors: int) -> bool:
