@@ -59,7 +59,9 @@ class Tensor(np.ndarray):
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=None)
 
-    def to(self, kind: object) -> "Tensor":
+    def to(self, kind: object, bitcast: bool = False) -> "Tensor":
+        if bitcast:
+            return self.view(kind)  # type: ignore[no-any-return, call-overload]
         if kind is BFloat16:
             return tensor(torch.from_numpy(np.asarray(self)).bfloat16().float().numpy())
         return self.astype(kind) if isinstance(kind, type) else self
@@ -218,7 +220,7 @@ class Language:
     """The namespaces `gl`, `mbarrier` and `tma`, and the functions that a kernel imports by name."""
 
     int64 = int32 = constexpr = tensor = None
-    float16, float32, bfloat16 = np.float16, np.float32, BFloat16
+    float16, float32, bfloat16, int16 = np.float16, np.float32, BFloat16, np.int16
 
     def __init__(self, warps: Warps, num_programs: int) -> None:
         self._warps, self._num_programs = warps, num_programs
@@ -292,8 +294,17 @@ class Language:
     def inline_asm_elementwise(
         assembly: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
     ) -> Tensor:
-        bits = ptx_model.run(assembly, constraints, args, pack)
-        return tensor(bits.view(np.int32 if dtype is None else dtype))
+        shape = np.broadcast_shapes(*(arg.shape for arg in args))
+        bits = ptx_model.run(assembly, constraints, [np.broadcast_to(arg, shape).copy() for arg in args], pack)
+        return tensor(bits.view(np.int32 if dtype is None else dtype).reshape(shape))
+
+    @staticmethod
+    def expand_dims(value: Any, axis: int) -> Tensor:
+        return tensor(np.expand_dims(value, axis))
+
+    @staticmethod
+    def split(value: Tensor) -> tuple[Tensor, Tensor]:
+        return value.split()
 
     @staticmethod
     def minimum(a: Any, b: int) -> Any:

@@ -99,6 +99,8 @@ _OPERATIONS: dict[str, Callable[..., Register]] = {
     "cvt.f32.f16": lambda a: _bits(_halves(a)[..., 0]),
     "cvt.rn.f16x2.e4m3x2": _of_8_bits,
     "cvt.rn.f16x2.f32": _to_pair,
+    "sub.f16x2": lambda a, b: _joined(_halves(a) - _halves(b)),
+    "sub.bf16x2": lambda a, b: _joined(_halves(a, _BF16) - _halves(b, _BF16), _BF16),
     "mul.f16x2": lambda a, b: _joined(_halves(a) * _halves(b)),
     "mul.rn.bf16x2": lambda a, b: _joined(_halves(a, _BF16) * _halves(b, _BF16), _BF16),
     "min.NaN.f16x2": lambda a, b: _joined(np.minimum(_halves(a), _halves(b))),

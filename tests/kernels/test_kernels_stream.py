@@ -27,7 +27,8 @@ from octavo.kernels.triton.runtime.launch import knows_gluon
 if not knows_gluon():
     pytest.skip("this Triton's Gluon is another", allow_module_level=True)
 
-from octavo.kernels.triton.gemm import fp8_stream, int4_stream, stream_parts
+from octavo.kernels.triton.gemm import fp8_stream, int4_few, int4_stream, stream_parts
+from octavo.kernels.triton.gemm.int4_few import FewChoice
 from octavo.kernels.triton.gemm.skinny import few_rows_linear, pays_fp8
 from tests.kernels import gluon_model
 from tests.kernels.gluon_model import BFloat16, Number, Pointer
@@ -49,7 +50,7 @@ ROWS = (1, 2, 3, 4, 5, 8, 9, 16)
 
 
 def test_the_fastest_measured_is_chosen():
-    paired, single, wide, deep = (16, 1, 1, 2, 4), (16, 1, 1, 1, 2), (16, 1, 1, 2, 8), (16, 1, 1, 1, 4)
+    paired, single, (wide, deep, once), (many,) = *INT4, FP8[4096], FP8[8704]
     shapes = {"gate_up": (28672, 4096), "qkv": (6144, 4096), "o": (4096, 4096), "down": (4096, 14336)}
     found = {name: [choose_int4(rows, *shape, 128, 132) for rows in ROWS] for name, shape in shapes.items()}
     assert found == {
@@ -59,13 +60,17 @@ def test_the_fastest_measured_is_chosen():
     found = {name: [choose_fp8(rows, *shape, 132) for rows in ROWS] for name, shape in shapes.items()}
     assert found == {
         "gate_up": [None] + [wide] * 5 + [None] * 2, "qkv": [None] + [deep] * 5 + [None] * 2,
-        "o": [None] + [(8, 1, 2, 1, 6)] * 5 + [None] * 2, "down": [None] + [(8, 1, 2, 1, 7)] * 5 + [None] * 2,
+        "o": [None] + [once] * 5 + [None] * 2, "down": [None] + [many] * 5 + [None] * 2,
     }  # fmt: skip
 
 
 def test_what_was_not_measured_is_left_to_other_kernels():
     assert choose_int4(4, 28672, 4096, 64, 132) is None and choose_int4(4, 28672, 4096, 32, 132) is None
     assert choose_int4(4, 28672 + 16, 4096, 128, 132) is None and choose_int4(4, 28672, 8192, 128, 132) is None
+    assert (
+        choose_int4(4, 16 * 2 * 132 + 64, 4096, 128, 132) is None
+        and choose_fp8(4, 16 * 2 * 132 + 64, 4096, 132) is None
+    )
     assert choose_fp8(4, 28672, 5120, 132) is None and choose_fp8(4, 1024, 4096, 132) is None
     assert choose_fp8(4, 4096, 4096 + 64, 132) is None and choose_fp8(4, 4096, 2048, 132) is None
 
@@ -156,13 +161,13 @@ def run_int4(choice, k, group, dtype, gated, extra, rows, fragments, programs, h
     args = (
         words(in_fragments(x) if fragments else x), words(weight.codes), words(weight.scales), out, out if residual is not None else None,
         pointer(bias), *map(Number, (rows, width, k // 2, n // 16)), blocks, 128 // group, choice.num_warps, choice.pairs, choice.depth,
-        choice.ahead, blocks // choice.num_warps <= HELD_TILES, fragments, weight.is_interleaved, gated, True,
+        choice.ahead, choice.is_early, blocks // choice.num_warps <= HELD_TILES, fragments, weight.is_interleaved, gated, True,
     )  # fmt: skip
     gluon_model.run("_int4_stream", helpers, programs, rows, args)
     return distance(torch.from_numpy(out.numbers.reshape(rows, width).astype(np.float32)), wanted)
 
 
-@pytest.mark.parametrize("choice", INT4, ids=str)
+@pytest.mark.parametrize("choice", [*INT4, StreamChoice(16, 1, 1, 1, 2, True)], ids=str)
 @pytest.mark.parametrize(
     ("group", "dtype", "gated", "extra", "rows", "fragments", "programs"),
     [
@@ -187,13 +192,17 @@ def run_fp8(choice, k, dtype, gated, extra, rows, programs, size=1.0, helpers=FP
     is_held = k // FP8_COLUMNS // choice.num_warps <= 2 * HELD_TILES
     args = (
         words(x), words(numbers), pointer(scales), out, out if residual is not None else None, pointer(bias),
-        *map(Number, (rows, width, k // 2, n // 16)), k, choice.num_warps, choice.pairs, choice.depth, choice.ahead, is_held, gated, True,
+        *map(Number, (rows, width, k // 2, n // 16)), k, choice.num_warps, choice.pairs, choice.depth, choice.ahead, choice.is_early, is_held, gated, True,
     )  # fmt: skip
     gluon_model.run("_fp8_stream", helpers, programs if is_held else n // 16, rows, args)
     return distance(torch.from_numpy(out.numbers.reshape(rows, width).astype(np.float32)), wanted)
 
 
-@pytest.mark.parametrize(("k", "choice"), [(k, choice) for k in FP8 for choice in FP8[k]], ids=str)
+@pytest.mark.parametrize(
+    ("k", "choice"),
+    [*((k, choice) for k in FP8 for choice in FP8[k]), *((k, FP8[k][-1]._replace(is_early=True)) for k in FP8)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("dtype", "gated", "extra", "rows", "programs"),
     [(torch.float16, "silu", True, 2, 3), (torch.bfloat16, "", True, 8, 2), (torch.bfloat16, "gelu_tanh", False, 5, 4)],
@@ -205,6 +214,36 @@ def test_8_bits_on_a_model(k, choice, dtype, gated, extra, rows, programs):
 @pytest.mark.parametrize("size", [1e-3, 1e5])
 def test_8_bits_with_small_and_large_inputs(size):
     assert run_fp8(FP8[4096][1], 4096, torch.bfloat16, "", False, 3, 3, size) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [FewChoice(1, 4, 8), FewChoice(1, 4, 7, 3, 2), FewChoice(2, 4, 2, 2, 2), FewChoice(1, 8, 3, 2, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("k", "group", "dtype", "gated", "rows"),
+    [(1280, 128, torch.float16, "", 1), (1056, 32, torch.bfloat16, "silu", 3), (2048, 64, torch.float16, "", 8)],
+)
+def test_4_bits_without_staying_on_a_model(choice, k, group, dtype, gated, rows):
+    """`int4_few`: what takes 1 to 4 rows elsewhere."""
+    torch.manual_seed(rows)
+    n = 128
+    weight, exact = int4_weight(n, k, group, dtype, "cpu", bool(gated))
+    x, width = torch.randn(rows, k).to(dtype), n // 2 if gated else n
+    residual = None if gated else torch.randn(rows, width).to(dtype)
+    wanted = reference(x, exact, None, residual, gated)
+    out = pointer(torch.empty(rows, width, dtype=dtype) if residual is None else residual)
+    blocks = -(-k // 128)
+    tiles = -(-blocks // choice.num_warps)
+    args = (
+        words(x), words(weight.codes), words(weight.scales), out, out if residual is not None else None, None,
+        *map(Number, (rows, width, k // 2)), k, blocks, 128 // group, choice.pairs, choice.num_warps, min(choice.ahead, tiles),
+        min(choice.x_ahead, tiles), choice.chains, False, weight.is_interleaved, gated, True,
+    )  # fmt: skip
+    gluon_model.run("_few_product", vars(int4_few), n // 16 // choice.pairs, rows, args)
+    found = torch.from_numpy(out.numbers.reshape(rows, width).astype(np.float32))
+    assert distance(found, wanted) < TOLERANCE[dtype]
 
 
 FAULTS = {
@@ -241,7 +280,7 @@ def check(kernel, half, choice, others, **constants):
     signature = {name: types.get(name, "constexpr") for name in names}
     whole = [index for index, name in enumerate(names) if "*" in signature[name] or name in ("n", "x_stride")]
     attributes = {(index,): [["tt.divisibility", 16]] for index in whole}
-    constants |= dict(bias=None, KB=choice.num_warps, PAIRS=choice.pairs, DEPTH=choice.depth, AHEAD=choice.ahead, PDL=True)
+    constants |= dict(bias=None, KB=choice.num_warps, PAIRS=choice.pairs, DEPTH=choice.depth, AHEAD=choice.ahead, EARLY=choice.is_early, PDL=True)
     source = GluonASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options(choice, True))
     for word in ("mma.sync.aligned.m16n8k16", "griddepcontrol.wait", "ld.global.v4"):

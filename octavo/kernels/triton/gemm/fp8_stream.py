@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
 from octavo.kernels.triton.gemm.stream import FP8_COLUMNS, HELD_TILES, MAX_ROWS, StreamChoice, options
-from octavo.kernels.triton.gemm.stream_parts import end, load, mma
+from octavo.kernels.triton.gemm.stream_parts import ask, end, load, mma
 from octavo.kernels.triton.runtime.launch import Launcher
 
 
@@ -102,6 +102,7 @@ def _fp8_stream(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr,
     DEPTH: gl.constexpr,
     AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,  # what is multiplied with the sums and added to them is loaded before them
     HELD: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
@@ -133,6 +134,12 @@ def _fp8_stream(  # type: ignore[no-untyped-def]
         queue = tiles
         for d in gl.static_range(DEPTH):
             now = first + d * gl.num_programs(0)
+            rows = gl.where(now < units, num_rows, 0)
+            asked = ()
+            if EARLY:
+                for p in gl.static_range(PAIRS):
+                    pair = gl.minimum(now, units - 1) * PAIRS + p
+                    asked = asked + (ask(pair, residual, scales, rows, n, KB, INTERLEAVED, GATED),)
             # Two chains of matrix instructions for each, which wait less for each other.
             sums = ()
             for _ in gl.static_range(2 * PAIRS):
@@ -160,13 +167,15 @@ def _fp8_stream(  # type: ignore[no-untyped-def]
                         )  # fmt: skip
                 sums = sums[PAIRS:] + new_sums
                 queue = queue[2 * PAIRS :] + fresh
-            rows = gl.where(now < units, num_rows, 0)
             for p in gl.static_range(PAIRS):
                 pair = gl.minimum(now, units - 1) * PAIRS + p
+                addends = asked[p] if EARLY else ask(pair, residual, scales, rows, n, KB, INTERLEAVED, GATED)
                 total = sums[p] + sums[PAIRS + p]
                 if IS_BF16:
                     total *= 16.0
-                end(total, buffer, pair, out, residual, bias, scales, rows, n, KB, INTERLEAVED, GATED)
+                end(
+                    total, addends, buffer, pair, out, bias, rows, n, True, residual is not None, KB, INTERLEAVED, GATED
+                )  # fmt: skip
         if HELD:
             tiles = queue
 
@@ -201,6 +210,6 @@ def fp8_stream(
         (
             x.view(torch.int32), weight.view(torch.int32), scales, out, residual, bias, num_rows, out.shape[1], x.stride(0) // 2, units,
         ),
-        (k, choice.num_warps, choice.pairs, choice.depth, choice.ahead, is_held, gated, pdl),
+        (k, choice.num_warps, choice.pairs, choice.depth, choice.ahead, choice.is_early, is_held, gated, pdl),
         options(choice, pdl),
     )  # fmt: skip

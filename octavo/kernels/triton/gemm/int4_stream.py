@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: 
 
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor
 from octavo.kernels.triton.gemm.stream import HELD_TILES, MAX_ROWS, StreamChoice, options
-from octavo.kernels.triton.gemm.stream_parts import end, load, mma
+from octavo.kernels.triton.gemm.stream_parts import ask, end, load, mma
 from octavo.kernels.triton.runtime.launch import Launcher
 
 
@@ -169,6 +169,7 @@ def _int4_stream(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr,
     DEPTH: gl.constexpr,
     AHEAD: gl.constexpr,
+    EARLY: gl.constexpr,  # what is multiplied with the sums and added to them is loaded before them
     HELD: gl.constexpr,  # x stays in registers
     FRAGMENTS: gl.constexpr,  # the columns of x are in the order in which threads need them
     INTERLEAVED: gl.constexpr,  # outputs of gate and up alternate, in eights
@@ -202,6 +203,12 @@ def _int4_stream(  # type: ignore[no-untyped-def]
         queue = tiles
         for d in gl.static_range(DEPTH):
             now = first + d * gl.num_programs(0)
+            rows = gl.where(now < units, num_rows, 0)
+            asked = ()
+            if EARLY:
+                for p in gl.static_range(PAIRS):
+                    pair = gl.minimum(now, units - 1) * PAIRS + p
+                    asked = asked + (ask(pair, residual, None, rows, n, KB, INTERLEAVED, GATED),)
             sums = ()
             for _ in gl.static_range(PAIRS):
                 sums = sums + (gl.full([KB * 128], 0.0, gl.float32, layout),)
@@ -237,10 +244,12 @@ def _int4_stream(  # type: ignore[no-untyped-def]
                     queue = queue[PAIRS * W :] + fresh
                 else:
                     queue = queue[PAIRS * W :]
-            rows = gl.where(now < units, num_rows, 0)
             for p in gl.static_range(PAIRS):
                 pair = gl.minimum(now, units - 1) * PAIRS + p
-                end(sums[p], buffer, pair, out, residual, bias, None, rows, n, KB, INTERLEAVED, GATED)
+                addends = asked[p] if EARLY else ask(pair, residual, None, rows, n, KB, INTERLEAVED, GATED)
+                end(
+                    sums[p], addends, buffer, pair, out, bias, rows, n, False, residual is not None, KB, INTERLEAVED, GATED
+                )  # fmt: skip
         if HELD:
             tiles = queue
 
@@ -277,7 +286,7 @@ def int4_stream(
             x.view(torch.int32), weight.codes, weight.scales, out, residual, bias, num_rows, out.shape[1], x.stride(0) // 2, units,
         ),
         (
-            blocks, weight.subgroups, choice.num_warps, choice.pairs, choice.depth, choice.ahead,
+            blocks, weight.subgroups, choice.num_warps, choice.pairs, choice.depth, choice.ahead, choice.is_early,
             is_held, in_fragments, weight.is_interleaved, gated, pdl,
         ),
         options(choice, pdl),

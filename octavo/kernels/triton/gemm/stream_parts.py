@@ -1,5 +1,9 @@
 """What `int4_stream` and `fp8_stream` share: the matrix instruction, loads of W, and the end of a sum."""
 
+# Gluon supports tuple + tuple but not (*tuple, more), and allows a variable's tuple to grow.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -21,44 +25,63 @@ def load(pointers, is_there, old, FIRST: gl.constexpr):  # type: ignore[no-untyp
         return gl.load(pointers, mask=is_there, other=old)
 
 
+@gluon.constexpr_function
+def _layout(KB):  # type: ignore[no-untyped-def]
+    return gl.BlockedLayout([2, 1], [KB // 2, 64 // KB], [1, KB], [1, 0])
+
+
+@gluon.jit
+def _place(pair, n, KB: gl.constexpr, INTERLEAVED: gl.constexpr, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the 64 sums of a pair's first eight outputs: row and output; and how far the second eight are."""
+    place = gl.arange(0, 64, gl.SliceLayout(0, _layout(KB)))
+    if GATED != "":
+        distance = n
+    else:
+        distance = n // 2 if INTERLEAVED else 8
+    return place % 8, pair * (8 if INTERLEAVED else 16) + place // 8, distance
+
+
+@gluon.jit
+def ask(pair, residual, scales, num_rows, n, KB: gl.constexpr, INTERLEAVED: gl.constexpr, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Load what a pair's sums are multiplied with and added to. They come from memory: asked for before the sums, they are there when those are."""
+    row, output, distance = _place(pair, n, KB, INTERLEAVED, GATED)
+    asked = ()
+    if scales is not None:
+        asked = (gl.load(scales + output), gl.load(scales + output + distance))
+    if residual is not None:
+        place = row * n + output
+        asked = asked + (gl.load(residual + place, mask=row < num_rows, other=0.0),)
+        if GATED == "":
+            asked = asked + (gl.load(residual + place + distance, mask=row < num_rows, other=0.0),)
+    return asked
+
+
 @gluon.jit
 def end(  # type: ignore[no-untyped-def]
-    sums, buffer, pair, out, residual, bias, scales, num_rows, n,
-    KB: gl.constexpr, INTERLEAVED: gl.constexpr, GATED: gl.constexpr,
+    sums, asked, buffer, pair, out, bias, num_rows, n,
+    IS_SCALED: gl.constexpr, IS_ADDED: gl.constexpr, KB: gl.constexpr, INTERLEAVED: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Add up the warps' sums of a pair of eight outputs, and store them. buffer: [2 KB, 64] in shared memory. num_rows: 0 stores nothing."""
     # [KB, g 8, q 4, half 2, row 2] → [half, KB, g, row 8]
     parts = gl.permute(gl.reshape(sums, [KB, 8, 4, 2, 2]), [3, 0, 1, 2, 4])
     buffer.store(gl.reshape(parts, [2 * KB, 64]))
-    layout: gl.constexpr = gl.BlockedLayout([2, 1], [KB // 2, 64 // KB], [1, KB], [1, 0])
-    first = gl.sum(buffer.slice(0, KB).load(layout), 0)
-    second = gl.sum(buffer.slice(KB, KB).load(layout), 0)
-    place = gl.arange(0, 64, gl.SliceLayout(0, layout))
-    row = place % 8
-    output = pair * (8 if INTERLEAVED else 16) + place // 8
-    if GATED != "":
-        distance = n
-    else:
-        distance = n // 2 if INTERLEAVED else 8
-    mask = row < num_rows
-    if scales is not None:
-        first *= gl.load(scales + output)
-        second *= gl.load(scales + output + distance)
-    if GATED != "":
-        if bias is not None:
-            first += gl.load(bias + output).to(gl.float32)
-            second += gl.load(bias + n + output).to(gl.float32)
-        _finish(activate(first, GATED) * second, out, residual, None, n, row, output, mask)
-    else:
-        _finish(first, out, residual, bias, n, row, output, mask)
-        _finish(second, out, residual, bias, n, row, output + distance, mask)
-
-
-@gluon.jit
-def _finish(y, out, residual, bias, n, row, output, mask):  # type: ignore[no-untyped-def]
-    place = row * n + output
+    first = gl.sum(buffer.slice(0, KB).load(_layout(KB)), 0)
+    second = gl.sum(buffer.slice(KB, KB).load(_layout(KB)), 0)
+    row, output, distance = _place(pair, n, KB, INTERLEAVED, GATED)
+    if IS_SCALED:
+        first *= asked[0]
+        second *= asked[1]
     if bias is not None:
-        y += gl.load(bias + output, mask=mask, other=0.0).to(gl.float32)
-    if residual is not None:
-        y += gl.load(residual + place, mask=mask, other=0.0).to(gl.float32)
-    gl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
+        first += gl.load(bias + output).to(gl.float32)
+        second += gl.load(bias + output + distance).to(gl.float32)
+    NUM_SCALES: gl.constexpr = 2 if IS_SCALED else 0
+    if GATED != "":
+        first = activate(first, GATED) * second
+    if IS_ADDED:
+        first += asked[NUM_SCALES].to(gl.float32)
+    place = out + row * n + output
+    gl.store(place, first.to(out.dtype.element_ty), mask=row < num_rows)
+    if GATED == "":
+        if IS_ADDED:
+            second += asked[NUM_SCALES + 1].to(gl.float32)
+        gl.store(place + distance, second.to(out.dtype.element_ty), mask=row < num_rows)
