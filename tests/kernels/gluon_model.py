@@ -14,6 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+
+from tests.kernels import ptx_model
 
 
 class Deadlock(Exception):
@@ -47,12 +50,20 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 Number.__hash__ = int.__hash__  # type: ignore[assignment]
 
 
+class BFloat16:
+    """Stands for the type, which numpy lacks: such numbers lie in float32."""
+
+
 class Tensor(np.ndarray):
     @property
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=None)
 
-    def to(self, kind: object) -> "Tensor":
+    def to(self, kind: object, bitcast: bool = False) -> "Tensor":
+        if bitcast:
+            return self.view(kind)  # type: ignore[no-any-return, call-overload]
+        if kind is BFloat16:
+            return tensor(torch.from_numpy(np.asarray(self)).bfloat16().float().numpy())
         return self.astype(kind) if isinstance(kind, type) else self
 
     def permute(self, order: tuple[int, ...]) -> "Tensor":
@@ -72,7 +83,9 @@ class Pointer:
         self.dtype = SimpleNamespace(element_ty=numbers.dtype.type)
 
     def __add__(self, more: Any) -> "Pointer":
-        return Pointer(self.numbers, self.place + more)
+        made = Pointer(self.numbers, self.place + more)
+        made.dtype = self.dtype
+        return made
 
 
 class Descriptor:
@@ -105,6 +118,15 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.numbers.transpose(order))
+
+    def slice(self, start: int, length: int) -> "Shared":
+        return Shared(self.numbers[start : start + length])
+
+    def store(self, values: np.ndarray) -> None:
+        self.numbers[:] = values
+
+    def load(self, _layout: object) -> Tensor:
+        return tensor(self.numbers.copy())
 
 
 class Barrier:
@@ -198,7 +220,7 @@ class Language:
     """The namespaces `gl`, `mbarrier` and `tma`, and the functions that a kernel imports by name."""
 
     int64 = int32 = constexpr = tensor = None
-    float32 = np.float32
+    float16, float32, bfloat16, int16 = np.float16, np.float32, BFloat16, np.int16
 
     def __init__(self, warps: Warps, num_programs: int) -> None:
         self._warps, self._num_programs = warps, num_programs
@@ -217,7 +239,7 @@ class Language:
     def SliceLayout(*_: object) -> None:
         return None
 
-    NVMMADistributedLayout = DistributedLinearLayout = SliceLayout
+    NVMMADistributedLayout = DistributedLinearLayout = BlockedLayout = SwizzledSharedLayout = SliceLayout
 
     @staticmethod
     def arange(begin: int, end: int, _layout: object) -> Tensor:
@@ -247,8 +269,46 @@ class Language:
         return Number(-(-int(a) // int(b)))
 
     @staticmethod
-    def minimum(a: int, b: int) -> Number:
-        return Number(min(int(a), int(b)))
+    def full(shape: tuple[int, ...], value: float, kind: Any, _layout: object) -> Tensor:
+        return tensor(np.full(shape, value, np.int32 if kind is None else kind))
+
+    @staticmethod
+    def multiple_of(value: Tensor, _count: int) -> Tensor:
+        return value
+
+    max_contiguous = multiple_of
+
+    @staticmethod
+    def reshape(value: Tensor, shape: list[int]) -> Tensor:
+        return value.reshape(shape)
+
+    @staticmethod
+    def permute(value: Tensor, order: list[int]) -> Tensor:
+        return tensor(np.ascontiguousarray(value.transpose(order)))
+
+    @staticmethod
+    def sum(value: Tensor, axis: int) -> Tensor:
+        return tensor(np.asarray(value).sum(axis, dtype=value.dtype))
+
+    @staticmethod
+    def inline_asm_elementwise(
+        assembly: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
+    ) -> Tensor:
+        shape = np.broadcast_shapes(*(arg.shape for arg in args))
+        bits = ptx_model.run(assembly, constraints, [np.broadcast_to(arg, shape).copy() for arg in args], pack)
+        return tensor(bits.view(np.int32 if dtype is None else dtype).reshape(shape))
+
+    @staticmethod
+    def expand_dims(value: Any, axis: int) -> Tensor:
+        return tensor(np.expand_dims(value, axis))
+
+    @staticmethod
+    def split(value: Tensor) -> tuple[Tensor, Tensor]:
+        return value.split()
+
+    @staticmethod
+    def minimum(a: Any, b: int) -> Any:
+        return tensor(np.minimum(a, b)) if isinstance(a, np.ndarray) else Number(min(int(a), int(b)))
 
     @staticmethod
     def maximum(a: int, b: int) -> Number:

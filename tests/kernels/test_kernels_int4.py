@@ -170,10 +170,10 @@ def compiled(kernel, types, constants, options):
     source = GluonASTSource(kernel, {name: types.get(name, "constexpr") for name in names}, constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-for kind, sub, gated in (("fp16", 1, ""), ("bf16", 4, "silu")):
+for kind, sub, gated, chains in (("fp16", 1, "", 2), ("bf16", 4, "silu", 1)):
     types = dict.fromkeys(("num_rows", "n", "x_stride"), "i32") | {"out": "*" + kind}
     types |= dict.fromkeys(("x", "codes", "scales"), "*i32")
-    constants = dict(residual=None, bias=None, K=512, BLOCKS=4, SUB=sub, PAIRS=1, KB=4, AHEAD=1, FRAGMENTS=True)
+    constants = dict(residual=None, bias=None, K=512, BLOCKS=4, SUB=sub, PAIRS=1, KB=4, AHEAD=1, X_AHEAD=1, CHAINS=chains, FRAGMENTS=True)
     constants |= dict(INTERLEAVED=bool(gated), GATED=gated, PDL=True)
     kernel = compiled(int4_few._few_product, types, constants, {"num_warps": 4, "launch_pdl": True})
     assert "mma.sync.aligned.m16n8k16" in kernel.asm["ptx"]

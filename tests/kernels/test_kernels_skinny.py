@@ -13,6 +13,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from octavo.errors import ConfigError
+from octavo.kernels.triton.gemm import skinny
 from octavo.kernels.triton.gemm.skinny import (
     VECTOR_ROWS,
     choose,
@@ -236,9 +237,13 @@ def test_choices_in_8_bits_fit_the_kernels(n, k, is_gated, rows):
     assert choice.num_stages * (choice.block_n + 2 * padded) * choice.block_k <= 227 * 1024
 
 
-def test_weights_in_8_bits_pay_for_few_rows():
-    assert pays_fp8(1, 28672, 4096) and pays_fp8(64, 4096, 14336)
-    assert not pays_fp8(8, 28672, 4096) and not pays_fp8(128, 4096, 4096)
+def test_weights_in_8_bits_pay_for_few_rows(monkeypatch):
+    cpu = torch.device("cpu")
+    assert pays_fp8(1, 28672, 4096, cpu) and pays_fp8(64, 4096, 14336, cpu)
+    assert not pays_fp8(8, 28672, 4096, cpu) and not pays_fp8(128, 4096, 4096, cpu)
+    monkeypatch.setattr(skinny, "can_run", lambda device: True)
+    monkeypatch.setattr(skinny, "num_processors", lambda device: 132)
+    assert pays_fp8(8, 28672, 4096, cpu) and not pays_fp8(9, 28672, 4096, cpu)
 
 
 def test_small_weights_are_split_over_the_chip():

@@ -39,7 +39,8 @@ class TritonFp8Weight(Fp8Weight):
         return self._of_few_rows(x, norm, bias, activation)
 
     def _has_few(self, x: Tensor) -> bool:
-        return not self._is_fixed and pays_fp8(x.shape[0], *self.numbers.shape)
+        n, k = self.numbers.shape
+        return not self._is_fixed and pays_fp8(x.shape[0], n, k, x.device)
 
     def _of_few_rows(self, x: Tensor, norm: NormWeights | None, bias: Tensor | None, gated: str | None) -> Tensor:
         x, before = self._rms_normed(x, norm)

@@ -9,6 +9,7 @@ from octavo.kernels.torch_ops import activate
 from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.gemm import int4
 from octavo.kernels.triton.gemm.int4_layout import GROUPS, OUTPUTS, Int4Tensor, decode, make_room, store
+from octavo.kernels.triton.gemm.stream import can_run
 from octavo.quants import ORDERED, Quants, Weight
 from octavo.weights.methods.base import HeldWeight, LinearMethod, Method, Settings, Use, WeightRequest, other_kernels
 from octavo.weights.methods.triton_bf16 import TritonWeight
@@ -220,7 +221,7 @@ def supports(request: WeightRequest, settings: Settings) -> str | None:
         return (
             f"the product wants multiples of 8 by {_ROUNDED_GROUP}, not {request.out_features} by {request.in_features}"
         )
-    if settings.ops.is_invariant and not int4.can_run(settings.device) and settings.device.type == "cuda":
+    if settings.ops.is_invariant and not can_run(settings.device) and settings.device.type == "cuda":
         return "--deterministic has a kernel for it only on GPUs of NVIDIA's Hopper generation"
     return None
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from octavo.kernels.triton.elementwise.activation_gluon import activate
 from octavo.kernels.triton.gemm.gated import BLOCK_K, Tile
 from octavo.kernels.triton.runtime.chip import starts_early
 from octavo.kernels.triton.runtime.launch import Descriptors, Launcher
@@ -175,17 +176,9 @@ def _wide_layout(rows, columns):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _activate(x, NAME: gl.constexpr):  # type: ignore[no-untyped-def]
-    if NAME == "silu":
-        return x / (1.0 + gl.exp(-x))
-    # gelu_tanh: 0.5 (1 + tanh u) is 1 / (1 + exp(-2u)); 1.5957… is 2 sqrt(2/π).
-    return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-
-
-@gluon.jit
 def _store(out, acc, work, row, output, shape):  # type: ignore[no-untyped-def]
     gate, up = _halves(acc)
-    result = (_activate(gate, shape.NAME) * up).to(out.dtype.element_ty)
+    result = (activate(gate, shape.NAME) * up).to(out.dtype.element_ty)
     layout: gl.constexpr = _wide_layout(result.shape[0], result.shape[1]) if shape.TRADES else result.type.layout
     result = gl.convert_layout(result, layout)
     rows = row + gl.arange(0, result.shape[0], gl.SliceLayout(1, layout))

@@ -1,7 +1,7 @@
 """y = x · Wᵀ with 4-bit weights that stay packed: which kernel, and with which tiles, for a number of rows and a shape.
 
-One to four rows: `int4_few`. More, up to some hundred: `int4_hopper`, where there is such a chip. Else the weight is decoded
-to 16 bits and torch multiplies."""
+One to eight rows: `int4_stream` where `stream` says that it is faster. One to four rows: `int4_few`. More, up to some hundred:
+`int4_hopper`, where there is such a chip. Else the weight is decoded to 16 bits and torch multiplies."""
 
 from functools import cache
 
@@ -14,10 +14,10 @@ from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.gemm.int4_decode import decoded
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor
 from octavo.kernels.triton.gemm.skinny import num_processors
+from octavo.kernels.triton.gemm.stream import StreamChoice, can_run, choose_int4
 from octavo.kernels.triton.gemm.tall_tile import MAX_SHARED_TILES, SCRATCH_NUMBERS
 from octavo.kernels.triton.runtime.batch_sizes import captured_size
-from octavo.kernels.triton.runtime.chip import is_hopper, starts_early
-from octavo.kernels.triton.runtime.launch import knows_gluon
+from octavo.kernels.triton.runtime.chip import starts_early
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 FEW_ROWS = 4
@@ -56,18 +56,28 @@ def int4_linear(
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device) if residual is None else residual
     if num_rows == 0:
         return out
+    streamed: StreamChoice | None = None
     choice: Choice | None = None
     if can_run(x.device) and weight.num_columns % 8 == 0:
         across, depth = weight.codes.shape[:2]
-        choice = choose(num_rows, across, depth, gated is not None, num_processors(x.device), is_fixed)
-    in_fragments = choice is not None and choice[0] == "few" and norm is not None and weight.num_columns % 128 == 0
+        processors = num_processors(x.device)
+        if not is_fixed:
+            streamed = choose_int4(num_rows, weight.num_outputs, weight.num_columns, weight.group_size, processors)
+        if streamed is None:
+            choice = choose(num_rows, across, depth, gated is not None, processors, is_fixed)
+    is_few = streamed is not None or (choice is not None and choice[0] == "few")
+    in_fragments = is_few and norm is not None and weight.num_columns % 128 == 0
     if norm is not None:
         x = rms_norm(x, *norm, is_fixed=is_fixed, pdl=pdl, in_fragments=in_fragments)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    if choice is None:
+    if streamed is not None:
+        from octavo.kernels.triton.gemm.int4_stream import int4_stream  # needs Gluon
+
+        int4_stream(x, weight, out, residual, bias, gated or "", streamed, num_processors(x.device), pdl, in_fragments)
+    elif choice is None:
         return _by_torch(x, weight, bias, residual, gated)
-    if choice[0] == "few":
+    elif choice[0] == "few":
         from octavo.kernels.triton.gemm.int4_few import FewChoice, few_product  # needs Gluon
 
         few_product(x, weight, out, residual, bias, gated or "", FewChoice(*choice[1:]), pdl, in_fragments)
@@ -90,19 +100,13 @@ def _by_torch(
     return y if gated is None else gate_mul(y, gated)
 
 
-@cache
-def can_run(device: torch.device) -> bool:
-    """Whether the kernels in Gluon run here."""
-    return is_hopper(device) and knows_gluon()
-
-
 Choice = tuple[str, int, int, int] | tuple[str, int, int, int, int, int]
 
 
 @cache
 def choose(num_rows: int, across: int, depth: int, is_gated: bool, processors: int, is_fixed: bool) -> Choice | None:
-    """("few", *FewChoice) or ("tile", *Tile) for a weight of across · depth blocks; None: decode it. The fastest measured by
-    `benchmarks/kernels/int4.py` on an H200 for the shapes of an 8B model."""
+    """("few", *FewChoice) or ("tile", *Tile) for a weight of across · depth blocks that `int4_stream` does not take; None: decode it.
+    The fastest measured by `benchmarks/kernels/int4.py` on an H200 for the shapes of an 8B model."""
     num_rows = captured_size(num_rows)
     if is_fixed:
         # The same sums for every number of rows: one kernel, and no shares of K.

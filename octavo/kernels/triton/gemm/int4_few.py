@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from octavo.kernels.triton.elementwise.activation_gluon import activate
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor
 from octavo.kernels.triton.runtime.launch import Launcher
 
@@ -27,6 +28,10 @@ class FewChoice(NamedTuple):
     pairs: int  # of eight outputs, twice, per program
     num_warps: int  # side by side along K, a block of 128 columns each
     ahead: int  # tiles loaded before the first is used
+    x_ahead: int = 1  # and of x
+    chains: int = (
+        1  # of matrix instructions that wait for each other, in a tile: 1 or 2; groups smaller than 128 have their own
+    )
 
 
 @gluon.constexpr_function
@@ -109,32 +114,34 @@ def _load_x(x, t, index, x_stride, num_rows, K: gl.constexpr, MASKED: gl.constex
 
 
 @gluon.jit
-def _accumulate(sums, tile, pairs, SUB: gl.constexpr, IS_BF16: gl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(sums, tile, pairs, SUB: gl.constexpr, CHAINS: gl.constexpr, IS_BF16: gl.constexpr):  # type: ignore[no-untyped-def]
     """Add one tile's products: four sums of a thread are rows 2 q and 2 q + 1 of output g, then of g + 8."""
+    EACH: gl.constexpr = 4 if CHAINS == 2 and SUB == 1 else 8 // SUB
     for sub in gl.static_range(SUB):
         meta = tile[2 + sub]
         zeros = (meta >> 16) & 0xFFFF
         zeros = zeros | (zeros << 16)
         # Of the four, the first is that of output g and the last that of g + 8.
         products = gl.inline_asm_elementwise(
-            _products_asm(8 // SUB * sub, 8 // SUB, IS_BF16),
+            _products_asm(8 // SUB * sub, EACH, IS_BF16),
             CONSTRAINTS,
             [tile[0], tile[1], pairs[0], pairs[1], pairs[2], pairs[3], zeros],
             dtype=gl.float32,
             is_pure=True,
             pack=4,
         )
+        if EACH != 8 // SUB:
+            products += gl.inline_asm_elementwise(
+                _products_asm(4, 4, IS_BF16),
+                CONSTRAINTS,
+                [tile[0], tile[1], pairs[0], pairs[1], pairs[2], pairs[3], zeros],
+                dtype=gl.float32,
+                is_pure=True,
+                pack=4,
+            )
         scale = (meta & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
         sums += scale * products
     return sums
-
-
-@gluon.jit
-def _activate(x, NAME: gl.constexpr):  # type: ignore[no-untyped-def]
-    if NAME == "silu":
-        return x / (1.0 + gl.exp(-x))
-    # gelu_tanh: 0.5 (1 + tanh u) is 1 / (1 + exp(-2u)); 1.5957… is 2 sqrt(2/π).
-    return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -154,6 +161,8 @@ def _few_product(  # type: ignore[no-untyped-def]
     PAIRS: gl.constexpr,
     KB: gl.constexpr,  # blocks of K side by side, one for each warp
     AHEAD: gl.constexpr,
+    X_AHEAD: gl.constexpr,
+    CHAINS: gl.constexpr,
     FRAGMENTS: gl.constexpr,  # the columns of x are in the order in which threads need them
     INTERLEAVED: gl.constexpr,  # outputs of gate and up alternate, in eights
     GATED: gl.constexpr,  # an activation's name, or ""
@@ -178,12 +187,15 @@ def _few_product(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
         gdc_wait()
     sums = gl.full([PAIRS, KB * 128], 0.0, gl.float32, layout)
-    inputs = _load_x(x, 0, index, x_stride, num_rows, K, RAGGED, FRAGMENTS)
+    inputs = ()
+    for t in gl.static_range(X_AHEAD):
+        inputs = inputs + _load_x(x, t, index, x_stride, num_rows, K, RAGGED, FRAGMENTS)
     for t in gl.static_range(TILES):
-        current = inputs
-        if t + 1 < TILES:
-            inputs = _load_x(x, t + 1, index, x_stride, num_rows, K, RAGGED, FRAGMENTS)
-        sums = _accumulate(sums, tiles[:HELD], current, SUB, IS_BF16)
+        current = inputs[:4]
+        inputs = inputs[4:]
+        if t + X_AHEAD < TILES:
+            inputs = inputs + _load_x(x, t + X_AHEAD, index, x_stride, num_rows, K, RAGGED, FRAGMENTS)
+        sums = _accumulate(sums, tiles[:HELD], current, SUB, CHAINS, IS_BF16)
         tiles = tiles[HELD:]
         if t + AHEAD < TILES:
             tiles = tiles + _load_weights(codes, scales, t + AHEAD, index, BLOCKS, SUB, MASKED)
@@ -203,7 +215,7 @@ def _few_product(  # type: ignore[no-untyped-def]
         if bias is not None:
             first += gl.load(bias + output, mask=output < n, other=0.0).to(gl.float32)
             second += gl.load(bias + n + output, mask=output < n, other=0.0).to(gl.float32)
-        _finish(_activate(first, GATED) * second, out, residual, None, num_rows, n, row, output)
+        _finish(activate(first, GATED) * second, out, residual, None, num_rows, n, row, output)
     else:
         _finish(first, out, residual, bias, num_rows, n, row, output)
         other = output + (n // 2 if INTERLEAVED else 8)
@@ -241,6 +253,7 @@ def few_product(
     assert num_rows <= MAX_ROWS and x.stride(1) == 1 and x.stride(0) % 2 == 0
     blocks = weight.codes.shape[1]
     num_warps = min(choice.num_warps, triton.next_power_of_2(blocks))
+    num_tiles = triton.cdiv(blocks, num_warps)
     options = {"num_warps": num_warps}
     if pdl:
         options["launch_pdl"] = True
@@ -248,7 +261,7 @@ def few_product(
         (weight.codes.shape[0] * 4 // choice.pairs, 1, 1),
         (x.view(torch.int32), weight.codes, weight.scales, out, residual, bias, num_rows, out.shape[1], x.stride(0) // 2),
         (
-            k, blocks, weight.subgroups, choice.pairs, num_warps, min(choice.ahead, triton.cdiv(blocks, num_warps)),
+            k, blocks, weight.subgroups, choice.pairs, num_warps, min(choice.ahead, num_tiles), min(choice.x_ahead, num_tiles), choice.chains,
             in_fragments, weight.is_interleaved, gated, pdl,
         ),
         options,

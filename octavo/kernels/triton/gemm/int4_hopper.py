@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from octavo.kernels.triton.elementwise.activation_gluon import activate
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor
 from octavo.kernels.triton.gemm.tall_tile import MAX_SHARED_TILES, SCRATCH_NUMBERS, scratch_of
 from octavo.kernels.triton.runtime.launch import Descriptors, Launcher
@@ -290,14 +291,6 @@ def _multiply(rings, full, empty, number, count, acc, shape, HALF: gl.constexpr)
 
 
 @gluon.jit
-def _activate(x, NAME: gl.constexpr):  # type: ignore[no-untyped-def]
-    if NAME == "silu":
-        return x / (1.0 + gl.exp(-x))
-    # gelu_tanh: 0.5 (1 + tanh u) is 1 / (1 + exp(-2u)); 1.5957… is 2 sqrt(2/π).
-    return x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-
-
-@gluon.jit
 def _biased(acc, bias, first, end):  # type: ignore[no-untyped-def]
     output = first + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     return acc + gl.expand_dims(gl.load(bias + output, mask=output < end, other=0.0).to(gl.float32), 1)
@@ -332,7 +325,7 @@ def _finish(out, residual, bias, acc, work, row, tile, shape):  # type: ignore[n
             if bias is not None:
                 gate = _biased(gate, bias, tile * (HEIGHT // 2), work.n)
                 up = _biased(up, bias + work.n, tile * (HEIGHT // 2), work.n)
-            _store(out, residual, _activate(gate, shape.GATED) * up, work, row, tile * (HEIGHT // 2))
+            _store(out, residual, activate(gate, shape.GATED) * up, work, row, tile * (HEIGHT // 2))
         else:
             if bias is not None:
                 gate = _biased(gate, bias, tile * (HEIGHT // 2), work.n)

@@ -10,6 +10,8 @@ from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.gemm.skinny_tile import MAX_ROWS, TileChoice, tile_product
 from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
+from octavo.kernels.triton.gemm.stream import StreamChoice, can_run
+from octavo.kernels.triton.gemm.stream import choose_fp8 as choose_stream
 from octavo.kernels.triton.gemm.tall_tile import SCRATCH_NUMBERS
 from octavo.kernels.triton.runtime.batch_sizes import captured_size
 from octavo.kernels.triton.runtime.chip import starts_early
@@ -53,9 +55,22 @@ def few_rows_linear(
     if num_rows == 0:
         return out
     pdl = pdl and starts_early(x.device)
-    rule = choose if scales is None else choose_fp8
-    choice = rule(num_rows, n, k, gated is not None, num_processors(x.device))
-    if isinstance(choice, VectorChoice):
+    choice: StreamChoice | VectorChoice | TileChoice | None = None
+    if scales is not None:
+        choice = streamed(num_rows, width, k, x.device)
+    if choice is None:
+        rule = choose if scales is None else choose_fp8
+        choice = rule(num_rows, n, k, gated is not None, num_processors(x.device))
+    if isinstance(choice, StreamChoice):
+        from octavo.kernels.triton.gemm.fp8_stream import fp8_stream  # needs Gluon
+
+        assert scales is not None
+        if norm is not None:
+            x = rms_norm(x, *norm, pdl=pdl)
+        if x.stride(0) % 8 or x.data_ptr() % 16:
+            x = x.contiguous()
+        fp8_stream(x, weight, scales, out, residual, bias, gated or "", choice, num_processors(x.device), pdl)
+    elif isinstance(choice, VectorChoice):
         vector_product(x, weight, out, residual, bias, norm, gated or "", choice, pdl, scales)
     else:
         if norm is not None:
@@ -117,17 +132,24 @@ def choose_tile(num_rows: int, n: int, k: int, is_gated: bool, num_processors: i
     return TileChoice(block_n, block_k, split, 4, 6 if num_rows > 64 else 4)
 
 
-def pays_fp8(num_rows: int, n: int, k: int) -> bool:
+def pays_fp8(num_rows: int, n: int, k: int, device: torch.device) -> bool:
     """Whether `few_rows_linear` with a weight [n, k] in 8 bits beats torch's 8-bit product and the launches before and after it,
     as measured by `benchmarks/kernels/packed.py` on an H200 for the shapes of an 8B model."""
+    if streamed(num_rows, n, k, device) is not None:
+        return True
     num_rows = captured_size(num_rows)
     # A weight with few outputs leaves torch's product too few tiles; with more rows than these, reading x costs more.
     return num_rows <= 2 or (num_rows <= 64 and n <= 4096)
 
 
+def streamed(num_rows: int, n: int, k: int, device: torch.device) -> StreamChoice | None:
+    """The tiles of `fp8_stream` for a weight [n, k] in 8 bits, where that is the fastest."""
+    return choose_stream(num_rows, n, k, num_processors(device)) if can_run(device) else None
+
+
 @cache
 def choose_fp8(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> VectorChoice | TileChoice:
-    """choose() for a weight in 8 bits."""
+    """choose() for a weight in 8 bits that `fp8_stream` does not take."""
     num_rows = captured_size(num_rows)
     if k <= 512 and num_rows <= VECTOR_ROWS:
         return VectorChoice(8, 1, 1)
