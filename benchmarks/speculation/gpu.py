@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from benchmarks.gpu.show import Results, table
@@ -208,8 +207,7 @@ class Subject:
     def replay_seconds(self, graphs: Any, num_tokens: int, context: int) -> float:
         """Return the seconds of a captured step for the last tokens of one row, without the engine: the median over bursts of replays. Its pages hold
         no request, so what it writes there is never read."""
-        rows = np.zeros(num_tokens, dtype=np.int64)
-        lens = np.arange(context - num_tokens + 1, context + 1)
+        rows, lens = [0] * num_tokens, range(context - num_tokens + 1, context + 1)
         self.llm.reset_prefix_cache()
 
         def burst() -> float:

@@ -69,35 +69,45 @@ class EngineLoop:
 
     def step(self) -> list[TokenDelta]:
         """Make and submit a plan, then take in the results that are due. Returns the tokens that became known. Where all requests
-        wait for their grammars, it waits for one."""
+        wait for their grammars, it waits for one.
+
+        A step with drafts is taken in before the next plan, which continues them. If it can overlap with anything, that is the call
+        after the one that made it: so what is done with the tokens, between two calls, does not keep the device waiting."""
         scheduler, executor, observers, in_flight = self.scheduler, self.executor, self.observers, self._in_flight
         deltas = [] if self.adapters is None else self._take_adapters(self.adapters)
         if not self._take_inputs():
             return deltas
         observers.began()
+        if in_flight and in_flight[0].drafts:
+            deltas += self._take_result()
         planned = scheduler.plan()
         observers.planned(planned)
         if not planned.is_empty:
             executor.submit(planned.plan)
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
-        can_overlap = executor.overlap and not observers.needs_drain() and not planned.wants_drain
+        wants_drain = planned.wants_drain and not planned.plan.drafts
+        can_overlap = executor.overlap and not observers.needs_drain() and not wants_drain
         depth = scheduler.num_stages if can_overlap else 0
         if depth:
             observers.submitted()
         # An empty plan waits for the result of one step: with several in flight, that gives the next plan something to do.
         for _ in range(max(len(in_flight) - depth, int(planned.is_empty and bool(in_flight)))):
-            result = executor.collect()
-            observers.collected()
-            committed = scheduler.commit(in_flight.popleft(), result)
-            observers.committed(committed)
-            for job in committed.jobs:
-                self._start(job)
-            deltas += committed.deltas
+            deltas += self._take_result()
         observers.stepped(planned, len(in_flight))
         if self.tier is not None:
             self._feed_tier(self.tier, planned)
         return deltas
+
+    def _take_result(self) -> list[TokenDelta]:
+        """Take in the oldest step in flight."""
+        result = self.executor.collect()
+        self.observers.collected()
+        committed = self.scheduler.commit(self._in_flight.popleft(), result)
+        self.observers.committed(committed)
+        for job in committed.jobs:
+            self._start(job)
+        return committed.deltas
 
     def _take_inputs(self) -> bool:
         """Hand the scheduler what came between two steps: requests whose prefix is loaded, compiled grammars, costs, a limit of idle

@@ -280,6 +280,7 @@ class Observers:
 
     def planned(self, planned: "Planned") -> None:
         now = self._now = self._clock()
+        self._started = max(self._started, self._collected)  # a step with drafts is waited for before the plan
         self._host_seconds = now - self._started
         if not planned.is_empty:
             self._submitted.append(now)

@@ -149,7 +149,8 @@ class Outcome(msgspec.Struct, array_like=True, gc=False):
 
 
 class Stepped(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """One iteration of the loop: a plan was made, then the results of earlier steps were committed."""
+    """One iteration of the loop: a plan was made, then the results of earlier steps were committed. If the oldest step that was in flight has
+    drafts, its result was committed before the plan was made."""
 
     micros: int
     digest: int  # of the plan

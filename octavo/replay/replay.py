@@ -280,6 +280,11 @@ class Replay:
         self.cache.recorded_keys.extend(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
         if self._recorded is not None:
             self._recorded.next = record.drafts
+        outcomes = deque(record.outcomes)
+        if (
+            outcomes and self._flight and self._flight[0].plan.drafts
+        ):  # the loop has committed it before it made this plan
+            yield self._commit(record, outcomes.popleft())
         planned = self.scheduler.plan()
         plan = planned.plan
         is_same = digest(plan, self._num_rows) == record.digest
@@ -292,15 +297,18 @@ class Replay:
         yield ReplayedPlan(record.micros, plan, is_same, planned.requests, planned.admitted, planned.returned)
         if not is_same:
             return
-        for outcome in record.outcomes:
-            done = self._flight.popleft()
-            if done.num_tokens != outcome.num_tokens:
-                raise ValueError(f"step {done.plan.step} has {done.num_tokens} tokens, and had {outcome.num_tokens}")
-            candidates = _by_beam(done, outcome) if outcome.candidates else {}
-            committed = self.scheduler.commit(done.plan, self._result(done, outcome))
-            self._start_all(committed.jobs)
-            yield ReplayedCommit(record.micros, done.plan, done.requests, outcome, committed.deltas, candidates)
+        for outcome in outcomes:
+            yield self._commit(record, outcome)
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
+
+    def _commit(self, record: Stepped, outcome: Outcome) -> ReplayedCommit:
+        done = self._flight.popleft()
+        if done.num_tokens != outcome.num_tokens:
+            raise ValueError(f"step {done.plan.step} has {done.num_tokens} tokens, and had {outcome.num_tokens}")
+        candidates = _by_beam(done, outcome) if outcome.candidates else {}
+        committed = self.scheduler.commit(done.plan, self._result(done, outcome))
+        self._start_all(committed.jobs)
+        return ReplayedCommit(record.micros, done.plan, done.requests, outcome, committed.deltas, candidates)
 
     def _start_all(self, jobs: list[GrammarJob]) -> None:
         for job in jobs:

@@ -38,6 +38,8 @@ class SamplingState:
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
         self.min_len = np.zeros(max_rows, dtype=np.int64)  # prompt + min_tokens: shorter rows may not stop
         self.stop_ids: list[Ints] = [np.zeros(0, dtype=np.int64)] * max_rows
+        self._not_greedy: dict[int, None] = {}  # rows that draw a token, or have a penalty
+        self._min_lens: dict[int, int] = {}  # min_len of rows with min_tokens
         # These hold only rows that use the feature: if they are empty, a step pays nothing for it.
         self.edits: dict[int, Edits] = {}
         self._latest_edits: tuple[SamplingParams, Edits] | None = None
@@ -81,6 +83,10 @@ class SamplingState:
         self.stop_ids[row] = np.array([t for t in stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
         self.records[row] = self._record(row)
         self.leave(row)
+        if self.penalised[row] or not self.greedy[row]:
+            self._not_greedy[row] = None
+        if params.min_tokens and not params.grammar:
+            self._min_lens[row] = prompt_len + params.min_tokens
         if (edits := self._edits_of(params)) is not None:
             self.edits[row] = edits
         if params.use_beam_search:  # logprobs come with the candidates
@@ -107,6 +113,8 @@ class SamplingState:
 
     def leave(self, row: int) -> None:
         """Drop the row's entries that a step would still read."""
+        self._not_greedy.pop(row, None)
+        self._min_lens.pop(row, None)
         self.edits.pop(row, None)
         self.num_logprobs.pop(row, None)
         self.logprob_token_ids.pop(row, None)
@@ -114,12 +122,15 @@ class SamplingState:
         self.num_prompt_logprobs.pop(row, None)
         self.grammars.leave(row)
 
-    def needs_logits(self, rows: Ints) -> bool:
-        """Whether a row's logits are read or changed by more than the parameter columns."""
-        for some in (self.edits, self.num_logprobs, self.num_candidates, self.grammars.rows):
-            if some and not some.keys().isdisjoint(rows.tolist()):
-                return True
-        return False
+    def is_only_greedy(self, rows: Sequence[int], lens: Sequence[int]) -> bool:
+        """Whether every row takes the argmax of unmodified logits (no penalties, no bans) and needs no logits or logprobs. `lens`: tokens
+        of each row before its sample."""
+        for some in (self._not_greedy, self.edits, self.num_logprobs, self.num_candidates, self.grammars.rows):
+            if some and not some.keys().isdisjoint(rows):
+                return False
+        if not self._min_lens:
+            return True
+        return all(length >= self._min_lens.get(row, 0) for row, length in zip(rows, lens, strict=True))
 
     def _record(self, row: int) -> Floats:
         record = np.zeros(columns.WIDTH)

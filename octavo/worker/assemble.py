@@ -1,12 +1,13 @@
 """StepPlan → Batch, in a few whole-array operations, so that the cost hardly grows with the number of rows."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from octavo.batch import Batch
-from octavo.messages import StepPlan
+from octavo.messages import NO_INPUT, StepPlan
 from octavo.sampling.state import Ints
 from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
@@ -68,23 +69,41 @@ class Columns:
         found: Ints = np.repeat(ends, counts) - 1 - np.arange(ends[-1] if len(ends) else 0)
         return found
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether every row computes one token and samples the next."""
-        return len(self.counts) > 0 and int(self.counts.max()) == 1 and bool(self.samples.all())
-
-    @property
-    def is_verifying(self) -> bool:
-        """Whether every row computes one token and a draft, and there is a draft."""
-        if self.num_drafted is None:
-            return False
-        return bool(self.samples.all()) and bool((self.counts == 1 + self.num_drafted).all())
-
     def by_token(self) -> "tuple[Ints, Ints]":
         """[T] each: the step's tokens as if each was of a row of its own: (rows, tokens that the row holds up to this one)."""
         ends = np.cumsum(self.counts)
         lens: Ints = np.arange(ends[-1]) + np.repeat(self.lens - ends + 1, self.counts)
         return np.repeat(self.rows, self.counts), lens
+
+
+class TokenRows(NamedTuple):
+    """The tokens of a step in which every row computes its last one, and maybe a draft, as if each was of a row of its own [T]. Such steps
+    are replayed, and their launch is what a GPU waits for: these are lists, which for a few rows take less time than arrays."""
+
+    rows: list[int]
+    lens: list[int]  # tokens that the row holds up to this one
+    drafted: list[int] | None  # the token itself, if it is a draft, else NO_INPUT; None: there are no drafts
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "TokenRows | None":
+        """None: it is another kind of step."""
+        if not plan.rows or not all(plan.samples):
+            return None
+        if not plan.drafts:
+            return cls(plan.rows, [start + 1 for start in plan.starts], None) if max(plan.counts) == 1 else None
+        drafts = {draft.at: draft.tokens for draft in plan.drafts}
+        rows: list[int] = []
+        lens: list[int] = []
+        drafted: list[int] = []
+        for at, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
+            tokens = drafts.get(at, ())
+            if count != 1 + len(tokens):
+                return None
+            rows += [row] * count
+            lens += range(start + 1, start + 1 + count)
+            drafted.append(NO_INPUT)
+            drafted += tokens
+        return cls(rows, lens, drafted)
 
 
 def shared_len(
@@ -101,10 +120,11 @@ def shared_len(
     return num_pages * page_size if num_pages * page_size >= _MIN_SHARED_TOKENS else 0
 
 
-def shared_in(tables: RowState, rows: Ints, lens: Ints) -> int:
+def shared_in(tables: RowState, rows: Ints | list[int], lens: Ints | list[int]) -> int:
     """The smallest shared_len over the groups that keep all pages. Groups with a window soon stop reading the prefix."""
     if len(rows) < _MIN_SHARING_ROWS:
         return 0
+    rows, lens = np.asarray(rows), np.asarray(lens)
     return min([shared_len(table, rows, lens, tables.page_size) for table in tables.unwindowed_tables], default=0)
 
 
@@ -142,11 +162,11 @@ class _Layout:
         return cls(rows, lens, counts, start, last, np.repeat(rows, counts), positions, int((counts == 1).sum()))
 
 
-def adapters_of(these: Ints, rows: RowState) -> tuple[tuple[str, ...], Ints | None]:
+def adapters_of(these: Ints | list[int], rows: RowState) -> tuple[tuple[str, ...], Ints | None]:
     """The adapters of these rows, and the number of each row's: −1: none. (), None: no row has one."""
     if not rows.adapters:
         return (), None
-    names = [rows.adapters.get(row, "") for row in these.tolist()]
+    names = [rows.adapters.get(row, "") for row in (these if isinstance(these, list) else these.tolist())]
     numbers = {name: number for number, name in enumerate(sorted({*names} - {""}))}
     if not numbers:
         return (), None

@@ -23,7 +23,7 @@ from octavo.sampling.sampler import sample
 from octavo.sampling.state import Ints
 from octavo.worker.assemble import Assembled, Columns, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
-from octavo.worker.graphs import Graphs, is_only_greedy
+from octavo.worker.graphs import Graphs
 from octavo.worker.pages import Pages
 from octavo.worker.rows import NO_CHANGES, RowState
 from octavo.worker.staging import Staging
@@ -201,7 +201,7 @@ class DraftModel:
             return False
         grammars = self.grammars.rows
         has_grammar = bool(grammars) and not grammars.keys().isdisjoint(columns.rows.tolist())
-        return not has_grammar and self.graphs.can_run(int(columns.counts.sum()), NO_CHANGES)
+        return not has_grammar and self.graphs.can_run(int(columns.counts.sum()))
 
     def replay(self, columns: Columns) -> Replayed:
         """As compute(), by a graph and without waiting for it. The next pass finds the tokens in the token table."""
@@ -210,9 +210,11 @@ class DraftModel:
         rows, lens = columns.by_token()
         is_last = np.zeros(len(rows), dtype=np.bool_)
         is_last[np.cumsum(columns.counts) - 1] = columns.samples
-        is_greedy = is_only_greedy(tables.sampling, rows, lens)
+        of_rows, num_held = rows.tolist(), lens.tolist()
+        is_greedy = tables.sampling.is_only_greedy(of_rows, num_held)
         shared = shared_in(tables, rows, lens)
-        logits = graphs.run(np.where(is_last, rows, -1 - rows), lens, NO_CHANGES, shared, is_greedy)
+        kept = [row if is_kept else -1 - row for row, is_kept in zip(of_rows, is_last.tolist(), strict=True)]
+        logits = graphs.run(kept, num_held, NO_CHANGES, shared, is_greedy)
         if logits is not None:
             fitted = _fitted(logits, self._vocab_size)
             graphs.store(sample(fitted, tables.tokens, tables.sampling, rows, lens))

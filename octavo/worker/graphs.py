@@ -2,10 +2,11 @@
 Rows and lengths go in; tokens come out, or logits where sampling happens outside the graph."""
 
 import time
-from collections.abc import Iterator
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,7 +16,6 @@ from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.model import DecoderModel
 from octavo.messages import NO_INPUT
 from octavo.messages.speculation import MAX_DRAFT
-from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.rows import PageChanges, RowState
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from octavo.worker.gpu_adapters import HostBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
+class _Key(NamedTuple):
     num_rows: int
     is_greedy: bool
     is_shared: bool
@@ -68,7 +67,7 @@ class Graphs:
         # In a step each row may get a page in each group, and one more where it copies a shared page.
         self._slot_layout = graph_inputs.InputSlot(max_rows, 2 * max_rows * rows.num_groups)
         self._input_slots = device.pinned((graph_inputs.NUM_SLOTS, self._slot_layout.size), torch.int32)
-        self._input_slots_host = self._input_slots.numpy()
+        self._slots_on_host = [memoryview(slot) for slot in self._input_slots.numpy()]
         self._host_tokens = device.pinned((graph_inputs.NUM_SLOTS, max_rows), torch.int32)
         self._num_sent = 0
         self._slot = room(1, dtype=torch.int32)  # index of the input slot that the next replay reads
@@ -106,24 +105,25 @@ class Graphs:
         # Their memory ends with the last of them, and a pool that has ended takes no further graph.
         self._pool = torch.cuda.graph_pool_handle()
 
-    def can_run(self, num_rows: int, changes: PageChanges) -> bool:
-        return num_rows <= self.max_rows and len(changes.cells) <= self._slot_layout.max_changes
+    def can_run(self, num_rows: int, num_changes: int = 0) -> bool:
+        """`num_changes`: of page tables."""
+        return num_rows <= self.max_rows and num_changes <= self._slot_layout.max_changes
 
     def run(
         self,
-        rows: Ints,
-        lens: Ints,
+        rows: Sequence[int],
+        lens: Sequence[int],
         changes: PageChanges,
         shared_len: int,
         is_greedy: bool,
         adapters: "HostBlocks | None" = None,
-        drafted: Ints | None = None,
+        drafted: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         """Run one step of rows [B] that hold `lens` tokens, after applying the page changes. Greedy: tokens are sampled and
         stored, → None. Otherwise → logits [B, V], and the caller must sample and call store(). A row may be there several times, with
         different lengths; one that is given as −1 − row keeps no token. `adapters`: of these rows. `drafted`: [B] for each row the token that it
         computes, if that is a draft, which is written to the token table first; else NO_INPUT."""
-        size = next(size for size in self._sizes if size >= len(rows))
+        size = self._sizes[bisect_left(self._sizes, len(rows))]
         key = _Key(size, is_greedy, shared_len > 0, 0 if adapters is None else adapters.kinds)
         if adapters is not None:
             self._send_adapters(size, adapters)
@@ -169,23 +169,29 @@ class Graphs:
             )
 
     def _send(
-        self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, drafted: Ints | None
+        self,
+        size: int,
+        rows: Sequence[int],
+        lens: Sequence[int],
+        changes: PageChanges,
+        shared_len: int,
+        drafted: Sequence[int] | None,
     ) -> None:
         # The slot is free: at most one step more than there are stages is uncollected, or all passes of a draft, and there are more slots.
-        layout, inputs = self._slot_layout, self._input_slots_host[self._num_sent % len(self._input_slots)]
+        layout, slot = self._slot_layout, self._slots_on_host[self._num_sent % len(self._slots_on_host)]
         self._num_sent += 1
-        num_rows, num_changes = len(rows), len(changes.cells)
-        inputs[:num_rows] = rows
-        inputs[layout.lens : layout.lens + num_rows] = lens
-        inputs[layout.lens + num_rows : layout.lens + size] = 0
-        inputs[layout.given : layout.given + size] = NO_INPUT
-        if drafted is not None:
-            inputs[layout.given : layout.given + num_rows] = drafted
-        inputs[layout.prefix_len] = shared_len
-        inputs[layout.num_changes] = num_changes
-        if num_changes:
-            inputs[layout.cells : layout.cells + num_changes] = changes.cells
-            inputs[layout.pages : layout.pages + num_changes] = changes.pages
+
+        def write(at: int, values: Sequence[int]) -> None:
+            slot[at : at + len(values)] = array("i", values)
+
+        padding = [0] * (size - len(rows))
+        write(0, rows)
+        write(layout.lens, [*lens, *padding] if padding else lens)
+        write(layout.given, [NO_INPUT] * len(rows) if drafted is None else drafted)
+        slot[layout.prefix_len], slot[layout.num_changes] = shared_len, len(changes.cells)
+        if changes.cells:
+            write(layout.cells, changes.cells)
+            write(layout.pages, changes.pages)
 
     def _send_adapters(self, size: int, adapters: "HostBlocks") -> None:
         """Into the slot that _send() fills next."""
@@ -292,10 +298,3 @@ class Graphs:
     def _scatter(self, size: int, sampled: torch.Tensor) -> None:
         rows, lens = self._batch_rows[:size], self._lens[:size]
         self._kernels.scatter_tokens(rows, lens, sampled, self._rows.tokens, self._host_tokens, self._slot)
-
-
-def is_only_greedy(state: SamplingState, rows: Ints, lens: Ints) -> bool:
-    """Whether every row takes the argmax of unmodified logits (no penalties, no bans) and needs no logits or logprobs."""
-    if state.needs_logits(rows):
-        return False
-    return bool(state.greedy[rows].all() and not state.penalised[rows].any() and not (lens < state.min_len[rows]).any())

@@ -1,5 +1,7 @@
 """RowState: a rank's state of the running sequences between steps: tokens, page tables, sampling parameters."""
 
+from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +17,11 @@ from octavo.worker.staging import Staging
 class PageChanges(NamedTuple):
     """Entries of the flattened page tables that change, and their new values."""
 
-    cells: Ints
-    pages: Ints
+    cells: Sequence[int]
+    pages: Sequence[int]
 
 
-NO_CHANGES = PageChanges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NO_CHANGES = PageChanges((), ())
 
 
 class RowState:
@@ -138,9 +140,11 @@ class RowState:
     def note_pages(self, plan: StepPlan) -> PageChanges:
         """As update() on the host, for a plan without entering rows. The caller passes the changes to the device."""
         assert not plan.enters
-        cells, pages = self._added_pages(plan)
-        self.page_tables.reshape(-1)[cells] = pages
-        return PageChanges(cells, pages)
+        if not plan.page_rows:
+            return NO_CHANGES
+        changes = self._added_pages(plan)
+        self.page_tables.reshape(-1)[changes.cells] = changes.pages
+        return changes
 
     def _update_device(self, plan: StepPlan) -> None:
         columns = []
@@ -167,15 +171,15 @@ class RowState:
         ]
         entered, added = _cells(tables, self.max_pages), self._added_pages(plan)
         # An entering row may get more pages in the same plan, but no cell occurs twice.
-        return [np.concatenate((entered[0], added[0])), np.concatenate((entered[1], added[1].astype(np.int32)))]
+        cells, pages = np.array(added.cells, dtype=np.int64), np.array(added.pages, dtype=np.int32)
+        return [np.concatenate((entered[0], cells)), np.concatenate((entered[1], pages))]
 
-    def _added_pages(self, plan: StepPlan) -> tuple[Ints, Ints]:
-        """(cells of the flattened page tables that get new pages, the pages)."""
-        groups, rows, entries, pages = (
-            np.array(column, dtype=np.int64)
-            for column in (plan.page_groups or 0, plan.page_rows, plan.page_entries, plan.page_ids)
+    def _added_pages(self, plan: StepPlan) -> PageChanges:
+        num_rows, num_pages = self.page_tables.shape[1:]
+        columns = zip(plan.page_groups or repeat(0), plan.page_rows, plan.page_entries, strict=False)
+        return PageChanges(
+            [(group * num_rows + row) * num_pages + entry for group, row, entry in columns], plan.page_ids
         )
-        return (groups * self.page_tables.shape[1] + rows) * self.max_pages + entries, pages
 
     def cells(self, rows: Ints, positions: Ints) -> Ints:
         """Indices of these positions in the flattened token table."""

@@ -7,18 +7,17 @@ import numpy as np
 import torch
 
 from octavo.batch import Batch
-from octavo.device import Device
+from octavo.device import Device, Event
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
-from octavo.messages import NO_INPUT, DraftWork, StepPlan, most_samples
+from octavo.messages import DraftWork, StepPlan, most_samples
 from octavo.parallel import NO_LINKS, Links
-from octavo.sampling.state import Ints
 from octavo.worker.adapters import RankAdapters
-from octavo.worker.assemble import Assembled, Columns, adapters_of, assemble, shared_in
+from octavo.worker.assemble import Assembled, Columns, TokenRows, adapters_of, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.drafts import Drafted
-from octavo.worker.graphs import Graphs, is_only_greedy
+from octavo.worker.graphs import Graphs
 from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
 from octavo.worker.rows import NO_CHANGES, PageChanges, RowState
@@ -58,6 +57,7 @@ class Runner:
         # As many steps as there are stages, and one more, may be uncollected.
         num_samples = most_samples(max_rows)
         self._host_tokens = [device.pinned((num_samples,), torch.int64) for _ in range(model.stage.count + 2)]
+        self._marks = [device.event() for _ in self._host_tokens]  # of the same steps
         self._offloaded: OffloadedMemory | None = None  # None: awake
         self._host_chunks = HostChunks(device)  # of weights while it sleeps
 
@@ -100,61 +100,42 @@ class Runner:
             self.rows.force(plan.forced)
             if plan.inputs and self.model.stage.is_first:
                 self.rows.take_inputs(plan)
-            columns = Columns.of(plan)
             self.rows.sampling.grammars.drafts = {}
-            is_pooling = not self.rows.pooling.keys().isdisjoint(plan.rows)
-            if self.graphs is not None and not plan.enters and not is_pooling:
-                if columns.is_steady:
-                    changes = self.rows.note_pages(plan)
-                    if self.graphs.can_run(len(columns.rows), changes):
-                        if self.draft is not None:
-                            self.draft.filled.written(plan)
-                        return self._repeat(plan.step, self.graphs, columns.rows, columns.lens, changes)
-                elif self.draft is None and columns.is_verifying:
-                    changes = self.rows.note_pages(plan)
-                    if self.graphs.can_run(int(columns.counts.sum()), changes):
-                        return self._verify(plan, self.graphs, columns, changes)
+            # A draft model has yet to fill its drafts in, and must know of rows that enter.
+            may_repeat = not plan.enters and (self.draft is None or not plan.drafts)
+            if may_repeat and (tokens := self._captured(plan, len(plan.page_rows))) is not None:
+                changes = self.rows.note_pages(plan)
+                if self.draft is not None:
+                    self.draft.filled.written(plan)
+                return self._repeat(plan, tokens, changes)
             self.rows.update(plan)
             work: DraftWork | None = None
             if self.draft is not None:
                 plan, work = self.draft.propose(plan)
-                columns = Columns.of(plan)
             if not plan.rows:
                 return LaunchedStep(plan.step, None, None)
-            if (
-                self.graphs is not None
-                and not is_pooling
-                and columns.is_verifying
-                and self.graphs.can_run(int(columns.counts.sum()), NO_CHANGES)
-            ):
-                step = self._verify(plan, self.graphs, columns, NO_CHANGES)
+            if plan.drafts and (tokens := self._captured(plan)) is not None:
+                step = self._repeat(plan, tokens, NO_CHANGES)
             else:
                 self.rows.write_drafts(plan)
                 self._note_drafts(plan)
-                step = self._send_home(plan.step, *self.compute(columns))
+                step = self._send_home(plan.step, *self.compute(Columns.of(plan)))
                 step.drafted = Drafted.of(plan, self.rows.pooling)
             step.draft_work = work
             return step
+
+    def _captured(self, plan: StepPlan, num_changes: int = 0) -> TokenRows | None:
+        """The tokens of a step that a graph can compute; None: it is another step. `num_changes`: of page tables, that the graph has to
+        make."""
+        if self.graphs is None or not self.rows.pooling.keys().isdisjoint(plan.rows):
+            return None
+        tokens = TokenRows.of(plan)
+        return tokens if tokens is not None and self.graphs.can_run(len(tokens.rows), num_changes) else None
 
     def _note_drafts(self, plan: StepPlan) -> None:
         """Tell grammars which tokens the step verifies."""
         drafts = {plan.rows[draft.at]: draft.tokens for draft in plan.drafts if draft.tokens}
         self.rows.sampling.grammars.drafts = drafts
-
-    def _verify(self, plan: StepPlan, graphs: Graphs, columns: Columns, changes: PageChanges) -> LaunchedStep:
-        """Replay a graph for a step in which every row adds one token, and some verify drafts. A drafted token is computed like a row of its
-        own that shares its row's pages: keys and values of all tokens are written before any is read. So a step of some tokens has the graph
-        of a step of as many rows."""
-        self._note_drafts(plan)
-        rows, lens = columns.by_token()
-        drafted: Ints = np.full(len(rows), NO_INPUT, dtype=np.int64)
-        ends = np.cumsum(columns.counts)
-        for draft in plan.drafts:
-            end = ends[draft.at]
-            drafted[end - len(draft.tokens) : end] = draft.tokens
-        step = self._repeat(plan.step, graphs, rows, lens, changes, drafted)
-        step.drafted = Drafted.of(plan, self.rows.pooling)
-        return step
 
     def compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
         """Run a step of any shape, kernel by kernel → sampled tokens [S], and what else its rows want. A stage that is not the last sends
@@ -228,38 +209,38 @@ class Runner:
             self.links.receive(self.steps.input(batch.num_tokens))
         self.links.send(self.steps.run(batch).clone())
 
-    def _repeat(
-        self,
-        number: int,
-        graphs: Graphs,
-        rows: Ints,
-        lens: Ints,
-        changes: PageChanges,
-        drafted: Ints | None = None,
-    ) -> LaunchedStep:
-        """Replay a graph for a step in which every row adds one token. A row that verifies a draft is there once for each of its
-        tokens (`drafted`, as Graphs.run)."""
-        stage = self.model.stage
+    def _repeat(self, plan: StepPlan, tokens: TokenRows, changes: PageChanges) -> LaunchedStep:
+        """Replay a graph for a step in which every row adds one token, and some may verify drafts. A drafted token is computed like a row of
+        its own that shares its row's pages: keys and values of all tokens are written before any is read. So a step of some tokens has the
+        graph of a step of as many rows."""
+        graphs, stage, (rows, lens, drafted) = self.graphs, self.model.stage, tokens
+        assert graphs is not None
+        if plan.drafts:
+            self._note_drafts(plan)
         shared = shared_in(self.rows, rows, lens)
         if not stage.is_first:
             self.links.receive(graphs.input(len(rows)))
-        is_greedy = not stage.is_last or is_only_greedy(self.rows.sampling, rows, lens)
+        is_greedy = not stage.is_last or self.rows.sampling.is_only_greedy(rows, lens)
         logits = graphs.run(rows, lens, changes, shared, is_greedy, self._adapters_of(rows), drafted)
         if not stage.is_last:
             self.links.send(graphs.output(len(rows)).clone())
-            done = self.device.event()
-            done.record()
-            return LaunchedStep(number, None, done)
+            return LaunchedStep(plan.step, None, self._mark(plan.step))
         extras: Extras | None = None
         if logits is not None:
-            tokens, extras = sample_scored(logits, self.rows, rows, lens)
-            graphs.store(tokens)
+            sampled, extras = sample_scored(logits, self.rows, np.array(rows), np.array(lens))
+            graphs.store(sampled)
             extras = None if extras is None else extras.sent_home()
-        done = self.device.event()
-        done.record()
-        return LaunchedStep(number, graphs.host_tokens(len(rows)), done, extras)
+        step = LaunchedStep(plan.step, graphs.host_tokens(len(rows)), self._mark(plan.step), extras)
+        step.drafted = Drafted.of(plan, self.rows.pooling)
+        return step
 
-    def _adapters_of(self, rows: Ints) -> "HostBlocks | None":
+    def _mark(self, number: int) -> Event:
+        """Mark the end of what is queued. A mark is used again by a later step: as many steps can be uncollected as there are marks."""
+        done = self._marks[number % len(self._marks)]
+        done.record()
+        return done
+
+    def _adapters_of(self, rows: list[int]) -> "HostBlocks | None":
         """The adapters of a captured step's rows; None: no row has one."""
         names, of_rows = adapters_of(rows, self.rows)
         if of_rows is None:
@@ -275,6 +256,4 @@ class Runner:
         if tokens is not None:
             home = self._host_tokens[number % len(self._host_tokens)][: len(tokens)]
             home.copy_(tokens, non_blocking=True)
-        done = self.device.event()
-        done.record()
-        return LaunchedStep(number, home, done, extras)
+        return LaunchedStep(number, home, self._mark(number), extras)

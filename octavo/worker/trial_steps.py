@@ -87,8 +87,7 @@ class TrialSteps:
         """Run a captured step of the first tokens of one row."""
         graphs = self._runner.graphs
         assert graphs is not None
-        rows, lens = trial_columns(num_tokens, 1).by_token()
-        graphs.run(rows, lens, NO_CHANGES, 0, is_greedy=True)
+        graphs.run([0] * num_tokens, range(1, num_tokens + 1), NO_CHANGES, 0, is_greedy=True)
         self._runner.device.synchronize()
 
     def _time(self, step: Callable[[], object], num_steps: int) -> float:

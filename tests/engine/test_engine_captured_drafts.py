@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -35,6 +36,7 @@ def capture(loop: Any, max_rows: int) -> list[EagerGraphs]:
     runner = loop.executor._runner
     loop.executor._thread.shutdown()
     loop.executor._thread = None  # steps are launched as on a GPU
+    loop.executor.overlap = True  # and the next plan is made while one is in flight
     runner.graphs = EagerGraphs(runner.rows, runner.model, runner.staging, most_samples(max_rows))
     found = [runner.graphs]
     if runner.draft is not None:
@@ -119,3 +121,31 @@ def test_steps_and_passes_are_timed_as_they_are_replayed(source):
         assert not runner.rows.tokens.any(), "what they have sampled is no request's"
         [answer] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
         assert len(answer.outputs[0].token_ids) > 1
+
+
+def test_a_step_with_drafts_is_computed_while_tokens_are_handed_on(source):
+    """It is in flight between two calls of the loop's step(), and taken in before the next plan."""
+    config = '{"method": "ngram", "num_speculative_tokens": 5, "adaptive": false}'
+    plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(str(source.path), speculative_config=config, max_num_seqs=4, enforce_eager=True, cpu_threads=1) as llm:
+        loop: Any = llm._loop
+        capture(loop, 4)
+        [answer] = llm.generate([[1, 2, 3]], plain, use_tqdm=False)
+        tokens = answer.outputs[0].token_ids
+        between: list[bool] = []
+        step, submit = loop.step, loop.executor.submit
+
+        def stepped():
+            deltas = step()
+            between.extend(bool(plan.drafts) for plan in loop._in_flight)
+            return deltas
+
+        def submitted(plan):
+            assert not any(other.drafts for other in loop._in_flight), "its tokens are not known"
+            submit(plan)
+
+        loop.step, loop.executor.submit = stepped, submitted
+        predicted = msgspec.structs.replace(plain, prediction_ids=tuple(tokens))
+        [again] = llm.generate([[1, 2, 3]], predicted, use_tqdm=False)
+        assert again.outputs[0].token_ids == tokens
+        assert sum(between) > 5 and not loop.has_work

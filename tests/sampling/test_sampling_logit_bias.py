@@ -81,9 +81,10 @@ def test_every_way_makes_the_same_edits(way: str, device: torch.device, monkeypa
 
 def test_a_row_that_left_takes_its_edits_along() -> None:
     state = SamplingState(2, VOCAB)
-    state.enter(0, SamplingParams(logprobs=2, prompt_logprobs=1, logit_bias={1: 1.0}), 0, 3, [])
-    assert state.needs_logits(np.array([0])) and not state.needs_logits(np.array([1]))
-    state.enter(0, SamplingParams(), 0, 3, [])
+    state.enter(0, SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1, logit_bias={1: 1.0}), 0, 3, [])
+    assert state.is_only_greedy([1], [3]) and not state.is_only_greedy([0], [3])
+    state.enter(0, SamplingParams(temperature=0.0), 0, 3, [])
+    assert state.is_only_greedy([0], [3])
     assert not (state.edits or state.num_logprobs or state.num_prompt_logprobs)
 
 

@@ -1,12 +1,15 @@
 """Drafters against plain searches through the text, and lengths against what pays."""
 
 import random
+from collections import deque
 
 import msgspec
 import pytest
 
-from octavo.messages import FROM_MODEL, GenerateRequest, SamplingParams
+from octavo.cache import KVCache
+from octavo.messages import FROM_MODEL, GenerateRequest, SamplingParams, StepPlan, StepResult
 from octavo.messages.speculation import SpeculationSettings
+from octavo.schedule import Scheduler
 from octavo.schedule.drafts import ngram, suffix
 from octavo.schedule.drafts.base import Offer
 from octavo.schedule.drafts.lengths import CostSpeculation
@@ -193,6 +196,32 @@ def test_drafts_of_a_fixed_length_wait_for_no_costs():
     assert not fixed.wants_drain(3, [request_with(Certain(), 0)], shape, None), "there is none"
     model = CostSpeculation(SpeculationSettings("draft_model", is_adaptive=False))
     assert model.wants_drain(3, [request_with(by_model(0.1), 0)], shape, None)
+    dear = StepCosts(0.0001, 0.001, 0.0005, 0.0, 0.0)
+    assert fixed.wants_drain(3, [request_with(Certain(0.05), 0)], shape, dear), "whatever they cost"
+
+
+def test_a_fixed_length_is_drafted_where_steps_overlap_and_a_row_is_dear():
+    """As a small model on a GPU: a step of two rows takes nearly twice as long as one of a row, by what was measured."""
+    speculation = CostSpeculation(SpeculationSettings("ngram", 7, is_adaptive=False))
+    scheduler = Scheduler(KVCache(16, 16), max_rows=4, max_step_tokens=64, speculation=speculation)
+    scheduler.learn(StepCosts(0.0001, 0.001, 0.0005, 0.0, 0.0))
+    answer = list(range(100, 140))
+    params = SamplingParams(seed=0, max_tokens=len(answer), prediction_ids=tuple(answer))
+    scheduler.add(GenerateRequest("a", [1, 2, 3], params, []))
+    in_flight: deque[StepPlan] = deque()
+    tokens: list[int] = []
+    while scheduler.has_work:
+        planned = scheduler.plan()
+        if not planned.is_empty:
+            in_flight.append(planned.plan)
+        for _ in range(len(in_flight) - (0 if planned.wants_drain or planned.is_empty else 1)):
+            plan = in_flight.popleft()
+            run = 1 + sum(len(draft.tokens) for draft in plan.drafts)
+            result = StepResult(plan.step, answer[len(tokens) : len(tokens) + run], runs=[run] if plan.drafts else [])
+            for delta in scheduler.commit(plan, result).deltas:
+                tokens += delta.token_ids
+    assert tokens == answer
+    assert scheduler.num_steps < 10
 
 
 def test_what_the_host_takes_counts():

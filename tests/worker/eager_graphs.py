@@ -1,12 +1,13 @@
 """EagerGraphs: what Graphs does, without a GPU: the steps that it would replay are computed operation by operation, from the same rows and
 lengths and with the same writes to the token table and to the host."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from octavo.layers.model import DecoderModel
 from octavo.messages import NO_INPUT
-from octavo.sampling.state import Ints
 from octavo.worker.assemble import Columns, assemble
 from octavo.worker.rows import PageChanges, RowState
 from octavo.worker.staging import Staging
@@ -25,29 +26,27 @@ class EagerGraphs:
 
     def forget(self) -> None: ...
 
-    def can_run(self, num_rows: int, changes: PageChanges) -> bool:
+    def can_run(self, num_rows: int, num_changes: int = 0) -> bool:
         return num_rows <= self._max_rows
 
     def run(
         self,
-        rows: Ints,
-        lens: Ints,
+        rows: Sequence[int],
+        lens: Sequence[int],
         changes: PageChanges,
         shared_len: int,
         is_greedy: bool,
         adapters: object = None,
-        drafted: Ints | None = None,
+        drafted: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         self.sizes.append(len(rows))
-        self._sent = (rows, lens)
+        self._sent = (np.array(rows), np.array(lens))
         self._step(is_greedy, drafted)
         return self._step(is_greedy, drafted)  # the step that captures a graph is run twice, with the same inputs
 
-    def _step(self, is_greedy: bool, drafted: Ints | None) -> torch.Tensor | None:
+    def _step(self, is_greedy: bool, drafted: Sequence[int] | None) -> torch.Tensor | None:
         rows, lens = self._sent
-        for row, length, token in (
-            () if drafted is None else zip(rows.tolist(), lens.tolist(), drafted.tolist(), strict=True)
-        ):
+        for row, length, token in () if drafted is None else zip(rows.tolist(), lens.tolist(), drafted, strict=True):
             if token != NO_INPUT:
                 self._rows.tokens[row, length - 1] = token
         of_rows = np.where(rows < 0, -1 - rows, rows)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.device import pick
-from octavo.messages import Entering, SamplingParams, StepPlan
-from octavo.worker.assemble import Columns, assemble, shared_len
+from octavo.messages import NO_INPUT, Draft, Entering, SamplingParams, StepPlan
+from octavo.sampling.state import SamplingState
+from octavo.worker.assemble import Columns, TokenRows, assemble, shared_len
 from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
 
@@ -105,7 +106,7 @@ def test_groups_have_page_tables_of_their_own(seed: int) -> None:
     else:  # as for a graph's step: where the pages go in the flattened tables
         rows.update(StepPlan(0, [], enters, [], [], [], [], [], [], [], []))
         cells, pages = rows.note_pages(StepPlan(0, [], [], [], [], [], [], [], changed, slots, ids, groups))
-        assert rows.page_tables.reshape(-1)[cells].tolist() == pages.tolist() == ids
+        assert rows.page_tables.reshape(-1)[cells].tolist() == pages == ids
     plan_rows = rng.sample(range(MAX_ROWS), 4)
     plan = StepPlan(1, [], [], [], plan_rows, [32, 35, 30, 21], [1, 1, 3, 9], [True] * 4, [], [], [])
     batch = assemble(Columns.of(plan), rows, Staging(CPU)).batch
@@ -134,3 +135,52 @@ def test_shared_pages_are_found_where_they_pay() -> None:
     assert shared_len(table, rows, lens, 16) == 17 * 16
     table[rows[2], 0] = 8
     assert shared_len(table, rows, lens, 16) == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_tokens_of_a_step_that_is_replayed(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = rng.sample(range(MAX_ROWS), rng.randint(1, MAX_ROWS))
+    starts = [rng.randrange(30) for _ in rows]
+    drafts = [Draft(at, [at] * rng.randint(1, 4)) for at in range(len(rows)) if rng.random() < 0.4]
+    counts = [1] * len(rows)
+    for draft in drafts:
+        counts[draft.at] += len(draft.tokens)
+    plan = StepPlan(0, [], [], [], rows, starts, counts, [True] * len(rows), [], [], [], drafts=drafts)
+    found = TokenRows.of(plan)
+    assert found is not None
+    of_rows, lens = Columns.of(plan).by_token()
+    assert (found.rows, found.lens) == (of_rows.tolist(), lens.tolist())
+    tokens = {draft.at: draft.tokens for draft in drafts}
+    given = [token for at in range(len(rows)) for token in (NO_INPUT, *tokens.get(at, ()))]
+    assert found.drafted == (given if drafts else None)
+    at = rng.randrange(len(rows))
+    samples, more = [True] * len(rows), [*counts]
+    samples[at], more[at] = False, counts[at] + 1
+    columns = (counts, samples), (more, [True] * len(rows)), ([], [])
+    for count, sample in columns:
+        other = StepPlan(0, [], [], [], rows[: len(count)], starts, count, sample, [], [], [], drafts=drafts)
+        assert TokenRows.of(other) is None
+
+
+def test_which_rows_take_the_likeliest_token() -> None:
+    state = SamplingState(8, VOCAB)
+    plain = SamplingParams(temperature=0.0)
+    kinds = [
+        {},
+        {"temperature": 0.7},
+        {"repetition_penalty": 1.2},
+        {"logprobs": 0},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 3},
+        {"temperature": 0.7, "top_k": 1},
+    ]
+    for row, kind in enumerate(kinds):
+        state.enter(row, SamplingParams(**{"temperature": 0.0, **kind}), 0, 5, [])
+    taken = [state.is_only_greedy([0, row], [5, 7]) for row in range(len(kinds))]
+    assert taken == [True, False, False, False, False, False, True]
+    assert state.is_only_greedy([0, 5], [5, 8]), "it may stop from here on"
+    for row in range(len(kinds)):
+        state.enter(row, plain, 0, 5, [])
+    assert state.is_only_greedy(list(range(len(kinds))), [5] * len(kinds)), "others have their rows now"

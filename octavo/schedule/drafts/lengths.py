@@ -118,7 +118,7 @@ class CostSpeculation:
         if is_adaptive and costs is None:
             return False
         if not is_by_model:
-            return self._would_pay(requests, shape, costs)
+            return self._would_pay(requests, shape, costs if is_adaptive else None)
         assert costs is not None
         # A pass for all rows, and a token of each that is certain to count.
         seconds, position = costs.seconds(shape), shape.context // max(shape.rows, 1)
@@ -127,14 +127,15 @@ class CostSpeculation:
 
     def _would_pay(self, requests: Sequence[Request], shape: StepShape, costs: StepCosts | None) -> bool:
         """Whether some of these rows would have drafts that pay if they continued what is known of them. Asked while a step is on its way, whose
-        tokens are not known yet: so looking takes no time from the device, and nothing waits where nothing would be drafted."""
+        tokens are not known yet: so looking takes no time from the device, and nothing waits where nothing would be drafted. `costs`: None: any
+        draft pays."""
         if costs is not None and not _could_pay(shape, costs):
             return False
         stride = max(1, len(requests) // PROBED_ROWS)
         start = len(requests[0].tokens) % stride  # others than the last time
         rows = [(at, requests[at]) for at in range(start, len(requests), stride) if requests[at].drafter is not None]
         room = len(rows) * self.settings.most
-        if costs is None or not self.settings.is_adaptive:
+        if costs is None:
             return bool(self._offers(rows, room))
         if self._paying(rows, shape, costs, room, 0.0):
             return True
