@@ -1,11 +1,12 @@
 """What a rank does with a GPU's memory while its engine sleeps: weights go to pinned memory and come back; KV pages are freed, and are zero
 when they come back. On a CPU the weights stay where they are, and pages are given back by number (Pages.give_back)."""
 
+import atexit
 import contextlib
 import dataclasses
 import mmap
 import threading
-import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -47,6 +48,18 @@ _CHUNK_BYTES = 2**26  # of host memory that is pinned, and freed, at once
 _FREE_PAUSE_SECONDS = 0.05  # between two chunks: freeing one holds up a step by some 10 ms
 
 
+_is_exiting = threading.Event()
+_freeing: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_freeing() -> None:
+    """An interpreter that exits ends threads where they are, and one in the driver's code takes the process down with it."""
+    _is_exiting.set()
+    for thread in list(_freeing):
+        thread.join()
+
+
 class HostChunks:
     """Pinned host memory in chunks of one size. Freeing it takes as long as copying all of it to the device twice or more, and a step must
     not wait for that: what is given back is freed chunk by chunk, by a thread of its own, unless it is wanted again before."""
@@ -83,6 +96,7 @@ class HostChunks:
         self._thread = threading.Thread(
             target=self._free, args=(chunks, ready, waiting), name="octavo-free-pinned", daemon=True
         )
+        _freeing.add(self._thread)
         self._thread.start()
 
     def _free(
@@ -95,8 +109,7 @@ class HostChunks:
         del chunks
         if waiting is not None:
             waiting.join()
-        while True:
-            time.sleep(self._pause)
+        while not _is_exiting.wait(self._pause):
             with self._lock:
                 if not self._unused:
                     return

@@ -1,5 +1,7 @@
 """Memory of a device that is freed and comes back: with tensors on a CPU, whose storages behave as a GPU's do."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -101,3 +103,27 @@ def test_host_memory_is_freed_afterwards_unless_it_is_wanted_again() -> None:
         quick.give_back([quick.take(), quick.take()], lambda: None)
     quick.settle()
     assert not quick.num_unused
+
+
+EXITS_WHILE_MEMORY_IS_FREED = """
+import torch
+from octavo.device import Device
+from octavo.worker.sleep import HostChunks
+
+side = torch.rand(500, 500, dtype=torch.float64)
+
+class SlowDevice(Device):
+    def unpin(self, memory):
+        torch.mm(side, side)  # native code that lets other threads run, as a driver's does
+
+chunks = HostChunks(SlowDevice("cpu"), chunk_bytes=64, pause=0.0)
+chunks.give_back([chunks.take() for _ in range(2000)], lambda: None)
+while chunks.num_unused in (0, 2000):
+    pass
+print(chunks.num_unused > 0)
+"""
+
+
+def test_a_process_may_exit_while_host_memory_is_freed() -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS_WHILE_MEMORY_IS_FREED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
