@@ -247,7 +247,9 @@ def build_engine(
     history.start(clock())
     report = metrics.report
     journal, live_view = EngineJournal(), LiveView(scheduler, metrics, history)
-    cost_meter = CostMeter(report.one_row_seconds, report.verify_seconds, report.draft_seconds)
+    cost_meter = CostMeter(
+        report.one_row_seconds, report.verify_seconds, report.draft_seconds, report.device.startswith("cpu")
+    )
     # Everything that hears of every step, in this order. A recorder is added later (EngineLoop.record).
     observers: list[StepObserver] = [
         queue_limit,

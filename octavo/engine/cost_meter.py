@@ -4,6 +4,7 @@ and observers hear of it: what steers a plan is an input on record (decisions 02
 import math
 from collections import deque
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,13 +37,62 @@ _HOST_SAMPLES, _LEAST_HOST_SAMPLES = (
     15,
     3,
 )  # of steps of about one number of rows, with drafts and without; the median of each counts
+_HOST_AGE = (
+    1024  # steps without drafts, after which those with drafts are forgotten: what was too dear once is tried again
+)
 _LONGEST_HOST = 0.1  # seconds; after a longer pause the host had nothing to do
 
 
+class _Host(NamedTuple):
+    """A step of which it was measured what the host takes from it."""
+
+    rows: int
+    idle_seconds: float  # in which nothing was computed before it
+    shape: StepShape
+    seconds: float
+
+    def beyond(self, costs: StepCosts) -> float:
+        """How much longer it took, from the commit before to its own, than the sum of its costs."""
+        return self.idle_seconds + self.seconds - costs.seconds(self.shape)
+
+
+class _Hosts:
+    """The last such steps of about one number of rows, without drafts and with."""
+
+    def __init__(self) -> None:
+        self.plain: deque[_Host] = deque(maxlen=_HOST_SAMPLES)
+        self.drafting: deque[_Host] = deque(maxlen=_HOST_SAMPLES)
+        self._num_since_drafting = 0
+
+    def add(self, host: _Host, has_drafts: bool) -> None:
+        (self.drafting if has_drafts else self.plain).append(host)
+        self._num_since_drafting = 0 if has_drafts else self._num_since_drafting + 1
+        if self._num_since_drafting == _HOST_AGE:
+            self.drafting.clear()
+
+
+def _middle(hosts: deque[_Host], costs: StepCosts | None) -> float | None:
+    """The median of what was measured: beyond these costs, or with nothing computed. None: that is too little to tell."""
+    if len(hosts) < _LEAST_HOST_SAMPLES:
+        return None
+    return median(host.idle_seconds if costs is None else host.beyond(costs) for host in hosts)
+
+
+def _at(hosts: deque[_Host], seconds: float) -> tuple[Sample, float]:
+    return Sample(StepShape(round(median(host.rows for host in hosts)), 0, 0, 0), max(0.0, seconds)), 1.0
+
+
 class CostMeter(StepObserver):
-    def __init__(self, one_row_seconds: float = 0.0, verify_seconds: float = 0.0, draft_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        one_row_seconds: float = 0.0,
+        verify_seconds: float = 0.0,
+        draft_seconds: float = 0.0,
+        host_computes: bool = False,
+    ) -> None:
         """`one_row_seconds`: what a step of one row took before the first request; `verify_seconds`: what one of a VERIFIED_ROW took;
-        `draft_seconds`: what a pass of the draft model took for one row; 0: not measured."""
+        `draft_seconds`: what a pass of the draft model took for one row; 0: not measured. `host_computes`: the cores that compute steps also
+        plan them, and send their tokens."""
         self.new_costs: StepCosts | None = None  # not handed on yet
         self._samples = StepSamples()
         self._samples.add_trial(ONE_ROW, one_row_seconds)
@@ -57,16 +107,17 @@ class CostMeter(StepObserver):
         self._draft_shares: deque[float] = deque(maxlen=_DRAFT_SHARES)
         self._fade = 1.0
         self._before = math.inf  # when the step before was committed
-        # By the rows of steps, as a power of two: (rows, seconds in which nothing was computed), without drafts and with.
-        self._hosts: dict[int, tuple[deque[tuple[int, float]], deque[tuple[int, float]]]] = {}
+        self._host_computes = host_computes
+        self._hosts: dict[int, _Hosts] = {}  # by the rows of steps, as a power of two
         if one_row_seconds > 0 and draft_seconds > 0:
             self._draft_shares.append(draft_seconds / one_row_seconds)
 
     def committed(self, committed: Committed, times: StepTimes) -> None:
         plan, num_tokens, seconds = committed.plan, committed.num_tokens, times.compute_seconds
         host_seconds, self._before = times.now - self._before - seconds, times.now
-        self._note_host(committed, host_seconds)
-        if (work := committed.result.draft_work) is not None and work.passes:
+        work = committed.result.draft_work
+        self._note_host(committed, host_seconds, seconds - (0.0 if work is None else work.seconds))
+        if work is not None and work.passes:
             seconds -= work.seconds
             if self._note_drafts(work):
                 self._hand_on(self._costs)
@@ -98,8 +149,7 @@ class CostMeter(StepObserver):
             if self._draft_shares:
                 share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
                 costs = msgspec.structs.replace(costs, draft=share, draft_low=share * self._fade)
-            host, host_row = self._fit_host()
-            costs = msgspec.structs.replace(costs, host=host, host_row=host_row)
+            costs = self._with_host(costs)
         self._costs = self.new_costs = costs
 
     def _spread(self) -> float:
@@ -107,35 +157,40 @@ class CostMeter(StepObserver):
             return 1.0
         return min(max(sorted(self._ratios)[int(_SPREAD_SHARE * len(self._ratios))], 1.0), _MOST_SPREAD)
 
-    def _note_host(self, committed: Committed, seconds: float) -> None:
-        """`seconds`: in which nothing was computed before this step, while it was planned and the one before committed."""
+    def _note_host(self, committed: Committed, idle_seconds: float, seconds: float) -> None:
+        """`idle_seconds`: in which nothing was computed before this step, while it was planned and the one before committed; `seconds`: in
+        which it was computed, without passes of a draft model."""
         plan, num_tokens = committed.plan, committed.num_tokens
         num_rows = len(plan.rows)
-        if not num_rows or plan.enters or plan.moves or seconds > _LONGEST_HOST or seconds == -math.inf:
+        if not num_rows or plan.enters or plan.moves or idle_seconds > _LONGEST_HOST or idle_seconds == -math.inf:
             return
         if num_tokens > num_rows and not plan.drafts:
             return
-        kind = num_rows.bit_length()
-        if kind not in self._hosts:
-            self._hosts[kind] = (deque(maxlen=_HOST_SAMPLES), deque(maxlen=_HOST_SAMPLES))
-        with_drafts = self._hosts[kind][1]
-        self._hosts[kind][bool(plan.drafts)].append((num_rows, max(0.0, seconds)))
-        if plan.drafts and len(with_drafts) == _LEAST_HOST_SAMPLES and self._costs is not None:
+        hosts = self._hosts.setdefault(num_rows.bit_length(), _Hosts())
+        shape = shape_of(plan, num_tokens, committed.result.drafted)
+        hosts.add(_Host(num_rows, max(0.0, idle_seconds), shape, seconds), bool(plan.drafts))
+        if plan.drafts and len(hosts.drafting) == _LEAST_HOST_SAMPLES and self._costs is not None:
             self._hand_on(self._costs)  # so that drafts that do not pay end soon
 
-    def _fit_host(self) -> tuple[float, float]:
-        """(seconds, seconds for each row) that a step with drafts takes longer than others because the host works alone."""
-        points: list[tuple[Sample, float]] = []
-        for plain, drafting in self._hosts.values():
-            if len(drafting) < _LEAST_HOST_SAMPLES:
-                continue
-            num_rows, seconds = (median(column) for column in zip(*drafting, strict=True))
-            usual = median(each for _, each in plain) if len(plain) >= _LEAST_HOST_SAMPLES else 0.0
-            points.append((Sample(StepShape(round(num_rows), 0, 0, 0), max(0.0, seconds - usual)), 1.0))
-        if not points:
-            return 0.0, 0.0
-        line = fit(points)
-        return line.step, line.row
+    def _with_host(self, costs: StepCosts) -> StepCosts:
+        """With what a step with drafts takes longer than others because the host works alone, by the number of rows.
+
+        Where the host's cores compute, its work beside a step makes that step longer, as does the work of other processes for each of
+        its tokens. So what counts there is how much longer than the sum of its costs a step takes from the commit before to its own: with
+        drafts, and without."""
+        drafting: list[tuple[Sample, float]] = []
+        plain: list[tuple[Sample, float]] = []
+        for hosts in self._hosts.values():
+            usual = _middle(hosts.plain, costs if self._host_computes else None)
+            if self._host_computes and usual is not None:
+                plain.append(_at(hosts.plain, usual))
+            more = _middle(hosts.drafting, None if usual is None or not self._host_computes else costs)
+            if more is not None:
+                drafting.append(_at(hosts.drafting, more - (usual or 0.0)))
+        host, beyond = fit(drafting), fit(plain)
+        return msgspec.structs.replace(
+            costs, host=host.step, host_row=host.row, beyond=beyond.step, beyond_row=beyond.row
+        )
 
     def _note_drafts(self, work: DraftWork) -> bool:
         """Catching up is left out: it costs less for each token than a draft does. → whether this was the first measurement after a while: the

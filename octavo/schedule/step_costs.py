@@ -80,6 +80,10 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # What a step with drafts takes besides, because it is planned and committed while nothing is computed; other steps are on the way then.
     host: float = 0.0
     host_row: float = 0.0  # for each row
+    # How much longer than the sum of these costs steps without prompts and drafts take, where the host's cores compute them: work of other
+    # processes for each of their tokens is no part of their shape.
+    beyond: float = 0.0
+    beyond_row: float = 0.0
 
     def seconds(self, shape: StepShape) -> float:
         return (
@@ -89,6 +93,10 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
             + self.context * shape.context
             + self.pair * shape.pairs
         )
+
+    def decode_seconds(self, shape: StepShape) -> float:
+        """Of a step without prompts and drafts."""
+        return self.seconds(shape) + self.beyond + self.beyond_row * shape.rows
 
     def host_seconds(self, num_rows: int) -> float:
         """What drafts add to a step of so many rows besides their tokens."""

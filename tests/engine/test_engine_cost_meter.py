@@ -191,6 +191,35 @@ def test_what_the_host_takes_alone_is_known_by_the_number_of_rows():
     assert costs.host_seconds(100) == pytest.approx(1.1e-3, rel=0.05)
 
 
+def test_steps_of_cores_that_also_serve_are_compared_as_they_are():
+    """Other processes take 0.1 ms for each row's tokens from the cores that compute. With drafts, the host plans alone for 3 ms, but a step
+    takes no longer for each token that counts than without: that is seen where the host computes. After many steps without drafts, those
+    with drafts are tried anew."""
+    for host_computes, host_seconds in ((False, 0.003), (True, 0.0)):
+        meter, now, costs = CostMeter(TRUE.seconds(ONE_ROW), host_computes=host_computes), 0.0, NO_COSTS
+        for number in range(3000):
+            is_prompt, has_drafts = number % 10 == 0, number % 4 == 0 and number < 400
+            counts = [30 if is_prompt and not row else 1 for row in range(40)]
+            drafts = [Draft(1, [7, 7])] if has_drafts and not is_prompt else []
+            counts[1] += 2 * len(drafts)
+            plan = StepPlan(
+                number, [], [], [], list(range(40)), [50] * 40, counts, [True] * 40, [], [], [], drafts=drafts
+            )
+            seconds = TRUE.seconds(shape_of(plan, sum(counts))) + (0.001 if drafts else 0.004)
+            now += seconds + (0.003 if drafts else 0.0)
+            result = StepResult(number, [7] * (sum(counts) - 29 * is_prompt))
+            meter.committed(Committed(plan, result, sum(counts), [], [], [], []), StepTimes(now, seconds))
+            costs = meter.take() or costs
+            if number == 399:
+                assert costs.host_seconds(40) == pytest.approx(host_seconds, abs=2e-5)
+        shape = StepShape(40, 0, 40 * 50, 0)
+        assert costs.host_seconds(40) == 0.0
+        if host_computes:  # whatever the sum of costs says
+            assert costs.decode_seconds(shape) == pytest.approx(TRUE.seconds(shape) + 0.004, rel=0.02)
+        else:
+            assert costs.decode_seconds(shape) == costs.seconds(shape)
+
+
 def test_what_a_draft_model_takes_is_apart():
     """Steps are measured without it; a pass costs a share of a step with as many tokens. At first, what a trial took."""
     meter = CostMeter(0.009, 0.016, 0.0036)

@@ -326,7 +326,15 @@ def expected() -> dict[str, dict[str, Any]]:
     for shape in (StepShape(1, 19, 0, 210), StepShape(2, 3, 20, 17 + 18 + 19 + 20)):
         samples.add(shape, 0.5)
     wanted["octavo:step_cost_seconds"] = msgspec.structs.asdict(samples.fit())
-    for other in ("draft", "draft_low", "spread", "host", "host_row"):  # no seconds, or not of every step
+    for other in (
+        "draft",
+        "draft_low",
+        "spread",
+        "host",
+        "host_row",
+        "beyond",
+        "beyond_row",
+    ):  # no seconds, or not of every step
         del wanted["octavo:step_cost_seconds"][other]
     route = "/v1/completions,POST"
     name = "http_request_duration_seconds"

@@ -239,6 +239,15 @@ def test_what_the_host_takes_counts():
     )
 
 
+def test_what_steps_take_beyond_their_costs_counts():
+    """A token for each of 64 rows does not pay by the sum of the costs, but steps without drafts take longer than it says."""
+    certain = [Certain(*[0.95] * 9)] * 64
+    cpu = StepCosts(0.002, 0.0003, 0.0, 0.0, 0.0)
+    assert sum(lengths(cpu, 64, *certain, room=64)) == 0
+    assert sum(lengths(msgspec.structs.replace(cpu, beyond_row=0.0002), 64, *certain, room=64)) == 64
+    assert sum(lengths(msgspec.structs.replace(cpu, beyond=0.0128), 64, *certain, room=64)) == 64
+
+
 def test_of_many_rows_some_are_asked_first_and_less_often_in_vain():
     costs, shape = StepCosts(0.004, 0.0001, 0.0, 0.0, 0.0), StepShape(64, 0, 640, 0)
     asked: list[Certain] = []

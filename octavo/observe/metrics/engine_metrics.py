@@ -344,7 +344,15 @@ class EngineMetrics(StepObserver):
             [({"position": str(at)}, count) for at, count in enumerate(self._accepted_by_position)],
         )
         costs = {} if self._costs is None else msgspec.structs.asdict(self._costs)
-        for other in ("draft", "draft_low", "spread", "host", "host_row"):  # no seconds, or not of every step
+        for other in (
+            "draft",
+            "draft_low",
+            "spread",
+            "host",
+            "host_row",
+            "beyond",
+            "beyond_row",
+        ):  # no seconds, or not of every step
             costs.pop(other, None)
         scrape.gauge(
             "octavo:step_cost_seconds",

@@ -86,7 +86,7 @@ class CostSpeculation:
         offers = self._offers(rows, room)
         if not offers:
             return []
-        step = _Step(costs, float(shape.rows), costs.seconds(shape), room)
+        step = _Step(costs, float(shape.rows), costs.decode_seconds(shape), room)
         step.add_text([each for each in offers if each.offer.tokens[0] != FROM_MODEL])
         step.add_passes([each for each in offers if each.offer.tokens[0] == FROM_MODEL])
         return [] if host_seconds and not step.pays_with(host_seconds) else _drafts(offers)
@@ -121,9 +121,9 @@ class CostSpeculation:
             return self._would_pay(requests, shape, costs if is_adaptive else None)
         assert costs is not None
         # A pass for all rows, and a token of each that is certain to count.
-        seconds, position = costs.seconds(shape), shape.context // max(shape.rows, 1)
+        seconds, position = costs.decode_seconds(shape), shape.context // max(shape.rows, 1)
         share = costs.draft_low or costs.draft
-        return share > 0 and seconds > MARGIN * (share * seconds + shape.rows * _cost(costs, position))
+        return share > 0 and seconds > MARGIN * (share * costs.seconds(shape) + shape.rows * _cost(costs, position))
 
     def _would_pay(self, requests: Sequence[Request], shape: StepShape, costs: StepCosts | None) -> bool:
         """Whether some of these rows would have drafts that pay if they continued what is known of them. Asked while a step is on its way, whose
@@ -246,7 +246,7 @@ def _drafts(offers: Sequence[_Offered]) -> list[Draft]:
 def _could_pay(shape: StepShape, costs: StepCosts) -> bool:
     """Whether a token for each row that is certain to count, and costs nothing to propose, would pay, at the average length of the rows."""
     position = shape.context // max(shape.rows, 1)
-    seconds, added = costs.seconds(shape), shape.rows * _cost(costs, position)
+    seconds, added = costs.decode_seconds(shape), shape.rows * _cost(costs, position)
     return seconds > MARGIN * added and 2 * seconds > LEAST_GAIN * (seconds + added + costs.host_seconds(shape.rows))
 
 
