@@ -346,6 +346,8 @@ class KVCache:
     def _keys_heard(self, keys: Iterable[bytes]) -> list[bytes]:
         """Those of the first group without a window: a prefix is usable only as far as this group has it. If all groups have
         windows, those of the first."""
+        if len(self._tags) == 1:
+            return [*keys]
         tag = self._tags[self.windows.index(0) if 0 in self.windows else 0]
         end = KEY_BYTES + len(tag)
         return [key[:KEY_BYTES] for key in keys if len(key) == end and key.endswith(tag)]

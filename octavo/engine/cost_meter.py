@@ -130,7 +130,10 @@ class CostMeter(StepObserver):
                 return
         shape = shape_of(plan, num_tokens, committed.result.drafted)
         if self._costs is not None and shape.more_tokens and 1 in plan.counts:
-            self._ratios.append(seconds / self._costs.seconds(shape))
+            foreseen = self._costs.seconds(shape)
+            # Costs that were fitted to disturbed steps may be of positions that rows look back at, and of nothing else.
+            if foreseen > 0:
+                self._ratios.append(seconds / foreseen)
         self._has_new_kind |= self._samples.add(shape, seconds)
         self._num_since_fit += 1
         if work is None:

@@ -151,6 +151,25 @@ def test_a_step_timed_before_the_first_request_tells_the_constant_from_the_rows(
         assert costs.step > 1.5 * TRUE.step, "nothing tells them apart: the trial step is needed"
 
 
+def test_a_shape_that_the_last_fit_calls_free_has_no_ratio():
+    """Steps whose time grew with the looked-back positions alone, as on a disturbed machine: a fit may find no other cost. A step beside
+    whose prompt a row looks back at nothing is then foreseen to take no time."""
+    meter = CostMeter()
+    costs = NO_COSTS
+    for number, (starts, counts, seconds) in enumerate(
+        (([0, 10], [8, 1], 0.001), ([72, 0], [1, 1], 0.1), ([0, 0], [9, 1], 0.002))
+    ):
+        plan = StepPlan(number, [], [], [], [0, 1], starts, counts, [True] * 2, [], [], [])
+        shape = shape_of(plan, sum(counts))
+        if number == 2:
+            assert costs.context > 0 and costs.seconds(shape) == 0
+        meter.committed(
+            Committed(plan, StepResult(number, [7, 7]), sum(counts), [], [], [], []), StepTimes(1.0, seconds)
+        )
+        costs = meter.take() or costs
+    assert list(meter._ratios) == [] and len(meter._samples) == 3, "the step is a sample all the same"
+
+
 def test_a_meter_that_is_dropped_hands_on_nothing():
     meter = CostMeter()
     meter.new_costs = TRUE

@@ -118,9 +118,7 @@ class OracleMover:
             if count < wanted:
                 break
         for number, page in enumerate(pages):
-            for offset in range(size):
-                cell = CELL.unpack_from(contents[number], offset * CELL.size) if number < done else (-9, -9)
-                self.device.cells[page, offset] = cell
+            self.device.cells[page] = [*CELL.iter_unpack(contents[number])] if number < done else [(-9, -9)] * size
         self.events.put(Loaded(ticket, done, dropped, 0.001, num_from_ram, 0.0005))
 
     def _copy(self, keys, pages, level):
@@ -132,7 +130,7 @@ class OracleMover:
                 self.copies.append(self.memory[slots[0]] if slots else b"")
                 self.ram.end_read(slots)
             else:
-                cells = (self.device.cells.get((page, offset), (-8, -8)) for offset in range(self.device.page_size))
+                cells = self.device.cells.get(page) or [(-8, -8)] * self.device.page_size
                 self.copies.append(b"".join(CELL.pack(*cell) for cell in cells))
         if level == "ram":
             self.slots, self.dropped = self.ram.reserve(len(keys))

@@ -3,6 +3,7 @@ page table, a stale prefix hit, a lost copy, a reused row or a page freed too ea
 longer matches the reference. It has one layer for each group of page tables, each seeing as far back as its window."""
 
 import random
+from collections.abc import Iterable
 
 import msgspec
 
@@ -22,7 +23,7 @@ VOCABULARY = 7
 BEAM_VOCABULARY = 24
 
 
-def attended(given: int, seen: list[int]) -> int:
+def attended(given: int, seen: Iterable[int]) -> int:
     """What a layer makes of a position: of what it was given there, and of what it sees."""
     return hash((given, *seen))
 
@@ -114,8 +115,9 @@ class OracleDevice:
         self._lateness = lateness
         self.known: dict[int, int] = {}  # row with a grammar → its tokens that count
         self.num_late = self.num_void = 0
-        self.cells: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) → (position, what the layer was given)
-        self.host: dict[int, dict[int, tuple[int, int]]] = {}
+        # Page → by offset: (position, what the layer was given).
+        self.cells: dict[int, list[tuple[int, int]]] = {}
+        self.host: dict[int, list[tuple[int, int]]] = {}
         self.tokens: dict[int, dict[int, int]] = {}  # row → position → token
         self.seeds: dict[int, int] = {}
         self.pooled: set[int] = (
@@ -254,34 +256,32 @@ class OracleDevice:
 
     def _write(self, layer: int, states: dict[tuple[int, int], int]) -> None:
         """All of a step's positions, before any is attended: rows may share what one of them writes."""
-        written = set()
+        written, page_size = set(), self.page_size
         for (row, position), state in states.items():
-            cell = self._cell(layer, row, position)
-            assert cell not in written, "two rows write one cell"
-            written.add(cell)
-            self.cells[cell] = (position, state)
+            page, offset = self.tables[row][layer][position // page_size], position % page_size
+            assert (page, offset) not in written, "two rows write one cell"
+            written.add((page, offset))
+            if page not in self.cells:
+                self.cells[page] = self._unwritten()
+            self.cells[page][offset] = (position, state)
 
     def _attend(self, layer: int, row: int, position: int, state: int) -> int:
-        window = self.windows[layer]
-        cells, table, page_size = self.cells, self.tables[row][layer], self.page_size
-        seen = []
-        for other in range(max(0, position - window + 1) if window else 0, position + 1):
-            at, given = cells[table[other // page_size], other % page_size]
-            assert at == other, "read a cell of another position"
-            seen.append(given)
+        window, page_size = self.windows[layer], self.page_size
+        first = max(0, position - window + 1) if window else 0
+        first_page, cells = first // page_size, []
+        for page in self.tables[row][layer][first_page : position // page_size + 1]:
+            cells += self.cells[page]
+        start = first_page * page_size
+        positions, seen = zip(*cells[first - start : position + 1 - start], strict=True)
+        assert positions == tuple(range(first, position + 1)), "read a cell of another position"
         return attended(state, seen)
 
-    def _cell(self, layer: int, row: int, position: int) -> tuple[int, int]:
-        return self.tables[row][layer][position // self.page_size], position % self.page_size
+    def _unwritten(self) -> list[tuple[int, int]]:
+        return [(-1, 0)] * self.page_size
 
     def _move(self, kind: str, source: int, target: int) -> None:
         if kind == "in":
             content = self.host[source]
         else:
-            content = {o: self.cells[source, o] for o in range(self.page_size) if (source, o) in self.cells}
-        if kind == "out":
-            self.host[target] = content
-        else:
-            for offset in range(self.page_size):
-                self.cells.pop((target, offset), None)
-            self.cells.update({(target, offset): cell for offset, cell in content.items()})
+            content = self.cells.get(source) or self._unwritten()
+        (self.host if kind == "out" else self.cells)[target] = content[:]
