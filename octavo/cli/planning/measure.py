@@ -17,6 +17,7 @@ from octavo.cli.bench.http_stream import Client, Target
 from octavo.cli.bench.report import facts
 from octavo.cli.bench.sending import RequestResult, Sender, loop_factory
 from octavo.cli.models import StartedServer
+from octavo.cli.planning.check import EVERY_TOKEN
 from octavo.errors import ConfigError, RequestFailed
 from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import read_shape
@@ -51,8 +52,9 @@ class Load:
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Asked:
         options = argparse.Namespace(
-            endpoint="completions", timeout=_TIMEOUT, output_len=max_tokens, temperature=0.0, ignore_eos=True
-        )
+            endpoint="completions", timeout=_TIMEOUT, output_len=max_tokens, temperature=0.0, ignore_eos=True,
+            extra_body=EVERY_TOKEN,
+        )  # fmt: skip
         result = await Sender(self._client, options, self._model).send(prompt)
         if result.error:
             raise RequestFailed(f"a request of the measurement failed: {result.error}")
