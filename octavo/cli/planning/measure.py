@@ -3,6 +3,7 @@ processes of its own; this one only sends requests."""
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import NamedTuple
 
 from octavo import __version__
@@ -30,6 +32,7 @@ from octavo.recording.recorder import FLUSH_SECONDS
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _PROMPTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _TIMEOUT = 300.0
+_SHORT = 128  # prompt tokens, up to which a request's way in is taken for the constant
 _TOKENS = 24  # of a row in the ladder of rows
 
 
@@ -174,25 +177,26 @@ def recording_of(folder: Path) -> Recording:
     return read(found[-1])
 
 
-def front_of(alone: Sequence[Asked], measured: Measured) -> Front:
-    """What requests took besides their steps: a constant, and so much for each prompt token. Of requests of equal length, the middle one."""
-    engine: dict[int, list[float]] = {}
-    for each in measured.learned.requests:
-        first = measured.first_seconds.get(each.source.id)
-        if first is not None:
-            engine.setdefault(len(each.source.prompt_ids), []).append(first)
-    points = []
-    for length in sorted({each.prompt_len for each in alone}):
-        seen = sorted(each.result.ttft or 0.0 for each in alone if each.prompt_len == length)
-        inside = sorted(engine.get(length, []))
-        if seen and inside:
-            points.append((length, max(0.0, seen[len(seen) // 2] - inside[len(inside) // 2])))
-    if not points:
+def front_of(asked: Sequence[Asked], measured: Measured) -> Front:
+    """What requests took outside the engine, each compared with its own way through it. The way in is a constant and so much for each prompt token:
+    middle ones, because a request that comes during a step waits for its end. The way back is a mean: how long a first token takes depends
+    on which core its process finds free, and means of first tokens are what a plan is compared with."""
+    inward: list[tuple[int, float]] = []
+    first: list[float] = []
+    last: list[float] = []
+    for each in asked:
+        passage, result = measured.passages.get(each.result.response_id), each.result
+        if passage is None or passage.first == math.inf:
+            continue
+        inward.append((each.prompt_len, max(0.0, passage.arrived - result.started)))
+        first.append(max(0.0, result.first - passage.first))
+        if passage.ended > passage.first:
+            last.append(max(0.0, result.ended - passage.ended))
+    if not inward:
         return Front()
-    shortest = sorted(rest for length, rest in points if length <= 128)
-    constant = shortest[len(shortest) // 2] if shortest else min(rest for _, rest in points)
-    slopes = sorted((rest - constant) / length for length, rest in points if length > 128)
-    return Front(constant, max(0.0, slopes[len(slopes) // 2]) if slopes else 0.0)
+    constant = median([seconds for length, seconds in inward if length <= _SHORT] or [min(inward)[1]])
+    slopes = [(seconds - constant) / length for length, seconds in inward if length > _SHORT]
+    return Front(constant, max(0.0, median(slopes)) if slopes else 0.0, fmean(first), fmean(last or first))
 
 
 def _machine(device: str) -> str:
