@@ -34,6 +34,8 @@ _PROMPTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048,
 _TIMEOUT = 300.0
 _SHORT = 128  # prompt tokens, up to which a request's way in is taken for the constant
 _TOKENS = 24  # of a row in the ladder of rows
+_ANSWER = 16  # tokens of a request that is alone: the first steps after a prompt take longer than those that follow
+_PAUSE = 0.05  # seconds for which the engine is idle before it
 
 
 class Asked(NamedTuple):
@@ -80,9 +82,11 @@ async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> l
             await load.ask_all([load.prompt(8) for _ in range(rows)], _TOKENS)
             if time.monotonic() > ends and rounds:
                 return alone
-        for length in (count for count in _PROMPTS if count + 2 <= max_len):  # prompts alone
-            for _ in range(3 if length <= 256 else 1):
-                alone.append(await load.ask(load.prompt(length), 2))
+        for length in (count for count in _PROMPTS if count + _ANSWER <= max_len):  # prompts alone
+            for _ in range(2 if length <= 512 else 1):
+                prompt = load.prompt(length)
+                await asyncio.sleep(_PAUSE)
+                alone.append(await load.ask(prompt, _ANSWER))
         long = min(2048, max_len - 64)
         for rows in (count for count in (1, 4, 8) if count <= max_rows):  # rows with long contexts
             await load.ask_all([load.prompt(long)] * 1 + [load.prompt(long // 2) for _ in range(rows - 1)], 32)
@@ -90,8 +94,8 @@ async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> l
             shared = load.prompt(min(prefix, max_len // 2))
             await load.ask(shared, 1)
             for length in (16, 32, 64, 96, 160, 256):
-                if len(shared) + length + 2 <= max_len:
-                    await load.ask(shared + load.prompt(length), 2)
+                if len(shared) + length + _ANSWER <= max_len:
+                    await load.ask(shared + load.prompt(length), _ANSWER)
         for streams in (count for count in (2, 8, 24) if count < max_rows):  # prompts beside streams
             beside = [length for length in (24, 32, 64, 128, 400) if length + 2 <= max_len]
             await asyncio.gather(load.ask_all([load.prompt(32) for _ in range(streams)], 64), _one_by_one(load, beside))
