@@ -40,7 +40,7 @@ from octavo.cli.bench.sending import RequestResult, loop_factory
 from octavo.cli.bench.serve import warm_up
 from octavo.cli.bench.workload import trace_workload
 from octavo.cli.models import StartedServer
-from octavo.cli.planning.check import Row, compare, rows_of
+from octavo.cli.planning.check import EVERY_TOKEN, Row, compare, rows_of
 from octavo.cli.planning.measure import Asked, Load, exercise, front_of, recording_of
 from octavo.plan.answer import is_kept
 from octavo.plan.arrivals import Lengths, Shape, trace_of
@@ -99,6 +99,7 @@ def bench_options(server: StartedServer) -> argparse.Namespace:
     return argparse.Namespace(
         base_url=server.record.url, model=None, api_key=None, endpoint="completions", timeout=300.0, output_len=16, temperature=0.0,
         ignore_eos=True, num_warmups=3, prompt_kind="ids", input_len=64, vocab_size=30_000, seed=2, max_concurrency=None,
+        extra_body=EVERY_TOKEN,
     )  # fmt: skip
 
 

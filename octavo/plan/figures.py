@@ -16,16 +16,19 @@ class Journey:
     """One request on its way. Times in picoseconds; −1: not yet."""
 
     __slots__ = (
-        "arrived", "came", "ended", "first", "is_refused", "last", "longest_gap", "num_moves", "num_sent", "number", "output_len", "prompt_len",
-        "replica", "request_id", "tokens",
+        "arrived", "back", "came", "ended", "first", "is_refused", "last", "longest_gap", "num_moves", "num_sent", "number", "output_len",
+        "prompt_len", "replica", "request_id", "tokens",
     )  # fmt: skip
 
-    def __init__(self, number: int, arrived: int, prompt_len: int, output_len: int) -> None:
+    def __init__(
+        self, number: int, arrived: int, prompt_len: int, output_len: int, back: tuple[int, int] = (0, 0)
+    ) -> None:
         self.number, self.request_id = number, f"r{number}"
         self.arrived = arrived  # at the server
         self.came = arrived  # in the engine
         self.prompt_len, self.output_len = prompt_len, output_len
-        self.first = self.last = self.ended = -1
+        self.first = self.last = self.ended = -1  # in the engine
+        self.back = back  # of the first and of the last token: from there to the client
         self.longest_gap = 0
         self.replica = -1
         self.num_sent = 0  # output tokens that its client had when it was moved
@@ -35,16 +38,22 @@ class Journey:
 
     @property
     def ttft(self) -> float:
-        return (self.first - self.arrived) / PICOSECONDS
+        return (self.first + self.back[0] - self.arrived) / PICOSECONDS
 
     @property
     def tpot(self) -> float:
         """Seconds for each token after the first; 0 if there is only one."""
-        return (self.ended - self.first) / (self.output_len - 1) / PICOSECONDS if self.output_len > 1 else 0.0
+        seconds = max(0, self.received - self.first - self.back[0]) / PICOSECONDS
+        return seconds / (self.output_len - 1) if self.output_len > 1 else 0.0
 
     @property
     def latency(self) -> float:
-        return (self.ended - self.arrived) / PICOSECONDS
+        return (self.received - self.arrived) / PICOSECONDS
+
+    @property
+    def received(self) -> int:
+        """When its client has the last token."""
+        return max(self.ended + self.back[1], self.first + self.back[0])
 
 
 class Histogram:

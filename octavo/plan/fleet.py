@@ -105,8 +105,10 @@ class Simulation:
                 first_times.append((round((request.seconds - start) * PICOSECONDS), number))
         for waiting in self._sessions.values():
             waiting.reverse()
+        front = self._settings.front
+        back = (round(front.first_seconds * PICOSECONDS), round(front.last_seconds * PICOSECONDS))
         self._journeys = [
-            Journey(number, -1, request.prompt_len, request.output_len) for number, request in enumerate(requests)
+            Journey(number, -1, request.prompt_len, request.output_len, back) for number, request in enumerate(requests)
         ]
         first_times.sort()
         at, num_first = 0, len(first_times)
@@ -202,7 +204,7 @@ class Simulation:
         self._num_open -= 1
         if self._router is not None:
             self._router.settle(journey.request_id)
-        self._follow(journey.ended, journey.number)
+        self._follow(journey.received, journey.number)
 
     def _follow(self, now: int, number: int) -> None:
         """The session's next request comes after its pause."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from itertools import takewhile
 from statistics import median
+from typing import NamedTuple
 
 from octavo.cache.page_keys import keys_of
 from octavo.plan.trace import Trace, TraceRequest
@@ -11,6 +12,14 @@ from octavo.recording.format import Aborted, Arrived, Recording
 from octavo.replay.replay import ReplayedCommit
 from octavo.replay.what_if import Learned, learn
 from octavo.schedule.step_costs import Sample, shape_of
+
+
+class Passage(NamedTuple):
+    """A request's way through the engine, in seconds of the clock that all processes of a machine share (CLOCK_MONOTONIC)."""
+
+    arrived: float
+    first: float  # its first token was known; infinite: it has none
+    ended: float  # … its last one
 
 
 class Measured:
@@ -21,10 +30,10 @@ class Measured:
         # (when it ended, its computing alone, seconds since the one before)
         self._steps: list[tuple[int, Sample, float | None]] = []
         self._before = 0
-        self._arrived: dict[str, int] = {}
+        self._names: dict[str, str] = {}  # of open requests: the id of the response that each is
         self._open: set[str] = set()
         self._was_busy = False  # after the last step, some request was open
-        self.first_seconds: dict[str, float] = {}  # by request: from its arrival in the engine to its first token
+        self.passages: dict[str, Passage] = {}  # by the id of the response
         self.learned: Learned = learn(recording, self._hear)
         self._wall = recording.header.wall - recording.header.clock
         hosts = [between - sample.seconds for _, sample, between in self._steps if between is not None]
@@ -33,8 +42,9 @@ class Measured:
     def _hear(self, happening: object) -> None:
         match happening:
             case Arrived():
-                self._arrived[happening.id] = happening.micros
                 self._open.add(happening.id)
+                name = self._names[happening.id] = happening.response_id or happening.id
+                self.passages[name] = Passage(happening.micros / 1e6, math.inf, math.inf)
             case Aborted():
                 self._open.discard(happening.id)
             case ReplayedCommit():
@@ -42,9 +52,10 @@ class Measured:
 
     def _committed(self, happening: ReplayedCommit) -> None:
         for delta in happening.deltas:
-            if delta.request_id in self._arrived:
-                came = self._arrived.pop(delta.request_id)
-                self.first_seconds[delta.request_id] = (happening.micros - came) / 1e6
+            passage = self.passages.get(name := self._names.get(delta.request_id, ""))
+            if passage is not None:
+                now = happening.micros / 1e6
+                self.passages[name] = Passage(passage.arrived, min(passage.first, now), now)
             if delta.finish is not None:
                 self._open.discard(delta.request_id)
         seconds, between = happening.outcome.micros / 1e6, (happening.micros - self._before) / 1e6

@@ -24,10 +24,12 @@ class ReplicaSettings(msgspec.Struct, frozen=True):
 
 
 class Front(msgspec.Struct, frozen=True):
-    """What a request takes outside the engine: HTTP, template, tokenizer, and the way back."""
+    """What a request takes outside the engine."""
 
-    seconds: float = 0.0
-    token_seconds: float = 0.0  # for each prompt token
+    seconds: float = 0.0  # the way in: HTTP, template, tokenizer
+    token_seconds: float = 0.0  # … for each prompt token
+    first_seconds: float = 0.0  # the way back, from the engine to the client, of the first token
+    last_seconds: float = 0.0  # … and of the last: shorter, because the response has begun
 
 
 class FleetSettings(msgspec.Struct, frozen=True):

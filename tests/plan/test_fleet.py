@@ -111,6 +111,29 @@ def test_what_happens_before_the_engine_is_in_the_first_token():
     assert abs(simulate(trace, slow).ttft.mean - simulate(trace, plain).ttft.mean - 0.6) < 1e-9
 
 
+def test_the_way_back_is_in_what_clients_see_and_in_no_plan():
+    plain = fleet_of()
+    far = msgspec.structs.replace(plain, front=Front(first_seconds=0.004, last_seconds=0.001))
+    trace = random_trace(random.Random(3), 20)
+    trace = msgspec.structs.replace(trace, requests=[each for each in trace.requests if not each.after_previous])
+    before, after = Simulation(trace, plain).run(), Simulation(trace, far).run()
+    assert seen(before) == seen(after)
+    for old, new in zip(before.journeys, after.journeys, strict=True):
+        assert abs(new.ttft - old.ttft - 0.004) < 1e-9
+        if old.ended - old.first > 0.003 * 1e12:
+            assert abs(new.latency - old.latency - 0.001) < 1e-9
+            assert abs((old.tpot - new.tpot) * (old.output_len - 1) - 0.003) < 1e-9
+        if old.output_len == 1:
+            assert abs(new.latency - old.latency - 0.004) < 1e-9
+
+
+def test_a_session_goes_on_when_its_client_has_the_answer():
+    turns = [TraceRequest(0.0, 64, 8, session=1), TraceRequest(0.5, 80, 8, session=1, after_previous=True)]
+    far = msgspec.structs.replace(fleet_of(), front=Front(0.0, 0.0, 0.25, 0.25))
+    first, second = Simulation(Trace("two", turns), far).run().journeys
+    assert second.arrived - first.ended == 0.75 * 1e12
+
+
 def test_a_session_continues_where_its_pages_are():
     turns = [TraceRequest(0.0, 320, 32, session=1)]
     for turn in range(1, 5):

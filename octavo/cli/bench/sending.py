@@ -27,6 +27,7 @@ class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
     delta: _Text | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None  # with `return_token_ids`
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -37,6 +38,7 @@ class _Usage(msgspec.Struct, gc=False):
 class _Chunk(msgspec.Struct, gc=False):
     """The parts of a streamed chunk that are measured; decoding nothing else keeps the client fast."""
 
+    id: str = ""
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
@@ -47,17 +49,19 @@ class RequestResult:
     """Times of one request, in seconds of time.perf_counter()."""
 
     started: float
-    first: float = 0.0  # first text
+    first: float = 0.0  # first text, or first token id
     ended: float = 0.0  # last choice, or the failure
-    gaps: list[float] = field(default_factory=list)  # between consecutive texts
+    # Between consecutive texts; with `return_token_ids`, between consecutive tokens: 0 between those of one event.
+    gaps: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
     has_usage: bool = False
     error: str = ""
+    response_id: str = ""  # the server's
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token; None if no text came."""
+        """Time to first token; None if none came."""
         return self.first - self.started if self.first else None
 
     @property
@@ -112,7 +116,7 @@ class Sender:
         return result
 
     async def _receive(self, body: bytes, result: RequestResult) -> None:
-        latest, num_texts, done = 0.0, 0, False
+        latest, num_tokens, done = 0.0, 0, False
         async for data in self._client.post_events(self._path, body):
             now = time.perf_counter()
             if data == b"[DONE]":
@@ -122,16 +126,17 @@ class Sender:
             if chunk.error is not None:
                 result.error = _message(json.dumps({"error": chunk.error}))
                 return
+            result.response_id = chunk.id or result.response_id
             if chunk.usage is not None:
                 result.has_usage = True
                 result.prompt_tokens = chunk.usage.prompt_tokens
                 result.output_tokens = chunk.usage.completion_tokens or 0
             for choice in chunk.choices:
-                delta = choice.delta
-                if choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)):
-                    num_texts += 1
+                if count := _num_tokens(choice):
+                    num_tokens += count
                     if latest:
                         result.gaps.append(now - latest)
+                    result.gaps += [0.0] * (count - 1)
                     latest = now
                     result.first = result.first or now
                 if choice.finish_reason or latest == now:
@@ -143,7 +148,15 @@ class Sender:
             result.error = "the stream ended without [DONE]"
         result.first = result.first or result.ended  # a response without text: use its end
         if not result.has_usage:
-            result.output_tokens = num_texts
+            result.output_tokens = num_tokens
+
+
+def _num_tokens(choice: _Choice) -> int:
+    """Tokens that came with an event. Without their ids, a text counts as one."""
+    if choice.token_ids is not None:
+        return len(choice.token_ids)
+    delta = choice.delta
+    return bool(choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
 
 
 def describe(failure: HTTPFailure) -> str:

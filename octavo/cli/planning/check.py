@@ -17,6 +17,8 @@ from octavo.plan.settings import FleetSettings
 from octavo.plan.trace import Trace
 
 _VOCABULARY = 30_000
+EVERY_TOKEN = {"return_token_ids": True}
+"""A field of requests: every token has its id. Texts do not count tokens: one may be a part of a character, and an event may carry several."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -60,6 +62,7 @@ def check(arguments: argparse.Namespace, trace: Trace, settings: FleetSettings) 
     options = argparse.Namespace(
         base_url=arguments.check, model=None, api_key=None, endpoint="completions", timeout=600.0, output_len=16, temperature=0.0,
         ignore_eos=True, num_warmups=2, prompt_kind="ids", input_len=32, vocab_size=_VOCABULARY, seed=1, max_concurrency=None,
+        extra_body=EVERY_TOKEN,
     )  # fmt: skip
     with asyncio.Runner() as runner:
         model = runner.run(warm_up(options))

@@ -199,7 +199,7 @@ def _measure(arguments: argparse.Namespace, config: Config) -> int:
     if not folder.is_dir():
         raise ConfigError(f"--measure {arguments.measure}: the folder {folder} does not exist")
     costs = measure(config.model.model, _serve_flags(arguments), Path(arguments.measure), arguments.measure_seconds)
-    step = costs.step
+    step, front = costs.step, costs.front
     print(f"{costs.shape.name} on {costs.machine}")
     print(
         f"{costs.num_steps} steps measured, each off by {costs.noise:.1%} (median); means of alike ones by {costs.median_error:.1%}, one in ten by {costs.p90_error:.1%} or more"
@@ -212,7 +212,8 @@ def _measure(arguments: argparse.Namespace, config: Config) -> int:
     for tokens, seconds in zip(step.tokens, step.seconds, strict=True):
         print(f"{tokens:>8} tokens in a step {seconds * 1e3:>10.2f} ms")
     print(
-        f"{step.row * 1e3:.4f} ms a row, {step.context * 1e6:.3f} ms for 1,000 tokens of context, {costs.front.seconds * 1e3:.1f} ms outside the engine"
+        f"{step.row * 1e3:.4f} ms a row, {step.context * 1e6:.3f} ms for 1,000 tokens of context; outside the engine {front.seconds * 1e3:.1f} ms on the way in, "
+        f"{front.first_seconds * 1e3:.1f} ms back for the first token, {front.last_seconds * 1e3:.1f} ms for the last"
     )
     print(f"written to {arguments.measure}")
     return 0

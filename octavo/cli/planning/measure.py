@@ -3,6 +3,7 @@ processes of its own; this one only sends requests."""
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import NamedTuple
 
 from octavo import __version__
@@ -17,6 +19,7 @@ from octavo.cli.bench.http_stream import Client, Target
 from octavo.cli.bench.report import facts
 from octavo.cli.bench.sending import RequestResult, Sender, loop_factory
 from octavo.cli.models import StartedServer
+from octavo.cli.planning.check import EVERY_TOKEN
 from octavo.errors import ConfigError, RequestFailed
 from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import read_shape
@@ -29,7 +32,10 @@ from octavo.recording.recorder import FLUSH_SECONDS
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _PROMPTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _TIMEOUT = 300.0
+_SHORT = 128  # prompt tokens, up to which a request's way in is taken for the constant
 _TOKENS = 24  # of a row in the ladder of rows
+_ANSWER = 16  # tokens of a request that is alone: the first steps after a prompt take longer than those that follow
+_PAUSE = 0.05  # seconds for which the engine is idle before it
 
 
 class Asked(NamedTuple):
@@ -51,8 +57,9 @@ class Load:
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Asked:
         options = argparse.Namespace(
-            endpoint="completions", timeout=_TIMEOUT, output_len=max_tokens, temperature=0.0, ignore_eos=True
-        )
+            endpoint="completions", timeout=_TIMEOUT, output_len=max_tokens, temperature=0.0, ignore_eos=True,
+            extra_body=EVERY_TOKEN,
+        )  # fmt: skip
         result = await Sender(self._client, options, self._model).send(prompt)
         if result.error:
             raise RequestFailed(f"a request of the measurement failed: {result.error}")
@@ -75,9 +82,11 @@ async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> l
             await load.ask_all([load.prompt(8) for _ in range(rows)], _TOKENS)
             if time.monotonic() > ends and rounds:
                 return alone
-        for length in (count for count in _PROMPTS if count + 2 <= max_len):  # prompts alone
-            for _ in range(3 if length <= 256 else 1):
-                alone.append(await load.ask(load.prompt(length), 2))
+        for length in (count for count in _PROMPTS if count + _ANSWER <= max_len):  # prompts alone
+            for _ in range(2 if length <= 512 else 1):
+                prompt = load.prompt(length)
+                await asyncio.sleep(_PAUSE)
+                alone.append(await load.ask(prompt, _ANSWER))
         long = min(2048, max_len - 64)
         for rows in (count for count in (1, 4, 8) if count <= max_rows):  # rows with long contexts
             await load.ask_all([load.prompt(long)] * 1 + [load.prompt(long // 2) for _ in range(rows - 1)], 32)
@@ -85,8 +94,8 @@ async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> l
             shared = load.prompt(min(prefix, max_len // 2))
             await load.ask(shared, 1)
             for length in (16, 32, 64, 96, 160, 256):
-                if len(shared) + length + 2 <= max_len:
-                    await load.ask(shared + load.prompt(length), 2)
+                if len(shared) + length + _ANSWER <= max_len:
+                    await load.ask(shared + load.prompt(length), _ANSWER)
         for streams in (count for count in (2, 8, 24) if count < max_rows):  # prompts beside streams
             beside = [length for length in (24, 32, 64, 128, 400) if length + 2 <= max_len]
             await asyncio.gather(load.ask_all([load.prompt(32) for _ in range(streams)], 64), _one_by_one(load, beside))
@@ -172,25 +181,26 @@ def recording_of(folder: Path) -> Recording:
     return read(found[-1])
 
 
-def front_of(alone: Sequence[Asked], measured: Measured) -> Front:
-    """What requests took besides their steps: a constant, and so much for each prompt token. Of requests of equal length, the middle one."""
-    engine: dict[int, list[float]] = {}
-    for each in measured.learned.requests:
-        first = measured.first_seconds.get(each.source.id)
-        if first is not None:
-            engine.setdefault(len(each.source.prompt_ids), []).append(first)
-    points = []
-    for length in sorted({each.prompt_len for each in alone}):
-        seen = sorted(each.result.ttft or 0.0 for each in alone if each.prompt_len == length)
-        inside = sorted(engine.get(length, []))
-        if seen and inside:
-            points.append((length, max(0.0, seen[len(seen) // 2] - inside[len(inside) // 2])))
-    if not points:
+def front_of(asked: Sequence[Asked], measured: Measured) -> Front:
+    """What requests took outside the engine, each compared with its own way through it. The way in is a constant and so much for each prompt token:
+    middle ones, because a request that comes during a step waits for its end. The way back is a mean: how long a first token takes depends
+    on which core its process finds free, and means of first tokens are what a plan is compared with."""
+    inward: list[tuple[int, float]] = []
+    first: list[float] = []
+    last: list[float] = []
+    for each in asked:
+        passage, result = measured.passages.get(each.result.response_id), each.result
+        if passage is None or passage.first == math.inf:
+            continue
+        inward.append((each.prompt_len, max(0.0, passage.arrived - result.started)))
+        first.append(max(0.0, result.first - passage.first))
+        if passage.ended > passage.first:
+            last.append(max(0.0, result.ended - passage.ended))
+    if not inward:
         return Front()
-    shortest = sorted(rest for length, rest in points if length <= 128)
-    constant = shortest[len(shortest) // 2] if shortest else min(rest for _, rest in points)
-    slopes = sorted((rest - constant) / length for length, rest in points if length > 128)
-    return Front(constant, max(0.0, slopes[len(slopes) // 2]) if slopes else 0.0)
+    constant = median([seconds for length, seconds in inward if length <= _SHORT] or [min(inward)[1]])
+    slopes = [(seconds - constant) / length for length, seconds in inward if length > _SHORT]
+    return Front(constant, max(0.0, median(slopes)) if slopes else 0.0, fmean(first), fmean(last or first))
 
 
 def _machine(device: str) -> str:

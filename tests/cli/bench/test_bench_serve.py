@@ -85,7 +85,12 @@ class Scripted:
             reason = "length" if index == num - 1 else None
             piece = {"delta": {"content": "é "}} if chat else {"text": "é "}
             # Two tokens to a chunk: a client that counted chunks would report half.
-            if index % 2 == 0 or reason:
+            if "return_token_ids" in request:  # a token without a text, and then three tokens to an event
+                ids = [index] if index == 0 else list(range((index - 1) // 3 * 3 + 1, index + 1))
+                if index % 3 == 0 or reason:
+                    choice = {"text": "é" * bool(index), "token_ids": ids, "finish_reason": reason}
+                    self._event(writer, {"id": "cmpl-1", "choices": [choice]})
+            elif index % 2 == 0 or reason:
                 self._event(writer, {"choices": [piece | {"finish_reason": reason}], "usage": None})
             if "BREAK" in prompt:
                 return self._event(writer, {"error": {"message": "it broke"}}) or self._end(writer)
@@ -159,6 +164,14 @@ async def test_times_and_counts(framing: str, endpoint: str) -> None:
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
+
+
+async def test_tokens_are_counted_by_their_ids() -> None:
+    """The first has no text; the others come in events of three and of two."""
+    async with running() as (url, _):
+        [result] = await send_all(url, ["NOUSAGE"], "--extra-body", '{"return_token_ids": true}')
+    assert (result.output_tokens, len(result.gaps), result.response_id) == (6, 5, "cmpl-1")
+    assert [gap > 0 for gap in result.gaps] == [True, False, False, True, False]
 
 
 async def test_without_usage_chunks_are_counted_and_said() -> None:
