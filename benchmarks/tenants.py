@@ -2,7 +2,7 @@
 
     python -m benchmarks.tenants flood                   # one key floods the server, another sends a request a second
     python -m benchmarks.tenants weights                 # three keys that always wait, with weights 1 : 2 : 4
-    python -m benchmarks.tenants throughput              # the same load with --fairness key and without, in turn
+    python -m benchmarks.tenants throughput              # the same load with --fairness key and without, in turns of seconds
     python -m benchmarks.tenants budgets                 # 1,000 random requests of three keys, while processes are killed
     python -m benchmarks.tenants budgets --models 2      # the same, for several models on one port
     python -m benchmarks.tenants budgets --resumable     # … by clients that read the rest of broken answers: exact to the token
@@ -14,10 +14,12 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -58,10 +60,10 @@ class Tenant:
                 has_begun = True
                 self.first.append(time.perf_counter() - started)
 
-    async def send_on(self, num_prompt: int, num_output: int) -> None:
-        """One request after the other, until cancelled."""
+    async def send_on(self, num_prompt: int, num_output: int, spread: int = 0) -> None:
+        """One request after the other, until cancelled. Answers have up to `spread` tokens more or fewer than `num_output`."""
         while True:
-            await self.send(num_prompt, num_output)
+            await self.send(num_prompt, num_output + self._random.randint(-spread, spread))
 
     async def close(self) -> None:
         await self._client.close()
@@ -185,19 +187,55 @@ def weights(arguments: argparse.Namespace) -> None:
 # ── throughput ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _loaded(server: Server, clients: int, seconds: float, seed: int, vocabulary: int) -> float:
-    tenants = [Tenant(server, key, seed + at, vocabulary) for at, key in enumerate("abc")]
-    tasks = [asyncio.create_task(each.send_on(PROMPT, 64)) for each in tenants for _ in range(clients)]
-    await asyncio.sleep(4.0)
-    before = sum(each.num_tokens for each in tenants)
-    await asyncio.sleep(seconds)
-    num_tokens = sum(each.num_tokens for each in tenants) - before
+def _signal(server: Server, number: int) -> None:
+    """Send the signal to all processes of the server."""
+    tree = [server.process.pid]
+    for pid in tree:
+        tree += children_of(pid)
+    for pid in tree:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def _take_turns(
+    sides: dict[str, Server], clients: int, seconds: float, rounds: int, vocabulary: int
+) -> dict[str, list[float]]:
+    """Tokens per second of each side in each round. Both have their load all the time. In a round each runs for these seconds while the other
+    is stopped, so that what else happens on the machine happens to both."""
+    tenants = {
+        side: [Tenant(server, key, at, vocabulary) for at, key in enumerate("abc")] for side, server in sides.items()
+    }
+    tasks = [
+        asyncio.create_task(tenant.send_on(PROMPT, 64, 32))
+        for group in tenants.values()
+        for tenant in group
+        for _ in range(clients)
+    ]
+    await asyncio.sleep(8.0)
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    try:
+        for number in range(rounds):
+            for side in list(sides)[:: 1 if number % 2 else -1]:
+                for other, server in sides.items():
+                    _signal(server, signal.SIGCONT if other == side else signal.SIGSTOP)
+                await asyncio.sleep(0.3)
+                began, before = time.perf_counter(), sum(each.num_tokens for each in tenants[side])
+                await asyncio.sleep(seconds)
+                num_tokens = sum(each.num_tokens for each in tenants[side]) - before
+                found[side].append(num_tokens / (time.perf_counter() - began))
+            if number % 20 == 19:
+                rates = ", ".join(f"fairness {side} {sum(rates) / len(rates):.0f}" for side, rates in found.items())
+                print(f"{number + 1} rounds: {rates} tokens/s", file=sys.stderr, flush=True)
+    finally:
+        for server in sides.values():
+            _signal(server, signal.SIGCONT)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for tenant in tenants:
-        await tenant.close()
-    return num_tokens / seconds
+    for group in tenants.values():
+        for tenant in group:
+            await tenant.close()
+    return found
 
 
 def throughput(arguments: argparse.Namespace) -> None:
@@ -208,17 +246,15 @@ def throughput(arguments: argparse.Namespace) -> None:
             for side in ("none", "key")
         }
         vocabulary = vocabulary_of(sides["key"], "boss")
-        found: dict[str, list[float]] = {side: [] for side in sides}
-        for number in range(arguments.rounds):
-            for side in list(sides)[:: 1 if number % 2 else -1]:
-                rate = asyncio.run(_loaded(sides[side], arguments.clients, arguments.seconds, 100 * number, vocabulary))
-                found[side].append(rate)
-                print(f"round {number + 1}, fairness {side}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
+        found = asyncio.run(_take_turns(sides, arguments.clients, arguments.seconds, arguments.rounds, vocabulary))
     ratios = [key / none for key, none in zip(found["key"], found["none"], strict=True)]
-    print(f"{3 * arguments.clients} clients, {arguments.rounds} rounds of {arguments.seconds:g} s")
+    mean, half = statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    print(f"{3 * arguments.clients} clients, {arguments.rounds} rounds of {arguments.seconds:g} s for each side")
     for side, rates in found.items():
-        print(f"fairness {side}: {sorted(rates)[len(rates) // 2]:.0f} tokens/s (median)")
-    print(f"ratio of each round: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+        print(f"fairness {side}: {statistics.mean(rates):.0f} tokens/s on average")
+    print(
+        f"ratio: {statistics.median(ratios):.3f} (median), {mean:.3f} on average, 95 % interval {mean - half:.3f} to {mean + half:.3f}"
+    )
 
 
 # ── budgets ─────────────────────────────────────────────────────────────────────────────────────────
@@ -445,8 +481,8 @@ def main() -> None:
             command.add_argument("--no-kill-api", dest="kill_api", action="store_false", help="kill engines only")
         else:
             command.add_argument("--clients", type=int, default=32 if function is weights else 16, help="of each key")
-            command.add_argument("--seconds", type=float, default=60.0 if function is weights else 15.0)
-            command.add_argument("--rounds", type=int, default=4)
+            command.add_argument("--seconds", type=float, default=60.0 if function is weights else 2.0)
+            command.add_argument("--rounds", type=int, default=100)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
