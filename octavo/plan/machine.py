@@ -63,7 +63,8 @@ class MachineCosts(msgspec.Struct, frozen=True):
             seconds.append(floor)
         row = step.row * shape.vocab_size * shape.hidden_size / (own.vocab_size * own.hidden_size)
         pair = step.pair * shape.pair_flops / own.pair_flops
-        return StepModel(step.tokens, seconds, row, step.context * kv_ratio, pair, step.noise, step.steady_noise)
+        # What the host and other processes take stays.
+        return msgspec.structs.replace(step, seconds=seconds, row=row, context=step.context * kv_ratio, pair=pair)
 
 
 def read_costs(path: Path) -> MachineCosts:

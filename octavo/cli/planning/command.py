@@ -212,6 +212,9 @@ def _measure(arguments: argparse.Namespace, config: Config) -> int:
     for tokens, seconds in zip(step.tokens, step.seconds, strict=True):
         print(f"{tokens:>8} tokens in a step {seconds * 1e3:>10.2f} ms")
     print(
+        f"{step.wake * 1e3:.2f} ms to wake up an idle engine, {step.first * 1e3:.2f} ms more for a step after a first token"
+    )
+    print(
         f"{step.row * 1e3:.4f} ms a row, {step.context * 1e6:.3f} ms for 1,000 tokens of context; outside the engine {front.seconds * 1e3:.1f} ms on the way in, "
         f"{front.first_seconds * 1e3:.1f} ms back for the first token, {front.last_seconds * 1e3:.1f} ms for the last"
     )
