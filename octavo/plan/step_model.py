@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from octavo.schedule.step_costs import Sample, StepCosts, StepShape
+from octavo.schedule.step_costs import MOST_SPREAD, Sample, StepCosts, StepShape, spread_of
 from octavo.schedule.step_costs import fit as fit_costs
 
 Numbers = npt.NDArray[np.float64]
@@ -58,6 +58,7 @@ class StepModel(msgspec.Struct, frozen=True):
     acceptance: float = 0.0
     wake: float = 0.0  # seconds more for the first step after an engine was idle
     first: float = 0.0  # … for a step after one that gave a request its first token; of those that follow, AFTER_FIRST
+    margin: float = 1.0  # StepCosts.spread: times what the scheduler foresees that most steps with prompts beside other rows take at most
 
     def __post_init__(self) -> None:
         numbers = [
@@ -75,6 +76,8 @@ class StepModel(msgspec.Struct, frozen=True):
             raise ValueError("tokens must be at least two ascending numbers, with as many seconds")
         if not 0 <= self.draft_tokens <= 64 or not 0 <= self.acceptance <= 1:
             raise ValueError("draft_tokens must be from 0 to 64, and acceptance from 0 to 1")
+        if not 1 <= self.margin <= MOST_SPREAD:
+            raise ValueError(f"margin must be from 1 to {MOST_SPREAD}")
         if not all(math.isfinite(number) and 0 <= number < 1e6 for number in numbers) or not self.seconds[0]:
             raise ValueError("seconds must be positive and finite")
 
@@ -119,7 +122,8 @@ class StepModel(msgspec.Struct, frozen=True):
                 pairs = tokens * start + tokens * (tokens + 1) // 2
                 shapes += [StepShape(rows, tokens, rows * 512, pairs) for rows in (1, min(16, max_rows))]
         samples = [Sample(shape, self.step_seconds(shape)) for shape in shapes]
-        return fit_costs([(sample, 1 / sample.seconds**2) for sample in samples])
+        found = fit_costs([(sample, 1 / sample.seconds**2) for sample in samples])
+        return msgspec.structs.replace(found, spread=self.margin)
 
 
 def _up_to(most: int) -> list[int]:
@@ -264,9 +268,18 @@ def fit_model(samples: Sequence[MeasuredStep]) -> Fit:
     row, context, pair, wake, first = (float(each) for each in found[-5:])
     noises = [_noise(seconds[which], predicted[which]) for which in (has_prompt, ~has_prompt)]
     model = StepModel(knots, values, row, context, pair, noises[0], noises[1], wake=wake, first=first)
+    model = msgspec.structs.replace(model, margin=_margin(model, samples))
     errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
     noise = float(np.median(np.abs(predicted / seconds - 1)))
     return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
+
+
+def _margin(model: StepModel, samples: Sequence[MeasuredStep]) -> float:
+    """What an engine's CostMeter finds, by the costs that a simulated scheduler has."""
+    most_rows = max(sample.shape.rows for sample in samples)
+    costs = model.costs(most_rows, max(1, *(sample.shape.more_tokens for sample in samples)))
+    beside = [sample for sample in samples if sample.shape.more_tokens and sample.shape.context]
+    return spread_of([sample.seconds / costs.seconds(sample.shape) for sample in beside])
 
 
 def _noise(seconds: Numbers, predicted: Numbers) -> list[float]:

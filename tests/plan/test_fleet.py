@@ -124,6 +124,17 @@ def test_steps_after_a_first_token_take_longer():
         assert after.first == before.first and after.ended - before.ended == factor * 0.008 * 1e12
 
 
+def test_a_margin_cuts_prompts_shorter_beside_streams():
+    """By a limit of 20 ms, a long prompt beside a stream: with the margin, the longest time between tokens is shorter by it."""
+    trace = Trace("two", [TraceRequest(0.0, 16, 60), TraceRequest(0.1, 900, 2)])
+    gaps = []
+    for margin in (1.0, 1.25):
+        model = msgspec.structs.replace(MODEL, margin=margin)
+        fleet = msgspec.structs.replace(fleet_of(max_inter_token_ms=20.0), model=model)
+        gaps.append(Simulation(trace, fleet).run().journeys[0].longest_gap)
+    assert 1.1 < gaps[0] / gaps[1] < 1.4
+
+
 def test_what_happens_before_the_engine_is_in_the_first_token():
     plain = fleet_of()
     slow = msgspec.structs.replace(plain, front=Front(0.5, 0.001))

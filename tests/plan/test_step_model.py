@@ -11,7 +11,7 @@ from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.settings import Front
 from octavo.plan.step_model import MeasuredStep, StepClock, StepModel, fit_model, without_slow_stretches
-from octavo.schedule.step_costs import StepShape
+from octavo.schedule.step_costs import MOST_SPREAD, StepShape
 
 TRUE = StepModel([1, 8, 32, 512], [0.006, 0.008, 0.02, 0.2], 3e-4, 3e-7, 2e-7)
 
@@ -58,8 +58,22 @@ def test_what_wakes_an_engine_and_follows_a_first_token_is_told_from_the_steps()
         steps.append(step._replace(seconds=true.seconds_of(step) * dice.uniform(0.98, 1.02)))
     found = fit_model(steps).model
     assert abs(found.wake / 0.003 - 1) < 0.1 and abs(found.first / 0.002 - 1) < 0.1
+    assert max(found.steady_noise + found.noise) < 1.05, "what they take is no scatter of the steps"
     for sample in samples_of(TRUE, 0.0, seed=1):
         assert abs(found.step_seconds(sample.shape) / sample.seconds - 1) < 0.02
+
+
+def test_a_simulated_scheduler_has_the_margin_that_an_engine_learns():
+    """A fifth of the steps with prompts beside rows takes 1.3 times as long."""
+    dice = random.Random(5)
+    plain = fit_model(samples_of(TRUE, 0.0)).model
+    assert plain.margin == plain.costs(64, 512).spread < 1.1  # the sum of a scheduler's costs is not quite the curve
+    slow = [each._replace(seconds=each.seconds * (1 + 0.3 * (dice.random() < 0.2))) for each in samples_of(TRUE, 0.0)]
+    model = fit_model(slow).model
+    assert 1.15 < model.margin == model.costs(64, 512).spread < 1.35
+    assert fit_model([each for each in slow if not each.shape.more_tokens]).model.margin == 1
+    wild = [each._replace(seconds=each.seconds * dice.choice([1, 1, 1, 2.5])) for each in samples_of(TRUE, 0.0)]
+    assert fit_model(wild).model.margin == MOST_SPREAD
 
 
 def test_a_flat_beginning_is_kept():
@@ -111,6 +125,7 @@ def test_costs_for_the_scheduler_are_near():
         {"row": float("nan")},
         {"pair": -1.0},
         {"wake": -1.0},
+        {"margin": 0.9},
         {"first": float("inf")},
         {"acceptance": 1.5},
         {"draft_tokens": -1},
