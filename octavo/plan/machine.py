@@ -46,6 +46,7 @@ class MachineCosts(msgspec.Struct, frozen=True):
     noise: float = 0.0  # median share by which single steps are off
     flags: list[str] = []  # that the server was started with
     disturbed: float = 0.0  # share of the measured time that was left out, because others used the machine
+    num_servers: int = 1  # that shared it, and were measured at once
 
     def step_of(self, shape: ModelShape, weights_bytes: int, kv_ratio: float) -> StepModel:
         """Steps of another model on this machine: each part in proportion to what it reads or computes. `kv_ratio`: bytes of a token's keys
