@@ -50,12 +50,11 @@ from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.recorded import Measured
 from octavo.plan.settings import FleetSettings, ReplicaSettings
-from octavo.plan.step_model import PICOSECONDS, StepClock, StepModel, fit_model, without_slow_stretches
+from octavo.plan.step_model import PICOSECONDS, MeasuredStep, StepModel, fit_model, without_slow_stretches
 from octavo.plan.trace import Trace, TraceRequest
 from octavo.plan.trace_files import read_trace
 from octavo.recording.format import Recording, read
 from octavo.recording.recorder import FLUSH_SECONDS
-from octavo.schedule.step_costs import Sample
 from octavo.text.tokenize.made_up import write_tokenizer
 
 SETTINGS: dict[str, tuple[list[str], dict[str, int | float]]] = {
@@ -286,8 +285,8 @@ def speed_at(costs: MachineCosts, measured: Measured, now: float, measuring: lis
     last = max((each for each in measuring if each.until <= now), key=lambda each: each.until)
     fitted, _ = without_slow_stretches([each for one in measuring for each in measured.timed(one.since, one.until)])
 
-    def middle(samples: list[Sample]) -> float:
-        return statistics.median(sample.seconds / costs.step.step_seconds(sample.shape) for sample in samples)
+    def middle(samples: list[MeasuredStep]) -> float:
+        return statistics.median(sample.seconds / costs.step.seconds_of(sample) for sample in samples)
 
     return middle(measured.samples(last.since, last.until)) / middle(fitted)
 
@@ -300,7 +299,7 @@ def costs_of(recording: Recording, measured: Measured, measuring: list[Measuring
     return MachineCosts(
         FORMAT, time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), __version__, report.device, True, shape, report.weights_bytes,
         report.page_bytes, report.page_size, report.num_pages, report.max_model_len, report.max_num_seqs, report.max_num_batched_tokens,
-        measured.learned.depth, fit.model, front_of([asked for one in measuring for asked in one.alone], measured), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
+        measured.learned.depth, fit.model, front_of([asked for one in measuring for asked in one.alone], measured.passages), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
     )  # fmt: skip
 
 
@@ -313,11 +312,10 @@ def own_costs(costs: MachineCosts, measured: Measured, windows: list[tuple[float
 def drive(trace: Trace, settings: FleetSettings, measured: Measured, sent: Sent) -> list[Row]:
     """A simulation whose steps are as slow, over a few seconds each, as those of the real run were. What it is off by is not the machine's drift."""
     plain = msgspec.structs.replace(settings.model, noise=[])
-    clock = StepClock(plain)
     steps = measured.timed(sent.since, sent.until)
     ended = [each for each, _ in steps]
     seen = list(itertools.accumulate((sample.seconds for _, sample in steps), initial=0.0))
-    by_model = list(itertools.accumulate((clock.step(sample.shape) / PICOSECONDS for _, sample in steps), initial=0.0))
+    by_model = list(itertools.accumulate((plain.seconds_of(sample) for _, sample in steps), initial=0.0))
     first = min(measured.arrivals(sent.since, sent.until))
 
     @functools.cache
@@ -331,8 +329,8 @@ def drive(trace: Trace, settings: FleetSettings, measured: Measured, sent: Sent)
     return rows_of(simulation.run().figures, sent.results)
 
 
-def _of_real_plans(costs: MachineCosts, samples: list[Sample]) -> float:
-    return sum(costs.step.step_seconds(sample.shape) for sample in samples) / sum(sample.seconds for sample in samples)
+def _of_real_plans(costs: MachineCosts, samples: list[MeasuredStep]) -> float:
+    return sum(costs.step.seconds_of(sample) for sample in samples) / sum(sample.seconds for sample in samples)
 
 
 def table(arguments: argparse.Namespace) -> None:

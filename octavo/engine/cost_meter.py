@@ -13,6 +13,7 @@ from octavo.observe.step_observer import StepObserver, StepTimes
 from octavo.schedule.results import Committed
 from octavo.schedule.step_costs import (
     ONE_ROW,
+    SPREAD_SAMPLES,
     VERIFIED_ROW,
     Sample,
     StepCosts,
@@ -20,6 +21,7 @@ from octavo.schedule.step_costs import (
     StepShape,
     fit,
     shape_of,
+    spread_of,
 )
 
 _DECODE_EVERY = 4  # of the steps without prompts, which are many and alike, one in so many is measured
@@ -30,9 +32,6 @@ _FADE, _LEAST_FADE = (
     0.97,
     0.25,
 )  # of that cost, for each measured step without a draft: a model that was too dear once is tried again
-_SPREAD_SAMPLES, _LEAST_SPREAD_SAMPLES = 64, 16  # steps with prompts beside other rows, of which the spread is found
-_SPREAD_SHARE = 0.9  # of them take no longer, for what was foreseen, than the spread says
-_MOST_SPREAD = 1.5  # where other programs disturb a machine, prompts must go on
 _HOST_SAMPLES, _LEAST_HOST_SAMPLES = (
     15,
     3,
@@ -102,7 +101,7 @@ class CostMeter(StepObserver):
         self._num_since_fit = 0
         self._costs: StepCosts | None = None  # of the last fit
         # How many times as long as foreseen steps took that have a limit.
-        self._ratios: deque[float] = deque(maxlen=_SPREAD_SAMPLES)
+        self._ratios: deque[float] = deque(maxlen=SPREAD_SAMPLES)
         # What passes of the draft model took, for each second of steps with as many tokens.
         self._draft_shares: deque[float] = deque(maxlen=_DRAFT_SHARES)
         self._fade = 1.0
@@ -148,17 +147,12 @@ class CostMeter(StepObserver):
     def _hand_on(self, costs: StepCosts | None) -> None:
         self._has_costs |= costs is not None
         if costs is not None:
-            costs = msgspec.structs.replace(costs, spread=self._spread())
+            costs = msgspec.structs.replace(costs, spread=spread_of(self._ratios))
             if self._draft_shares:
                 share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
                 costs = msgspec.structs.replace(costs, draft=share, draft_low=share * self._fade)
             costs = self._with_host(costs)
         self._costs = self.new_costs = costs
-
-    def _spread(self) -> float:
-        if len(self._ratios) < _LEAST_SPREAD_SAMPLES:
-            return 1.0
-        return min(max(sorted(self._ratios)[int(_SPREAD_SHARE * len(self._ratios))], 1.0), _MOST_SPREAD)
 
     def _note_host(self, committed: Committed, idle_seconds: float, seconds: float) -> None:
         """`idle_seconds`: in which nothing was computed before this step, while it was planned and the one before committed; `seconds`: in

@@ -46,6 +46,7 @@ class MachineCosts(msgspec.Struct, frozen=True):
     noise: float = 0.0  # median share by which single steps are off
     flags: list[str] = []  # that the server was started with
     disturbed: float = 0.0  # share of the measured time that was left out, because others used the machine
+    num_servers: int = 1  # that shared it, and were measured at once
 
     def step_of(self, shape: ModelShape, weights_bytes: int, kv_ratio: float) -> StepModel:
         """Steps of another model on this machine: each part in proportion to what it reads or computes. `kv_ratio`: bytes of a token's keys
@@ -63,7 +64,8 @@ class MachineCosts(msgspec.Struct, frozen=True):
             seconds.append(floor)
         row = step.row * shape.vocab_size * shape.hidden_size / (own.vocab_size * own.hidden_size)
         pair = step.pair * shape.pair_flops / own.pair_flops
-        return StepModel(step.tokens, seconds, row, step.context * kv_ratio, pair, step.noise, step.steady_noise)
+        # What the host and other processes take stays.
+        return msgspec.structs.replace(step, seconds=seconds, row=row, context=step.context * kv_ratio, pair=pair)
 
 
 def read_costs(path: Path) -> MachineCosts:

@@ -7,11 +7,14 @@ from statistics import median
 from typing import NamedTuple
 
 from octavo.cache.page_keys import keys_of
+from octavo.plan.step_model import AFTER_FIRST, MeasuredStep
 from octavo.plan.trace import Trace, TraceRequest
 from octavo.recording.format import Aborted, Arrived, Recording
-from octavo.replay.replay import ReplayedCommit
+from octavo.replay.replay import Replay, ReplayedCommit
 from octavo.replay.what_if import Learned, learn
-from octavo.schedule.step_costs import Sample, shape_of
+from octavo.schedule.step_costs import shape_of
+
+_LEAST_SHARE = 0.5 ** (AFTER_FIRST - 1)
 
 
 class Passage(NamedTuple):
@@ -23,56 +26,72 @@ class Passage(NamedTuple):
 
 
 class Measured:
-    """Steps of a recording. A step's time is that from the result before it to its own, if a request was open all the while: so it has what
-    planning, sending and other processes took, too."""
+    """Steps of a recording. A step's time is that from the result before it to its own, if a request was open all the while, and from the arrival
+    of the first request if none was: so it has what planning, sending and other processes took, too."""
 
     def __init__(self, recording: Recording) -> None:
-        # (when it ended, its computing alone, seconds since the one before)
-        self._steps: list[tuple[int, Sample, float | None]] = []
+        # (when it ended, seconds of computing alone, …)
+        self._steps: list[tuple[int, float, MeasuredStep]] = []
         self._before = 0
+        self._woken: int | None = None  # when the first request came to an idle engine
+        self._after_first = 0.0  # of the next step
         self._names: dict[str, str] = {}  # of open requests: the id of the response that each is
-        self._open: set[str] = set()
-        self._was_busy = False  # after the last step, some request was open
+        self._open = set(Replay(recording).scheduler.request_ids())
         self.passages: dict[str, Passage] = {}  # by the id of the response
         self.learned: Learned = learn(recording, self._hear)
         self._wall = recording.header.wall - recording.header.clock
-        hosts = [between - sample.seconds for _, sample, between in self._steps if between is not None]
+        hosts = [
+            step.seconds - computed for _, computed, step in self._steps if not step.wakes and step.seconds >= computed
+        ]
         self.host_seconds = max(0.0, median(hosts)) if hosts else 0.0
 
     def _hear(self, happening: object) -> None:
         match happening:
             case Arrived():
+                if not self._open:
+                    self._woken = happening.micros
                 self._open.add(happening.id)
                 name = self._names[happening.id] = happening.response_id or happening.id
                 self.passages[name] = Passage(happening.micros / 1e6, math.inf, math.inf)
             case Aborted():
                 self._open.discard(happening.id)
+                if not self._open:
+                    self._woken = None
             case ReplayedCommit():
                 self._committed(happening)
 
     def _committed(self, happening: ReplayedCommit) -> None:
+        gives_first = False
         for delta in happening.deltas:
             passage = self.passages.get(name := self._names.get(delta.request_id, ""))
             if passage is not None:
                 now = happening.micros / 1e6
+                gives_first |= passage.first == math.inf
                 self.passages[name] = Passage(passage.arrived, min(passage.first, now), now)
             if delta.finish is not None:
                 self._open.discard(delta.request_id)
-        seconds, between = happening.outcome.micros / 1e6, (happening.micros - self._before) / 1e6
-        is_next, self._was_busy, self._before = self._was_busy, bool(self._open), happening.micros
-        if seconds and not happening.plan.moves:
-            sample = Sample(shape_of(happening.plan, happening.outcome.num_tokens), seconds)
-            self._steps.append((happening.micros, sample, between if is_next and between >= seconds else None))
+        before, self._before = self._before, happening.micros
+        if not (computed := happening.outcome.micros):
+            return
+        woken, after_first = self._woken, self._after_first
+        if woken is not None:
+            before, after_first, self._woken = woken, 0.0, None
+        self._after_first = 1.0 if gives_first else after_first / 2 if after_first > _LEAST_SHARE else 0.0
+        if not happening.plan.moves:
+            shape = shape_of(happening.plan, happening.outcome.num_tokens)
+            step = MeasuredStep(shape, (happening.micros - before) / 1e6, woken is not None, after_first)
+            self._steps.append((happening.micros, computed / 1e6, step))
 
-    def timed(self, since: float = -math.inf, until: float = math.inf) -> list[tuple[float, Sample]]:
+    def timed(self, since: float = -math.inf, until: float = math.inf) -> list[tuple[float, MeasuredStep]]:
         """Steps that ended between these times, with the times at which they did: seconds since 1970."""
         return [
-            (ended, Sample(sample.shape, sample.seconds + self.host_seconds if between is None else between))
-            for micros, sample, between in self._steps
+            # Results of steps that overlap may be taken in at once.
+            (ended, step if step.seconds >= computed else step._replace(seconds=computed + self.host_seconds))
+            for micros, computed, step in self._steps
             if since <= (ended := micros / 1e6 + self._wall) <= until
         ]
 
-    def samples(self, since: float = -math.inf, until: float = math.inf) -> list[Sample]:
+    def samples(self, since: float = -math.inf, until: float = math.inf) -> list[MeasuredStep]:
         return [sample for _, sample in self.timed(since, until)]
 
     def arrivals(self, since: float, until: float) -> list[float]:

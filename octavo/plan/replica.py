@@ -17,7 +17,7 @@ from octavo.observe.step_observer import StepTimes
 from octavo.plan.content import SimulatedCache
 from octavo.plan.figures import Histogram, Journey
 from octavo.plan.settings import ReplicaSettings
-from octavo.plan.step_model import PICOSECONDS, StepClock, StepModel
+from octavo.plan.step_model import AFTER_FIRST, PICOSECONDS, StepClock, StepModel
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.request import Request
 from octavo.schedule.results import Planned
@@ -106,6 +106,8 @@ class SimulatedReplica:
         self.num_steps = self.num_plans = self.num_rows = 0
         self.most_pages = self.most_waiting = 0
         self._clock, self._depth = StepClock(model), settings.depth
+        self._wakes = True  # the next step is the first after it was idle
+        self._since_first = AFTER_FIRST  # steps that were planned since one that gave a first token
         self._on_first, self._on_end, self._with_jumps = on_first, on_end, with_jumps
         self._flight: deque[tuple[Planned, int, int]] = deque()  # (plan, its duration, when it ends)
         self._promise: _Promise | None = None
@@ -129,7 +131,7 @@ class SimulatedReplica:
         """A request comes. Returns why it is refused; empty: it is not."""
         self.catch_up(now)
         if not self._has_work:
-            self.now = max(self.now, now)
+            self.now, self._wakes, self._since_first = max(self.now, now), True, AFTER_FIRST
         most = journey.prompt_len + journey.output_len
         settings = self.settings
         if most > settings.max_model_len or not self._fits(most):
@@ -195,6 +197,10 @@ class SimulatedReplica:
         if not planned.is_empty:
             shape = shape_of(planned.plan, planned.num_tokens)
             duration = self._clock.step(shape, self.num_steps + self.number)
+            duration += self._clock.more(self._wakes, self._since_first)
+            self._wakes = False
+            if self._clock.has_firsts:
+                self._since_first = 0 if self._gives_first(planned) else self._since_first + 1
             begins = max(self.now, flight[-1][2]) if flight else self.now
             if self._pace is not None:
                 duration = round(duration * self._pace(begins))
@@ -212,6 +218,12 @@ class SimulatedReplica:
         if self.feed is not None:
             self._tell_news(self.feed, planned)
         self._make_promise(planned)
+
+    def _gives_first(self, planned: Planned) -> bool:
+        """Whether some request of a plan has its first token from it."""
+        plan, journeys = planned.plan, self.journeys
+        rows = zip(planned.requests, plan.starts, plan.counts, strict=True)
+        return any(start + count == journeys[request.id].prompt_len for request, start, count in rows)
 
     def _tell_news(self, feed: ReplicaFeed, planned: Planned) -> None:
         """Report to the router, as often as an engine does. A step in which rows only went on is no news: what routers would hear of it
@@ -271,7 +283,7 @@ class SimulatedReplica:
     # ── steady stretches ──
 
     def _make_promise(self, planned: Planned) -> None:
-        if not self._with_jumps:
+        if not self._with_jumps or (self._clock.has_firsts and self._since_first < AFTER_FIRST):
             return
         num_steps = min(steady_steps(self.scheduler, planned), _MOST_STEPS)
         if num_steps < 2:

@@ -11,12 +11,13 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from octavo.schedule.step_costs import Sample, StepCosts, StepShape
+from octavo.schedule.step_costs import MOST_SPREAD, Sample, StepCosts, StepShape, spread_of
 from octavo.schedule.step_costs import fit as fit_costs
 
 Numbers = npt.NDArray[np.float64]
@@ -26,6 +27,16 @@ _KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 
 _OUTLIER = 3.0  # a sample that took so many times as long as the first fit says does not count
 _NOISE_PARTS = 64
 _CELL = 10  # samples of about one size, whose mean is compared with the model's
+AFTER_FIRST = 4
+"""Steps after one that gave a request its first token take longer: meanwhile an API process begins its response. Each of so many has half of what the
+one before it has."""
+
+
+class MeasuredStep(NamedTuple):
+    shape: StepShape
+    seconds: float  # from the result before it to its own; from the arrival of its request, where the engine was idle
+    wakes: bool = False  # the engine was idle before it
+    after_first: float = 0.0  # 1, ½, ¼ or ⅛: one step after one that gave a first token, or two, …; 0: more
 
 
 class StepModel(msgspec.Struct, frozen=True):
@@ -45,14 +56,28 @@ class StepModel(msgspec.Struct, frozen=True):
     # prompt in a step, and only where a token then takes less time: a scheduler drafts no more than pays.
     draft_tokens: int = 0
     acceptance: float = 0.0
+    wake: float = 0.0  # seconds more for the first step after an engine was idle
+    first: float = 0.0  # … for a step after one that gave a request its first token; of those that follow, AFTER_FIRST
+    margin: float = 1.0  # StepCosts.spread: times what the scheduler foresees that most steps with prompts beside other rows take at most
 
     def __post_init__(self) -> None:
-        numbers = [*self.seconds, self.row, self.context, self.pair, *self.noise, *self.steady_noise]
+        numbers = [
+            *self.seconds,
+            self.row,
+            self.context,
+            self.pair,
+            self.wake,
+            self.first,
+            *self.noise,
+            *self.steady_noise,
+        ]
         is_ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not is_ascending or self.tokens[0] < 1:
             raise ValueError("tokens must be at least two ascending numbers, with as many seconds")
         if not 0 <= self.draft_tokens <= 64 or not 0 <= self.acceptance <= 1:
             raise ValueError("draft_tokens must be from 0 to 64, and acceptance from 0 to 1")
+        if not 1 <= self.margin <= MOST_SPREAD:
+            raise ValueError(f"margin must be from 1 to {MOST_SPREAD}")
         if not all(math.isfinite(number) and 0 <= number < 1e6 for number in numbers) or not self.seconds[0]:
             raise ValueError("seconds must be positive and finite")
 
@@ -69,6 +94,9 @@ class StepModel(msgspec.Struct, frozen=True):
             self.products(num_tokens) + self.row * shape.rows + self.context * shape.context + self.pair * shape.pairs
         )
 
+    def seconds_of(self, step: MeasuredStep) -> float:
+        return self.step_seconds(step.shape) + self.wake * step.wakes + self.first * step.after_first
+
     @property
     def tokens_per_step(self) -> float:
         """That a row with drafts gets from one step, on average: 1 + a + a² + …"""
@@ -82,6 +110,8 @@ class StepModel(msgspec.Struct, frozen=True):
             row=self.row * factor,
             context=self.context * factor,
             pair=self.pair * factor,
+            wake=self.wake * factor,
+            first=self.first * factor,
         )
 
     def costs(self, max_rows: int, max_tokens: int) -> StepCosts:
@@ -92,7 +122,8 @@ class StepModel(msgspec.Struct, frozen=True):
                 pairs = tokens * start + tokens * (tokens + 1) // 2
                 shapes += [StepShape(rows, tokens, rows * 512, pairs) for rows in (1, min(16, max_rows))]
         samples = [Sample(shape, self.step_seconds(shape)) for shape in shapes]
-        return fit_costs([(sample, 1 / sample.seconds**2) for sample in samples])
+        found = fit_costs([(sample, 1 / sample.seconds**2) for sample in samples])
+        return msgspec.structs.replace(found, spread=self.margin)
 
 
 def _up_to(most: int) -> list[int]:
@@ -105,6 +136,9 @@ class StepClock:
     def __init__(self, model: StepModel) -> None:
         self._model = model
         self._pair, self._noise = round(model.pair * PICOSECONDS), model.noise
+        self._wake = round(model.wake * PICOSECONDS)
+        self._after_first = [round(model.first * PICOSECONDS / 2**at) for at in range(AFTER_FIRST)]
+        self.has_firsts = model.first > 0
         self._bases: dict[tuple[int, int], int] = {}
         self._contexts: dict[int, int] = {}
 
@@ -137,6 +171,12 @@ class StepClock:
             return False
         return self._plain(rows * (1 + model.draft_tokens), 0) / model.tokens_per_step < self._plain(rows, 0)
 
+    def more(self, wakes: bool, since_first: int) -> int:
+        """That a step takes longer if it `wakes` the engine, and so many steps after one that gave a first token."""
+        if wakes:
+            return self._wake
+        return self._after_first[since_first] if since_first < AFTER_FIRST else 0
+
     def step(self, shape: StepShape, number: int = 0) -> int:
         """`number`: of the step; the same one takes the same time."""
         rows, more_tokens, context, pairs = shape
@@ -155,11 +195,11 @@ _STRETCH_SECONDS = 2.0
 _SLOW = 1.4  # a stretch in which steps took so many times as long as alike ones at another time
 
 
-def without_slow_stretches(timed: Sequence[tuple[float, Sample]]) -> tuple[list[Sample], float]:
+def without_slow_stretches(timed: Sequence[tuple[float, MeasuredStep]]) -> tuple[list[MeasuredStep], float]:
     """Leave out the stretches of time in which all steps took much longer than alike ones did at another time: on a shared machine others computed
     then, and a plan is for a machine of one's own. Returns the others, and the share of the steps' time that was left out. `timed`: with when each
     ended."""
-    by_stretch: dict[int, list[Sample]] = {}
+    by_stretch: dict[int, list[MeasuredStep]] = {}
     for ended, sample in timed:
         by_stretch.setdefault(int(ended / _STRETCH_SECONDS), []).append(sample)
     shortest: dict[tuple[int, ...], float] = {}
@@ -169,7 +209,7 @@ def without_slow_stretches(timed: Sequence[tuple[float, Sample]]) -> tuple[list[
             cells.setdefault(_cell(sample), []).append(sample.seconds)
         for cell, seconds in cells.items():
             shortest[cell] = min(shortest.get(cell, math.inf), float(np.median(seconds)))
-    kept: list[Sample] = []
+    kept: list[MeasuredStep] = []
     left_out = whole = 0.0
     for samples in by_stretch.values():
         spent = sum(sample.seconds for sample in samples)
@@ -181,7 +221,7 @@ def without_slow_stretches(timed: Sequence[tuple[float, Sample]]) -> tuple[list[
     return kept, left_out / whole if whole else 0.0
 
 
-def _cell(sample: Sample) -> tuple[int, ...]:
+def _cell(sample: MeasuredStep) -> tuple[int, ...]:
     """Steps of about one size: each number has as many bits."""
     return tuple(number.bit_length() for number in sample.shape)
 
@@ -194,7 +234,7 @@ class Fit(msgspec.Struct, frozen=True):
     p90_error: float
 
 
-def fit_model(samples: Sequence[Sample]) -> Fit:
+def fit_model(samples: Sequence[MeasuredStep]) -> Fit:
     """Least squares of relative deviations, with slopes and coefficients of at least 0, without samples that are far off. It is the mean of
     steps that is found, not the shortest: what holds a step up now and then does so in the plan, too. Raises ValueError where samples have no
     two sizes."""
@@ -209,6 +249,7 @@ def fit_model(samples: Sequence[Sample]) -> Fit:
         columns.append(np.clip(tokens - low, 0, high - low))
     for name in ("rows", "context", "pairs"):
         columns.append(np.array([getattr(sample.shape, name) for sample in samples], float))
+    columns += [np.array([getattr(sample, name) for sample in samples], float) for name in ("wakes", "after_first")]
     matrix = np.stack(columns, axis=1)
     weights = 1 / seconds
     found = _nonnegative(matrix * weights[:, None], seconds * weights)
@@ -218,18 +259,27 @@ def fit_model(samples: Sequence[Sample]) -> Fit:
         weights = np.where(seconds > _OUTLIER * predicted, 0.0, 1 / predicted)
         found = _nonnegative(matrix * weights[:, None], seconds * weights)
     values, value = [float(found[0])], float(found[0])
-    for slope, low, high in zip(found[1:-3], knots, knots[1:], strict=False):
+    for slope, low, high in zip(found[1:-5], knots, knots[1:], strict=False):
         value += float(slope) * (high - low)
         values.append(value)
     values[0] = max(values[0], 1e-9)
     predicted = matrix @ found
     has_prompt = np.array([sample.shape.more_tokens > 0 for sample in samples])
-    row, context, pair = (float(each) for each in found[-3:])
+    row, context, pair, wake, first = (float(each) for each in found[-5:])
     noises = [_noise(seconds[which], predicted[which]) for which in (has_prompt, ~has_prompt)]
-    model = StepModel(knots, values, row, context, pair, noises[0], noises[1])
+    model = StepModel(knots, values, row, context, pair, noises[0], noises[1], wake=wake, first=first)
+    model = msgspec.structs.replace(model, margin=_margin(model, samples))
     errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
     noise = float(np.median(np.abs(predicted / seconds - 1)))
     return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
+
+
+def _margin(model: StepModel, samples: Sequence[MeasuredStep]) -> float:
+    """What an engine's CostMeter finds, by the costs that a simulated scheduler has."""
+    most_rows = max(sample.shape.rows for sample in samples)
+    costs = model.costs(most_rows, max(1, *(sample.shape.more_tokens for sample in samples)))
+    beside = [sample for sample in samples if sample.shape.more_tokens and sample.shape.context]
+    return spread_of([sample.seconds / costs.seconds(sample.shape) for sample in beside])
 
 
 def _noise(seconds: Numbers, predicted: Numbers) -> list[float]:
@@ -241,7 +291,7 @@ def _noise(seconds: Numbers, predicted: Numbers) -> list[float]:
     return [round(float(each), 4) for each in parts / parts.mean()]
 
 
-def _cell_errors(samples: Sequence[Sample], predicted: Numbers, seconds: Numbers) -> list[float]:
+def _cell_errors(samples: Sequence[MeasuredStep], predicted: Numbers, seconds: Numbers) -> list[float]:
     """By how much the model is off for steps of about one size, on average."""
     cells: dict[tuple[int, ...], list[int]] = {}
     for at, sample in enumerate(samples):

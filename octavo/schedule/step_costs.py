@@ -7,7 +7,7 @@ rows. On a GPU the weights are read while the products are computed, so steps of
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -121,6 +121,19 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 NO_COSTS = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+SPREAD_SAMPLES = 64  # steps with prompts beside other rows, of which an engine finds the spread
+_LEAST_SPREAD_SAMPLES = 16
+_SPREAD_SHARE = 0.9  # of them take no longer, for what was foreseen, than the spread says
+MOST_SPREAD = 1.5  # where other programs disturb a machine, prompts must go on
+
+
+def spread_of(ratios: Collection[float]) -> float:
+    """StepCosts.spread. `ratios`: what steps with prompts beside other rows took, as shares of what was foreseen."""
+    if len(ratios) < _LEAST_SPREAD_SAMPLES:
+        return 1.0
+    return min(max(sorted(ratios)[int(_SPREAD_SHARE * len(ratios))], 1.0), MOST_SPREAD)
 
 
 class Sample(NamedTuple):

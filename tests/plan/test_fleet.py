@@ -20,6 +20,7 @@ MODEL = StepModel([1, 8, 64], [0.005, 0.006, 0.03], 1e-4, 3e-7, 2e-7)
 
 DRAFTING = msgspec.structs.replace(MODEL, draft_tokens=3, acceptance=0.7)
 NOISY = msgspec.structs.replace(MODEL, noise=[0.7, 0.9, 1.0, 1.4])
+HOSTED = msgspec.structs.replace(NOISY, wake=0.004, first=0.002)
 
 
 def fleet_of(num_replicas: int = 1, depth: int = 0, num_pages: int = 400, **changes: object) -> FleetSettings:
@@ -67,7 +68,7 @@ def test_a_fleet_with_jumps_makes_the_same_plans_at_the_same_times(seed):
     r = random.Random(seed)
     trace = random_trace(r, r.randrange(1, 25))
     fleet = fleet_of(r.choice([1, 2, 3]), r.choice([0, 1]), r.choice([70, 150, 400]))
-    fleet = msgspec.structs.replace(fleet, model=r.choice([MODEL, NOISY, DRAFTING]))
+    fleet = msgspec.structs.replace(fleet, model=r.choice([MODEL, NOISY, DRAFTING, HOSTED]))
     failures = [Failure(r.random() * 2, 1, r.random() < 0.7)] if r.random() < 0.3 and fleet.num_replicas > 1 else []
     without, plans = run(trace, fleet, False, failures)
     with_jumps, fewer = run(trace, fleet, True, failures)
@@ -102,6 +103,36 @@ def test_times_are_those_of_the_steps():
     assert abs(journey.ttft - first - second) < 1e-9
     decodes = [MODEL.products(1) + MODEL.row + MODEL.context * position for position in (100, 101)]
     assert abs(journey.latency - journey.ttft - sum(decodes)) < 1e-9
+
+
+def test_an_idle_engine_takes_a_while_to_wake_up():
+    """Two requests after a pause each, and one that comes while the second is computed."""
+    requests = [TraceRequest(0.0, 40, 1), TraceRequest(5.0, 40, 40), TraceRequest(5.05, 30, 1)]
+    waking = msgspec.structs.replace(fleet_of(), model=msgspec.structs.replace(MODEL, wake=0.004))
+    before, after = (Simulation(Trace("three", requests), each).run().journeys for each in (fleet_of(), waking))
+    later = [round((new.ttft - old.ttft) * 1e6) for old, new in zip(before, after, strict=True)]  # µs
+    assert later[:2] == [4000, 4000]
+    assert after[1].ended - before[1].ended == 0.004 * 1e12
+
+
+def test_steps_after_a_first_token_take_longer():
+    """Four steps do, each by half of what the one before it does."""
+    slow = msgspec.structs.replace(fleet_of(), model=msgspec.structs.replace(MODEL, first=0.008))
+    for length, factor in ((1, 0.0), (2, 1.0), (3, 1.5), (4, 1.75), (5, 1.875), (9, 1.875)):
+        trace = Trace("one", [TraceRequest(0.0, 100, length)])
+        before, after = (Simulation(trace, each).run().journeys[0] for each in (fleet_of(), slow))
+        assert after.first == before.first and after.ended - before.ended == factor * 0.008 * 1e12
+
+
+def test_a_margin_cuts_prompts_shorter_beside_streams():
+    """By a limit of 20 ms, a long prompt beside a stream: with the margin, the longest time between tokens is shorter by it."""
+    trace = Trace("two", [TraceRequest(0.0, 16, 60), TraceRequest(0.1, 900, 2)])
+    gaps = []
+    for margin in (1.0, 1.25):
+        model = msgspec.structs.replace(MODEL, margin=margin)
+        fleet = msgspec.structs.replace(fleet_of(max_inter_token_ms=20.0), model=model)
+        gaps.append(Simulation(trace, fleet).run().journeys[0].longest_gap)
+    assert 1.1 < gaps[0] / gaps[1] < 1.4
 
 
 def test_what_happens_before_the_engine_is_in_the_first_token():

@@ -82,6 +82,7 @@ def test_steps_of_a_recording_have_their_times(tmp_path):
         recorded(folder, seed, False, has_limit=True)
         samples += Measured(read(folder)).samples()
     assert len(samples) > 200
+    assert sum(sample.wakes for sample in samples) > 30 and any(sample.after_first == 0.25 for sample in samples)
     found = fit_model(samples)
     assert found.median_error < 0.05
     for rows, more in ((1, 0), (4, 0), (2, 20)):

@@ -10,20 +10,20 @@ from octavo.plan.chips import CHIPS, chip_of, estimate
 from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.settings import Front
-from octavo.plan.step_model import StepClock, StepModel, fit_model, without_slow_stretches
-from octavo.schedule.step_costs import Sample, StepShape
+from octavo.plan.step_model import MeasuredStep, StepClock, StepModel, fit_model, without_slow_stretches
+from octavo.schedule.step_costs import MOST_SPREAD, StepShape
 
 TRUE = StepModel([1, 8, 32, 512], [0.006, 0.008, 0.02, 0.2], 3e-4, 3e-7, 2e-7)
 
 
-def samples_of(model: StepModel, noise: float, seed: int = 0) -> list[Sample]:
+def samples_of(model: StepModel, noise: float, seed: int = 0) -> list[MeasuredStep]:
     dice = random.Random(seed)
     samples = []
     for _ in range(600):
         rows, more = dice.choice([1, 2, 4, 8, 16, 32, 64]), dice.choice([0, 0, 0, 16, 60, 130, 400])
         shape = StepShape(rows, more, rows * dice.randrange(2000), more * dice.randrange(1, 1500))
         seconds = model.step_seconds(shape) * dice.uniform(1 - noise, 1 + noise)
-        samples.append(Sample(shape, seconds * (5 if noise and dice.random() < 0.02 else 1)))
+        samples.append(MeasuredStep(shape, seconds * (5 if noise and dice.random() < 0.02 else 1)))
     return samples
 
 
@@ -40,12 +40,40 @@ def test_stretches_in_which_others_used_the_machine_are_left_out():
     timed = [(at / 30, sample) for at, sample in enumerate(quiet)]  # 20 s
     kept, share = without_slow_stretches(timed)
     assert share == 0 and len(kept) == len(quiet)
-    slow = [(ended, Sample(each.shape, each.seconds * (2 if 4 <= ended < 10 else 1))) for ended, each in timed]
+    slow = [(ended, MeasuredStep(each.shape, each.seconds * (2 if 4 <= ended < 10 else 1))) for ended, each in timed]
     kept, share = without_slow_stretches(slow)
     assert 0.3 < share < 0.6 and len(kept) == 420
     model = fit_model(kept).model
     off = [abs(model.step_seconds(sample.shape) / sample.seconds - 1) for sample in samples_of(TRUE, 0.0, seed=1)]
     assert max(off) < 0.06
+
+
+def test_what_wakes_an_engine_and_follows_a_first_token_is_told_from_the_steps():
+    dice = random.Random(4)
+    true = msgspec.structs.replace(TRUE, wake=0.003, first=0.002)
+    steps = []
+    for sample in samples_of(TRUE, 0.0):
+        wakes, after = dice.random() < 0.2, dice.choice([0.0, 0.0, 1.0, 0.5, 0.25, 0.125])
+        step = sample._replace(wakes=wakes, after_first=0.0 if wakes else after)
+        steps.append(step._replace(seconds=true.seconds_of(step) * dice.uniform(0.98, 1.02)))
+    found = fit_model(steps).model
+    assert abs(found.wake / 0.003 - 1) < 0.1 and abs(found.first / 0.002 - 1) < 0.1
+    assert max(found.steady_noise + found.noise) < 1.05, "what they take is no scatter of the steps"
+    for sample in samples_of(TRUE, 0.0, seed=1):
+        assert abs(found.step_seconds(sample.shape) / sample.seconds - 1) < 0.02
+
+
+def test_a_simulated_scheduler_has_the_margin_that_an_engine_learns():
+    """A fifth of the steps with prompts beside rows takes 1.3 times as long."""
+    dice = random.Random(5)
+    plain = fit_model(samples_of(TRUE, 0.0)).model
+    assert plain.margin == plain.costs(64, 512).spread < 1.1  # the sum of a scheduler's costs is not quite the curve
+    slow = [each._replace(seconds=each.seconds * (1 + 0.3 * (dice.random() < 0.2))) for each in samples_of(TRUE, 0.0)]
+    model = fit_model(slow).model
+    assert 1.15 < model.margin == model.costs(64, 512).spread < 1.35
+    assert fit_model([each for each in slow if not each.shape.more_tokens]).model.margin == 1
+    wild = [each._replace(seconds=each.seconds * dice.choice([1, 1, 1, 2.5])) for each in samples_of(TRUE, 0.0)]
+    assert fit_model(wild).model.margin == MOST_SPREAD
 
 
 def test_a_flat_beginning_is_kept():
@@ -57,7 +85,7 @@ def test_a_flat_beginning_is_kept():
 
 def test_steps_of_one_size_are_no_curve():
     with pytest.raises(ValueError, match="same number"):
-        fit_model([Sample(StepShape(1, 0, 5, 0), 0.1)] * 3)
+        fit_model([MeasuredStep(StepShape(1, 0, 5, 0), 0.1)] * 3)
 
 
 def test_the_clock_is_the_model_in_integers():
@@ -96,6 +124,9 @@ def test_costs_for_the_scheduler_are_near():
         {"seconds": [0.0, 1.0, 2.0, 3.0]},
         {"row": float("nan")},
         {"pair": -1.0},
+        {"wake": -1.0},
+        {"margin": 0.9},
+        {"first": float("inf")},
         {"acceptance": 1.5},
         {"draft_tokens": -1},
     ],
@@ -162,6 +193,7 @@ def test_another_model_takes_time_in_proportion():
         LLAMA, num_parameters=2 * LLAMA.num_parameters, active_parameters=2 * LLAMA.active_parameters
     )
     step = costs_file().step_of(twice, 2 * 16_060_000_000, 2.0)
+    assert (step.wake, step.first, step.noise) == (TRUE.wake, TRUE.first, TRUE.noise)
     assert step.products(1) == 2 * TRUE.products(1) and step.context == 2 * TRUE.context
     assert costs_file().step_of(LLAMA, 16_060_000_000, 1.0) == TRUE
 

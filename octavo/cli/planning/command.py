@@ -33,6 +33,8 @@ from octavo.recording.format import read
 RECORD, ADVISE = "record", "advise"
 EXIT_MISSED = 1
 _MUCH = 0.05  # of the measured time
+# What servers that are measured are given in another way; several of them are started one by one.
+_NOT_MEASURED = ("config.positional_model", "config.model", "config.data_parallel_size")
 _ESTIMATE_ERROR = 0.25  # of step times that were not measured
 _LEAST_ERROR = 0.03
 _KV_BYTES = {"fp8": 1.0, "int8": 1.06, "float16": 2.0, "float32": 4.0}
@@ -198,9 +200,12 @@ def _measure(arguments: argparse.Namespace, config: Config) -> int:
     folder = Path(arguments.measure).absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"--measure {arguments.measure}: the folder {folder} does not exist")
-    costs = measure(config.model.model, _serve_flags(arguments), Path(arguments.measure), arguments.measure_seconds)
+    servers = config.fleet.data_parallel_size
+    costs = measure(
+        config.model.model, _serve_flags(arguments), Path(arguments.measure), arguments.measure_seconds, servers
+    )
     step, front = costs.step, costs.front
-    print(f"{costs.shape.name} on {costs.machine}")
+    print(f"{costs.shape.name} on {costs.machine}" + (f", {servers} servers at once" if servers > 1 else ""))
     print(
         f"{costs.num_steps} steps measured, each off by {costs.noise:.1%} (median); means of alike ones by {costs.median_error:.1%}, one in ten by {costs.p90_error:.1%} or more"
     )
@@ -211,6 +216,9 @@ def _measure(arguments: argparse.Namespace, config: Config) -> int:
         )
     for tokens, seconds in zip(step.tokens, step.seconds, strict=True):
         print(f"{tokens:>8} tokens in a step {seconds * 1e3:>10.2f} ms")
+    print(
+        f"{step.wake * 1e3:.2f} ms to wake up an idle engine, {step.first * 1e3:.2f} ms more for a step after a first token"
+    )
     print(
         f"{step.row * 1e3:.4f} ms a row, {step.context * 1e6:.3f} ms for 1,000 tokens of context; outside the engine {front.seconds * 1e3:.1f} ms on the way in, "
         f"{front.first_seconds * 1e3:.1f} ms back for the first token, {front.last_seconds * 1e3:.1f} ms for the last"
@@ -223,7 +231,7 @@ def _serve_flags(arguments: argparse.Namespace) -> list[str]:
     """The flags of the model and its engine that were given, for a server."""
     flags = []
     for name, value in vars(arguments).items():
-        if name.startswith("config.") and name not in ("config.positional_model", "config.model"):
+        if name.startswith("config.") and name not in _NOT_MEASURED:
             flag = "--" + name.removeprefix("config.").replace("_", "-").replace("page-size", "block-size")
             flags += [flag if value else "--no-" + flag[2:]] if isinstance(value, bool) else [flag, str(value)]
     return flags
@@ -257,6 +265,8 @@ def _measured(arguments: argparse.Namespace, config: Config, shape: ModelShape, 
     )
     error = max(_LEAST_ERROR, costs.p90_error) if is_same else max(0.12, costs.p90_error)
     kind = "measured" if is_same else f"measured with {costs.shape.name} and scaled to this model"
+    if costs.num_servers > 1:
+        kind += f" with {costs.num_servers} servers at once"
     source = f"{kind} on {costs.machine}, {costs.made} (octavo {costs.version}): {costs.num_steps} steps, fit off by {costs.median_error:.1%} in the median"
     start = arguments.start_seconds if arguments.start_seconds is not None else costs.start_seconds
     settings = _fleet(config, replica, costs.step_of(shape, weights, ratio), costs.front, start)

@@ -3,13 +3,14 @@ processes of its own; this one only sends requests."""
 
 import argparse
 import asyncio
+import contextlib
 import math
 import os
 import random
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from octavo.cli.planning.check import EVERY_TOKEN
 from octavo.errors import ConfigError, RequestFailed
 from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import read_shape
-from octavo.plan.recorded import Measured
+from octavo.plan.recorded import Measured, Passage
 from octavo.plan.settings import Front
 from octavo.plan.step_model import fit_model, without_slow_stretches
 from octavo.recording.format import Recording, read
@@ -46,10 +47,10 @@ class Asked(NamedTuple):
 class Load:
     """Sends prompts of random token ids to the server."""
 
-    def __init__(self, url: str, model: str, vocab_size: int, key: str) -> None:
+    def __init__(self, url: str, model: str, vocab_size: int, key: str, seed: int = 0) -> None:
         self._client = Client(Target.parse(url), key)
         self._model, self._vocab_size = model, vocab_size
-        self._dice = random.Random(0)
+        self._dice = random.Random(seed)
 
     def prompt(self, length: int) -> list[int]:
         lowest = min(1000, self._vocab_size // 2)
@@ -108,33 +109,30 @@ async def _one_by_one(load: Load, lengths: Sequence[int]) -> None:
         await load.ask(load.prompt(length), 2)
 
 
-def measure(model: str, flags: Sequence[str], path: Path, seconds: float) -> MachineCosts:
-    """Raises ConfigError where the server does not start or records nothing."""
+def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_servers: int = 1) -> MachineCosts:
+    """`num_servers`: that share the machine: all of them are measured at once. Raises ConfigError where one does not start or records nothing."""
     shape = read_shape(model)
-    signal.signal(signal.SIGTERM, _leave)  # so that the server does not outlive this process
-    with tempfile.TemporaryDirectory(prefix="octavo-plan-") as folder:
-        started = time.monotonic()
-        own = ["--record-folder", folder, "--record-bytes", "1G", "--speculative-config", '{"method": "none"}']
-        server = StartedServer(model, [*own, *flags])
-        try:
-            start_seconds = time.monotonic() - started
-            with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                load = Load(
-                    server.record.url,
-                    server.record.model,
-                    shape.vocab_size,
-                    os.environ.get("OCTAVO_API_KEY", "").split(",")[0],
-                )
-                runner.run(load.ask(load.prompt(16), 4))
-                limits = recording_of(Path(folder)).header.report
-                alone = runner.run(exercise(load, limits.max_num_seqs, limits.max_model_len, seconds))
-                runner.run(load.close())
-            recording = recording_of(Path(folder))
-        finally:
-            server.stop()
-    measured = Measured(recording)
+    signal.signal(signal.SIGTERM, _leave)  # so that no server outlives this process
+    with tempfile.TemporaryDirectory(prefix="octavo-plan-") as folder, contextlib.ExitStack() as running:
+        folders = [Path(folder) / str(number) for number in range(num_servers)]
+        servers = []
+        start_seconds = 0.0
+        for each in folders:
+            each.mkdir()
+            started = time.monotonic()
+            own = ["--record-folder", str(each), "--record-bytes", "1G", "--speculative-config", '{"method": "none"}']
+            servers.append(StartedServer(model, [*own, *flags]))
+            running.callback(servers[-1].stop)
+            start_seconds = max(start_seconds, time.monotonic() - started)
+        key = os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            urls = [(server.record.url, server.record.model) for server in servers]
+            alone = runner.run(_exercise_all(urls, folders, shape.vocab_size, key, seconds))
+        recordings = [recording_of(each) for each in folders]
+    recording = recordings[0]
+    measured = [Measured(each) for each in recordings]
     try:
-        samples, disturbed = without_slow_stretches(measured.timed())
+        samples, disturbed = without_slow_stretches([step for each in measured for step in each.timed()])
         found = fit_model(samples)
     except ValueError as error:
         raise ConfigError(f"too few steps were measured: {error}") from None
@@ -153,9 +151,9 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float) -> Mac
         max_model_len=report.max_model_len,
         max_num_seqs=report.max_num_seqs,
         max_num_batched_tokens=report.max_num_batched_tokens,
-        depth=measured.learned.depth,
+        depth=measured[0].learned.depth,
         step=found.model,
-        front=front_of(alone, measured),
+        front=front_of(alone, {name: way for each in measured for name, way in each.passages.items()}),
         start_seconds=start_seconds,
         num_steps=found.num_samples,
         median_error=found.median_error,
@@ -163,9 +161,25 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float) -> Mac
         noise=found.noise,
         flags=list(flags),
         disturbed=disturbed,
+        num_servers=num_servers,
     )
     write_costs(path, costs)
     return costs
+
+
+async def _exercise_all(
+    servers: Sequence[tuple[str, str]], folders: Sequence[Path], vocab_size: int, key: str, seconds: float
+) -> list[Asked]:
+    """`servers`: URL and model of each."""
+    loads = [Load(url, model, vocab_size, key, seed) for seed, (url, model) in enumerate(servers)]
+    await asyncio.gather(*(load.ask(load.prompt(16), 4) for load in loads))
+    limits = recording_of(folders[0]).header.report
+    found = await asyncio.gather(
+        *(exercise(load, limits.max_num_seqs, limits.max_model_len, seconds) for load in loads)
+    )
+    for load in loads:
+        await load.close()
+    return [asked for each in found for asked in each]
 
 
 def _leave(number: int, frame: object) -> None:
@@ -181,7 +195,7 @@ def recording_of(folder: Path) -> Recording:
     return read(found[-1])
 
 
-def front_of(asked: Sequence[Asked], measured: Measured) -> Front:
+def front_of(asked: Sequence[Asked], passages: Mapping[str, Passage]) -> Front:
     """What requests took outside the engine, each compared with its own way through it. The way in is a constant and so much for each prompt token:
     middle ones, because a request that comes during a step waits for its end. The way back is a mean: how long a first token takes depends
     on which core its process finds free, and means of first tokens are what a plan is compared with."""
@@ -189,7 +203,7 @@ def front_of(asked: Sequence[Asked], measured: Measured) -> Front:
     first: list[float] = []
     last: list[float] = []
     for each in asked:
-        passage, result = measured.passages.get(each.result.response_id), each.result
+        passage, result = passages.get(each.result.response_id), each.result
         if passage is None or passage.first == math.inf:
             continue
         inward.append((each.prompt_len, max(0.0, passage.arrived - result.started)))
