@@ -45,6 +45,7 @@ _LONGEST_HOST = 0.1  # seconds; after a longer pause the host had nothing to do
 class _Host(NamedTuple):
     """A step of which it was measured what the host takes from it."""
 
+    number: int  # counting steps without drafts
     rows: int
     idle_seconds: float  # in which nothing was computed before it
     shape: StepShape
@@ -61,13 +62,11 @@ class _Hosts:
     def __init__(self) -> None:
         self.plain: deque[_Host] = deque(maxlen=_HOST_SAMPLES)
         self.drafting: deque[_Host] = deque(maxlen=_HOST_SAMPLES)
-        self._num_since_drafting = 0
 
-    def add(self, host: _Host, has_drafts: bool) -> None:
-        (self.drafting if has_drafts else self.plain).append(host)
-        self._num_since_drafting = 0 if has_drafts else self._num_since_drafting + 1
-        if self._num_since_drafting == _HOST_AGE:
-            self.drafting.clear()
+    def forget(self, before: int) -> None:
+        """Forget steps with drafts that have a lower number."""
+        while self.drafting and self.drafting[0].number < before:
+            self.drafting.popleft()
 
 
 def _middle(hosts: deque[_Host], costs: StepCosts | None) -> float | None:
@@ -108,6 +107,7 @@ class CostMeter(StepObserver):
         self._before = math.inf  # when the step before was committed
         self._host_computes = host_computes
         self._hosts: dict[int, _Hosts] = {}  # by the rows of steps, as a power of two
+        self._num_plain = 0  # steps without drafts
         if one_row_seconds > 0 and draft_seconds > 0:
             self._draft_shares.append(draft_seconds / one_row_seconds)
 
@@ -165,7 +165,9 @@ class CostMeter(StepObserver):
             return
         hosts = self._hosts.setdefault(num_rows.bit_length(), _Hosts())
         shape = shape_of(plan, num_tokens, committed.result.drafted)
-        hosts.add(_Host(num_rows, max(0.0, idle_seconds), shape, seconds), bool(plan.drafts))
+        host = _Host(self._num_plain, num_rows, max(0.0, idle_seconds), shape, seconds)
+        (hosts.drafting if plan.drafts else hosts.plain).append(host)
+        self._num_plain += not plan.drafts
         if plan.drafts and len(hosts.drafting) == _LEAST_HOST_SAMPLES and self._costs is not None:
             self._hand_on(self._costs)  # so that drafts that do not pay end soon
 
@@ -178,6 +180,7 @@ class CostMeter(StepObserver):
         drafting: list[tuple[Sample, float]] = []
         plain: list[tuple[Sample, float]] = []
         for hosts in self._hosts.values():
+            hosts.forget(self._num_plain - _HOST_AGE)
             usual = _middle(hosts.plain, costs if self._host_computes else None)
             if self._host_computes and usual is not None:
                 plain.append(_at(hosts.plain, usual))

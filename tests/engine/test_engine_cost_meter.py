@@ -213,16 +213,17 @@ def test_what_the_host_takes_alone_is_known_by_the_number_of_rows():
 def test_steps_of_cores_that_also_serve_are_compared_as_they_are():
     """Other processes take 0.1 ms for each row's tokens from the cores that compute. With drafts, the host plans alone for 3 ms, but a step
     takes no longer for each token that counts than without: that is seen where the host computes. After many steps without drafts, those
-    with drafts are tried anew."""
+    with drafts are tried anew, also if they had another number of rows."""
     for host_computes, host_seconds in ((False, 0.003), (True, 0.0)):
         meter, now, costs = CostMeter(TRUE.seconds(ONE_ROW), host_computes=host_computes), 0.0, NO_COSTS
         for number in range(3000):
-            is_prompt, has_drafts = number % 10 == 0, number % 4 == 0 and number < 400
-            counts = [30 if is_prompt and not row else 1 for row in range(40)]
+            is_prompt, has_drafts = number % 10 == 0, number % 4 == 0 and number < 500
+            rows = 40 if number < 400 or number >= 500 else 20
+            counts = [30 if is_prompt and not row else 1 for row in range(rows)]
             drafts = [Draft(1, [7, 7])] if has_drafts and not is_prompt else []
             counts[1] += 2 * len(drafts)
             plan = StepPlan(
-                number, [], [], [], list(range(40)), [50] * 40, counts, [True] * 40, [], [], [], drafts=drafts
+                number, [], [], [], list(range(rows)), [50] * rows, counts, [True] * rows, [], [], [], drafts=drafts
             )
             seconds = TRUE.seconds(shape_of(plan, sum(counts))) + (0.001 if drafts else 0.004)
             now += seconds + (0.003 if drafts else 0.0)

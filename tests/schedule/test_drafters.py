@@ -269,6 +269,10 @@ def test_of_many_rows_some_are_asked_first_and_less_often_in_vain():
     assert not speculation.wants_drain(16, good_rows, shape, costs), "they paid too seldom"
     assert len(speculation.choose(good, shape, costs, 64)) == 64
     assert speculation.wants_drain(16, good_rows, shape, costs), "what paid is looked for again soon"
+    asked.clear()
+    fewer = StepShape(32, 0, 320, 0)
+    assert not any(speculation.wants_drain(number, poor_rows[:32], fewer, costs) for number in range(1, 600))
+    assert len(asked) == 16 * len(range(16, 600, 16)), "of 32 rows, as often as ever"
     for _ in range(5):
         assert not speculation.choose(poor[:1], StepShape(1, 0, 10, 0), costs, 64)
     assert speculation.wants_drain(3, good_rows[:1], StepShape(1, 0, 10, 0), costs), "one row is asked every time"

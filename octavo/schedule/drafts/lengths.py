@@ -20,7 +20,9 @@ LEAST_GAIN = 1.03
 PROBED_ROWS = 16
 """Number of rows that are asked first where there are many, because asking takes time. If drafts of none of them pay, the others are not asked."""
 FEW_ROWS = 8
-"""With more rows, drafts are looked for less often after each time when none paid: every DRAIN_EVERY · 2, · 4, … steps."""
+MANY_ROWS = 32
+"""With more rows, drafts are looked for less often after each time when none paid: every DRAIN_EVERY · 2, · 4, … steps. With fewer, looking
+takes little, and prompts, beside which nothing is drafted, end most stretches of drafting."""
 LEAST_COST = 0.02
 """… and costs at least this share of a step's constant part, whatever was measured."""
 SHARED_BY = 32
@@ -112,7 +114,9 @@ class CostSpeculation:
         if not is_adaptive and is_by_model:
             return True
         if shape.rows > FEW_ROWS or is_by_model:
-            often = min(self._num_in_vain, max(0, (shape.rows - 1).bit_length() - FEW_ROWS.bit_length() + 1), 4)
+            often = 0
+            if shape.rows > MANY_ROWS:
+                often = min(self._num_in_vain, (shape.rows - 1).bit_length() - FEW_ROWS.bit_length() + 1, 4)
             if num_steps % (DRAIN_EVERY << often):
                 return False
         if is_adaptive and costs is None:
