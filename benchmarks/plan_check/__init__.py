@@ -1,0 +1,1 @@
+"""octavo plan against real runs: predicted beside seen."""

@@ -1,0 +1,45 @@
+"""The goals of benchmarks.plan_check: which are met, and by how much others are missed."""
+
+import json
+
+import pytest
+
+from benchmarks.plan_check.goals import as_json, goals_of, line_of
+
+ROWS = [
+    ("first token, mean, s", [0.040, 0.042], [0.040, 0.040], [0.040, 0.040]),  # +2.5 %
+    ("first token, p50, s", [0.04], [0.01], [0.04]),  # no goal
+    ("first token, p99, s", [0.115, 0.115], [0.100, 0.100], [0.1, 0.1]),  # +15 %
+    ("per token, mean, s", [0.0033], [0.003], [0.003]),  # +10 %
+    ("per token, p99, s", [0.006, 0.006], [0.004, 0.0065], [0.005, 0.005]),  # +14 %, between the runs
+    ("inter-token, mean, s", [1.0], [0.1], [0.1]),  # no goal
+    ("inter-token, p99, s", [0.0091], [0.01], [0.01]),  # −9 %
+    ("end to end, mean, s", [1.0], [0.1], [0.1]),  # no goal
+    ("output tokens/s", [90.0], [100.0], [100.0]),  # −10 %
+]
+
+
+def test_each_goal_is_met_or_missed_by_a_share():
+    goals = {goal.measure: goal for goal in goals_of("default", "chat", ROWS)}
+    assert {name: round(goal.missed_by, 6) for name, goal in goals.items()} == {
+        "first token, mean": 0.0,
+        "first token, p99": 0.05,
+        "per token, mean": 0.05,
+        "per token, p99": 0.0,
+        "inter-token, p99": 0.0,
+        "output tokens/s": 0.05,
+    }
+    assert [name for name, goal in goals.items() if not goal.is_met] == [
+        "first token, p99", "per token, mean", "output tokens/s",
+    ]  # fmt: skip
+
+
+def test_goals_are_written_as_a_table_and_as_json():
+    goals = goals_of("default", "chat", ROWS)
+    assert line_of(goals[1]) == (
+        "| default | chat | first token, p99 | 115.0 ms | 100.0 ms | 100.0 … 100.0 ms | +15.0% | missed by 5.0% (10%) | +0.0% |"
+    )
+    assert "| met |" in line_of(goals[0]) and "| 90.0 | 100.0 |" in line_of(goals[-1])
+    written = json.loads(json.dumps(as_json(goals)))
+    assert [each["is_met"] for each in written] == [goal.is_met for goal in goals]
+    assert written[1]["missed_by"] == pytest.approx(0.05) and written[1]["limit"] == 0.10
