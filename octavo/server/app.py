@@ -44,8 +44,9 @@ def build_app(
     app.state.service = service
     service.ask = functools.partial(ask, app)
     service.openapi = functools.partial(build_document, app, service)
+    # Not include_router(): it would make each route anew, at the first request, and ask every router in turn for each request.
     for router in routers(service):
-        app.include_router(router)
+        app.router.routes += router.routes
     for error in (OctavoError, HTTPException, RequestValidationError):
         app.add_exception_handler(error, respond_with_error)
     app.add_middleware(RequestMiddleware, service=service)

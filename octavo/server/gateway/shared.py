@@ -84,10 +84,10 @@ class Shared:
 
     def _build_app(self) -> FastAPI:
         app = FastAPI(title="Octavo", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-        app.include_router(files.router(self))
-        app.include_router(usage.router(self))
+        app.router.routes += files.router(self).routes
+        app.router.routes += usage.router(self).routes
         every = list(self.stores.values())
-        app.include_router(batches.routes(self, self._choose, lambda: every, self._check, lambda: None))
+        app.router.routes += batches.routes(self, self._choose, lambda: every, self._check, lambda: None).routes
         for error in (OctavoError, HTTPException, RequestValidationError):
             app.add_exception_handler(error, respond_with_error)
         return app
