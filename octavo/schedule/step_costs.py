@@ -32,6 +32,8 @@ class StepShape(NamedTuple):
     pairs: int  # of a token and a token at or before it, over the other rows
 
 
+COST_PARTS = ("step", "row", "token", "context", "pair")
+"""The fields of StepCosts that make up a step's seconds."""
 ONE_ROW = StepShape(rows=1, more_tokens=0, context=0, pairs=0)
 VERIFY_TOKENS = 8
 VERIFIED_ROW = StepShape(VERIFY_TOKENS, 0, VERIFY_TOKENS * (VERIFY_TOKENS - 1) // 2, 0)

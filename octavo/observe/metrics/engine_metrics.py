@@ -4,8 +4,6 @@ Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."
 
 from typing import get_args
 
-import msgspec
-
 from octavo.cache.kv_cache import MissReason
 from octavo.messages import Abort, EngineReport, FinishReason, GenerateRequest, Responded, TokenDelta
 from octavo.observe.live_state import LiveTotals
@@ -14,7 +12,7 @@ from octavo.observe.metrics.gauges import EngineState, rejections, write_gauges
 from octavo.observe.metrics.http_metrics import HttpMetrics
 from octavo.observe.step_observer import StepEnd, StepObserver, StepTimes
 from octavo.schedule.results import Committed, Planned, Removed
-from octavo.schedule.step_costs import StepCosts
+from octavo.schedule.step_costs import COST_PARTS, StepCosts
 
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -343,22 +341,12 @@ class EngineMetrics(StepObserver):
             "Drafted tokens that were accepted, by their position in the draft.",
             [({"position": str(at)}, count) for at, count in enumerate(self._accepted_by_position)],
         )
-        costs = {} if self._costs is None else msgspec.structs.asdict(self._costs)
-        for other in (
-            "draft",
-            "draft_low",
-            "spread",
-            "host",
-            "host_row",
-            "beyond",
-            "beyond_row",
-        ):  # no seconds, or not of every step
-            costs.pop(other, None)
+        costs = self._costs
         scrape.gauge(
             "octavo:step_cost_seconds",
             "Measured cost of a step by part: a step, a row, a further token of a row, a position before a row's one token, and one "
             "before each of a row's several tokens.",
-            [({"part": part}, seconds) for part, seconds in costs.items()],
+            [] if costs is None else [({"part": part}, getattr(costs, part)) for part in COST_PARTS],
         )
         scrape.counter(
             "vllm:prompt_tokens_by_source",
