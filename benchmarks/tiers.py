@@ -13,6 +13,7 @@
 Prompts are token ids drawn by a seed. Servers get ports of their own; everything else on the machine should be idle."""
 
 import argparse
+import asyncio
 import atexit
 import contextlib
 import http.client
@@ -35,7 +36,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.fault_disk import MODES, FaultDisk
+from octavo.cli.bench.http_stream import Client, Target
 from octavo.cli.bench.report import percentile
+from octavo.server.process import loop_factory
 
 START_S = 180.0
 VOCABULARY = (200, 40_000)  # ids that prompts are drawn from
@@ -110,35 +113,55 @@ def serving(flags: Sequence[str]) -> Iterator[Server]:
         server.stop()
 
 
-def ask(url: str, prompt: list[int], max_tokens: int, seed: int | None = None) -> Answer:
+def _body(prompt: list[int], max_tokens: int, seed: int | None = None) -> bytes:
     """Greedy, or sampled by the seed."""
-    parts = urllib.parse.urlsplit(url)
     body = {
         "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True, "cache_prompt": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     if seed is not None:
         body |= {"temperature": 1, "seed": seed}
+    return json.dumps(body).encode()
+
+
+class _Reader:
+    """Takes in the events of an answer, with the time since the request was sent."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._times: list[float] = []
+        self._text, self._cached = "", 0
+
+    def take(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            return
+        event: dict[str, Any] = json.loads(data)
+        if event.get("choices") and event["choices"][0].get("text"):
+            self._times.append(time.perf_counter() - self._started)
+            self._text += event["choices"][0]["text"]
+        if usage := event.get("usage"):
+            self._cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def answer(self) -> Answer:
+        seconds, times = time.perf_counter() - self._started, self._times
+        gaps = [b - a for a, b in itertools.pairwise(times)]
+        return Answer(times[0] if times else seconds, seconds, gaps, self._text, self._cached)
+
+
+def ask(url: str, prompt: list[int], max_tokens: int, seed: int | None = None) -> Answer:
+    parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=600)
-    started = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    times: list[float] = []
-    text, cached = "", 0
+    reader = _Reader()
+    connection.request("POST", "/v1/completions", _body(prompt, max_tokens, seed), {"content-type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"benchmarks.tiers: {response.status}: {response.read()[:500]!r}")
     for line in response:
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-            continue
-        event: dict[str, Any] = json.loads(line[6:])
-        if event.get("choices") and event["choices"][0].get("text"):
-            times.append(time.perf_counter() - started)
-            text += event["choices"][0]["text"]
-        if usage := event.get("usage"):
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    seconds = time.perf_counter() - started
+        if line.startswith(b"data: "):
+            reader.take(line[6:].strip())
+    answer = reader.answer()
     connection.close()
-    return Answer(times[0] if times else seconds, seconds, [b - a for a, b in itertools.pairwise(times)], text, cached)
+    return answer
 
 
 def drawn(seed: int, count: int) -> list[int]:
@@ -147,23 +170,25 @@ def drawn(seed: int, count: int) -> list[int]:
 
 
 def by_clients(url: str, prompts: Sequence[list[int]], max_tokens: int, num_clients: int) -> list[Answer]:
-    """Every client sends the next prompt when its last answer is over."""
+    """Every client sends the next prompt when its last answer is over. One thread: several would wait for each other, and that would
+    count as the server's time."""
     answers: list[Answer] = []
     left = list(reversed(prompts))
 
-    def client() -> None:
-        while True:
-            try:
-                prompt = left.pop()
-            except IndexError:
-                return
-            answers.append(ask(url, prompt, max_tokens))
+    async def send_on() -> None:
+        client = Client(Target.parse(url))
+        while left:
+            body, reader = _body(left.pop(), max_tokens), _Reader()
+            async for data in client.post_events("/v1/completions", body):
+                reader.take(data)
+            answers.append(reader.answer())
+        await client.close()
 
-    threads = [threading.Thread(target=client) for _ in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    async def run() -> None:
+        await asyncio.gather(*(send_on() for _ in range(num_clients)))
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run())
     return answers
 
 
