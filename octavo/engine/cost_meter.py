@@ -20,8 +20,8 @@ from octavo.schedule.step_costs import (
     StepSamples,
     StepShape,
     fit,
+    learned_spread,
     shape_of,
-    spread_of,
 )
 
 _DECODE_EVERY = 4  # of the steps without prompts, which are many and alike, one in so many is measured
@@ -147,7 +147,7 @@ class CostMeter(StepObserver):
     def _hand_on(self, costs: StepCosts | None) -> None:
         self._has_costs |= costs is not None
         if costs is not None:
-            costs = msgspec.structs.replace(costs, spread=spread_of(self._ratios))
+            costs = msgspec.structs.replace(costs, spread=learned_spread(self._ratios))
             if self._draft_shares:
                 share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
                 costs = msgspec.structs.replace(costs, draft=share, draft_low=share * self._fade)
