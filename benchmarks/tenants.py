@@ -248,13 +248,20 @@ def throughput(arguments: argparse.Namespace) -> None:
         vocabulary = vocabulary_of(sides["key"], "boss")
         found = asyncio.run(_take_turns(sides, arguments.clients, arguments.seconds, arguments.rounds, vocabulary))
     ratios = [key / none for key, none in zip(found["key"], found["none"], strict=True)]
-    mean, half = statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
     print(f"{3 * arguments.clients} clients, {arguments.rounds} rounds of {arguments.seconds:g} s for each side")
     for side, rates in found.items():
         print(f"fairness {side}: {statistics.mean(rates):.0f} tokens/s on average")
-    print(
-        f"ratio: {statistics.median(ratios):.3f} (median), {mean:.3f} on average, 95 % interval {mean - half:.3f} to {mean + half:.3f}"
-    )
+    print(ratio_of(ratios))
+
+
+def ratio_of(ratios: list[float]) -> str:
+    """What the ratios of all rounds say. One round has no interval."""
+    mean = statistics.mean(ratios)
+    said = f"ratio: {statistics.median(ratios):.3f} (median), {mean:.3f} on average"
+    if len(ratios) < 2:
+        return said
+    half = 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    return f"{said}, 95 % interval {mean - half:.3f} to {mean + half:.3f}"
 
 
 # ── budgets ─────────────────────────────────────────────────────────────────────────────────────────

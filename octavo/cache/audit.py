@@ -15,9 +15,14 @@ def audit(cache: KVCache, is_idle: bool = False) -> list[str]:
     hold a page."""
     pool = cache.pool
     refs, keys, blank, cached = pool.refs, pool.keys, {*pool.blank}, {*pool.cached}
-    num_holders, loading = [0] * pool.num_pages, {*chain.from_iterable(cache.loads.values())}
+    num_pages = pool.num_pages
+    num_holders, loading = [0] * num_pages, {*chain.from_iterable(cache.loads.values())}
+    unknown: list[int] = []
     for page in chain(_held(cache.tables), chain.from_iterable(cache.loads.values())):
-        num_holders[page] += 1
+        if 0 <= page < num_pages:
+            num_holders[page] += 1
+        else:
+            unknown.append(page)
     on_host = sorted(chain(cache.host_free, _held(cache.host_tables)))
     # Each list below is made only where it is not empty, as a comparison of whole lists or sets tells: they are long.
     idle, unowned = blank | cached, {page for page, count in enumerate(refs) if not count}
@@ -25,14 +30,15 @@ def audit(cache: KVCache, is_idle: bool = False) -> list[str]:
     found = [
         ("blank, cached and owned pages do not add up to all pages", len(blank) + len(cached) != len(unowned)),
         ("not in exactly one state", [] if is_alike else sorted(idle ^ unowned | blank & cached)),
-        ("more pages are owned or cached than have memory", pool.num_touched < pool.num_pages - len(pool.blank)),
+        ("more pages are owned or cached than have memory", pool.num_touched < num_pages - len(pool.blank)),
         ("listed as blank more than once", _repeated(pool.blank) if len(blank) < len(pool.blank) else []),
         ("with a wrong reference count", [] if refs == num_holders else _unequal(refs, num_holders)),
+        ("held that do not exist", unknown),
         ("cached without a key", [page for page in cached if keys[page] is None]),
         ("blank with a key", [page for page in blank if keys[page] is not None]),
         ("not found under their key", [page for key, page in pool.index.items() if keys[page] != key]),
         ("of the swap space not accounted for", _not_once(on_host, cache.num_host_pages)),
-        ("held when nothing runs", sorted({*range(pool.num_pages)} - unowned - loading) if is_idle else []),
+        ("held when nothing runs", sorted({*range(num_pages)} - unowned - loading) if is_idle else []),
         ("sequences are swapped out when nothing runs", cache.host_tables and is_idle),
     ]
     return [_describe(what, which) for what, which in found if which]

@@ -3,6 +3,7 @@ and observers hear of it: what steers a plan is an input on record (decisions 02
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ from octavo.schedule.step_costs import (
     StepSamples,
     StepShape,
     fit,
+    learned_spread,
     shape_of,
-    spread_of,
 )
 
 _DECODE_EVERY = 4  # of the steps without prompts, which are many and alike, one in so many is measured
@@ -36,9 +37,9 @@ _HOST_SAMPLES, _LEAST_HOST_SAMPLES = (
     15,
     3,
 )  # of steps of about one number of rows, with drafts and without; the median of each counts
-_HOST_AGE = (
-    1024  # steps without drafts, after which those with drafts are forgotten: what was too dear once is tried again
-)
+# Steps without drafts, after which those with drafts are forgotten: what was too dear once is tried again. Those without drafts say nothing of
+# other numbers of rows any more.
+_HOST_AGE = 1024
 _LONGEST_HOST = 0.1  # seconds; after a longer pause the host had nothing to do
 
 
@@ -69,14 +70,14 @@ class _Hosts:
             self.drafting.popleft()
 
 
-def _middle(hosts: deque[_Host], costs: StepCosts | None) -> float | None:
+def _middle(hosts: Sequence[_Host], costs: StepCosts | None) -> float | None:
     """The median of what was measured: beyond these costs, or with nothing computed. None: that is too little to tell."""
     if len(hosts) < _LEAST_HOST_SAMPLES:
         return None
     return median(host.idle_seconds if costs is None else host.beyond(costs) for host in hosts)
 
 
-def _at(hosts: deque[_Host], seconds: float) -> tuple[Sample, float]:
+def _at(hosts: Sequence[_Host], seconds: float) -> tuple[Sample, float]:
     return Sample(StepShape(round(median(host.rows for host in hosts)), 0, 0, 0), max(0.0, seconds)), 1.0
 
 
@@ -147,7 +148,7 @@ class CostMeter(StepObserver):
     def _hand_on(self, costs: StepCosts | None) -> None:
         self._has_costs |= costs is not None
         if costs is not None:
-            costs = msgspec.structs.replace(costs, spread=spread_of(self._ratios))
+            costs = msgspec.structs.replace(costs, spread=learned_spread(self._ratios))
             if self._draft_shares:
                 share = sorted(self._draft_shares)[min(2, len(self._draft_shares) - 1)]
                 costs = msgspec.structs.replace(costs, draft=share, draft_low=share * self._fade)
@@ -179,17 +180,20 @@ class CostMeter(StepObserver):
         drafts, and without."""
         drafting: list[tuple[Sample, float]] = []
         plain: list[tuple[Sample, float]] = []
+        since = self._num_plain - _HOST_AGE
         for hosts in self._hosts.values():
-            hosts.forget(self._num_plain - _HOST_AGE)
+            hosts.forget(since)
             usual = _middle(hosts.plain, costs if self._host_computes else None)
-            if self._host_computes and usual is not None:
-                plain.append(_at(hosts.plain, usual))
+            if self._host_computes:
+                recent = [host for host in hosts.plain if host.number >= since]
+                if (beyond := _middle(recent, costs)) is not None:
+                    plain.append(_at(recent, beyond))
             more = _middle(hosts.drafting, None if usual is None or not self._host_computes else costs)
             if more is not None:
                 drafting.append(_at(hosts.drafting, more - (usual or 0.0)))
-        host, beyond = fit(drafting), fit(plain)
+        alone, longer = fit(drafting), fit(plain)
         return msgspec.structs.replace(
-            costs, host=host.step, host_row=host.row, beyond=beyond.step, beyond_row=beyond.row
+            costs, host=alone.step, host_row=alone.row, beyond=longer.step, beyond_row=longer.row
         )
 
     def _note_drafts(self, work: DraftWork) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from octavo.schedule.step_costs import MOST_SPREAD, Sample, StepCosts, StepShape, spread_of
+from octavo.schedule.step_costs import MOST_SPREAD, Sample, StepCosts, StepShape, learned_spread
 from octavo.schedule.step_costs import fit as fit_costs
 
 Numbers = npt.NDArray[np.float64]
@@ -279,7 +279,7 @@ def _margin(model: StepModel, samples: Sequence[MeasuredStep]) -> float:
     most_rows = max(sample.shape.rows for sample in samples)
     costs = model.costs(most_rows, max(1, *(sample.shape.more_tokens for sample in samples)))
     beside = [sample for sample in samples if sample.shape.more_tokens and sample.shape.context]
-    return spread_of([sample.seconds / costs.seconds(sample.shape) for sample in beside])
+    return learned_spread([sample.seconds / costs.seconds(sample.shape) for sample in beside])
 
 
 def _noise(seconds: Numbers, predicted: Numbers) -> list[float]:

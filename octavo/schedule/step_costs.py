@@ -131,7 +131,7 @@ _SPREAD_SHARE = 0.9  # of them take no longer, for what was foreseen, than the s
 MOST_SPREAD = 1.5  # where other programs disturb a machine, prompts must go on
 
 
-def spread_of(ratios: Collection[float]) -> float:
+def learned_spread(ratios: Collection[float]) -> float:
     """StepCosts.spread. `ratios`: what steps with prompts beside other rows took, as shares of what was foreseen."""
     if len(ratios) < _LEAST_SPREAD_SAMPLES:
         return 1.0

@@ -44,6 +44,10 @@ def forget_holder(cache: KVCache) -> None:
     del cache.tables[1]
 
 
+def hold_what_does_not_exist(cache: KVCache) -> None:
+    cache.tables[0][0].pages[0] = 99
+
+
 def forget_load(cache: KVCache) -> None:
     del cache.loads[5]
 
@@ -79,6 +83,7 @@ FAULTS: list[tuple[Callable[[KVCache], None], set[str]]] = [
     (cache_blank, {"do not add up", "1 pages not in exactly one state: 23", "cached without a key: 23"}),
     (share_too_often, {"1 pages with a wrong reference count: 0"}),
     (forget_holder, {"3 pages with a wrong reference count: 0, 1, 3"}),
+    (hold_what_does_not_exist, {"1 pages with a wrong reference count: 0", "1 pages held that do not exist: 99"}),
     (forget_load, {"2 pages with a wrong reference count: "}),
     (lose_key, {"1 pages cached without a key", "1 pages not found under their key"}),
     (keep_key, {"1 pages blank with a key: 23"}),

@@ -240,6 +240,28 @@ def test_steps_of_cores_that_also_serve_are_compared_as_they_are():
             assert costs.decode_seconds(shape) == costs.seconds(shape)
 
 
+def test_what_steps_took_long_ago_says_nothing_of_other_numbers_of_rows():
+    """At first, 60 rows take 20 ms more than the sum of their costs, because of other programs. Later steps have four and eight rows, and take
+    what it says."""
+    meter, now, costs = CostMeter(TRUE.seconds(ONE_ROW), host_computes=True), 0.0, NO_COSTS
+    for number in range(2400):
+        is_prompt, is_early = number % 10 == 0, number < 400
+        rows = 60 if is_early else 4 + number % 2 * 4
+        counts = [30 if is_prompt and not row else 1 for row in range(rows)]
+        plan = StepPlan(number, [], [], [], list(range(rows)), [50] * rows, counts, [True] * rows, [], [], [])
+        seconds = TRUE.seconds(shape_of(plan, sum(counts)))
+        now += seconds + 0.02 * is_early
+        meter.committed(
+            Committed(plan, StepResult(number, [7] * rows), sum(counts), [], [], [], []), StepTimes(now, seconds)
+        )
+        costs = meter.take() or costs
+        if number == 399:
+            assert costs.decode_seconds(StepShape(60, 0, 3000, 0)) > TRUE.seconds(StepShape(60, 0, 3000, 0)) + 0.018
+    for rows in (4, 8):
+        shape = StepShape(rows, 0, 50 * rows, 0)
+        assert costs.decode_seconds(shape) == pytest.approx(TRUE.seconds(shape), rel=0.03)
+
+
 def test_what_a_draft_model_takes_is_apart():
     """Steps are measured without it; a pass costs a share of a step with as many tokens. At first, what a trial took."""
     meter = CostMeter(0.009, 0.016, 0.0036)

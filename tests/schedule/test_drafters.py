@@ -248,6 +248,22 @@ def test_what_steps_take_beyond_their_costs_counts():
     assert sum(lengths(msgspec.structs.replace(cpu, beyond=0.0128), 64, *certain, room=64)) == 64
 
 
+def test_nothing_is_drafted_where_the_last_fit_calls_tokens_free():
+    """Costs that were fitted to disturbed steps may be of prompts or positions alone, while steps take longer than they say. A prompt of one
+    token looks back at nothing."""
+    for costs in (StepCosts(0.0, 0.0, 1e-4, 0.0, 0.0), StepCosts(0.0, 0.0, 0.0, 1e-4, 0.0)):
+        for more in (
+            costs,
+            msgspec.structs.replace(costs, beyond=0.004),
+            msgspec.structs.replace(costs, beyond_row=0.001),
+        ):
+            speculation, first = CostSpeculation(SpeculationSettings("ngram", 8)), request_with(Certain(*[0.95] * 9), 0)
+            first.computed = 0
+            rows = [(0, first), (1, request_with(Certain(*[0.95] * 9), 1))]
+            assert speculation.choose(rows, StepShape(2, 0, 10, 0), more, 64) == []
+            assert not speculation.wants_drain(16, [request for _, request in rows], StepShape(2, 0, 10, 0), more)
+
+
 def test_of_many_rows_some_are_asked_first_and_less_often_in_vain():
     costs, shape = StepCosts(0.004, 0.0001, 0.0, 0.0, 0.0), StepShape(64, 0, 640, 0)
     asked: list[Certain] = []

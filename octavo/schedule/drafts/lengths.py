@@ -24,7 +24,7 @@ MANY_ROWS = 32
 """With more rows, drafts are looked for less often after each time when none paid: every DRAIN_EVERY · 2, · 4, … steps. With fewer, looking
 takes little, and prompts, beside which nothing is drafted, end most stretches of drafting."""
 LEAST_COST = 0.02
-"""… and costs at least this share of a step's constant part, whatever was measured."""
+"""A drafted token costs at least this share of a step's constant part, whatever was measured."""
 SHARED_BY = 32
 """Steps that share what it costs a draft model to catch up with a row, if the row has as many left."""
 DRAIN_EVERY = 16
@@ -249,6 +249,8 @@ def _drafts(offers: Sequence[_Offered]) -> list[Draft]:
 
 def _could_pay(shape: StepShape, costs: StepCosts) -> bool:
     """Whether a token for each row that is certain to count, and costs nothing to propose, would pay, at the average length of the rows."""
+    if not costs.step and not costs.row:  # fitted to disturbed steps: that says nothing of what a drafted token costs
+        return False
     position = shape.context // max(shape.rows, 1)
     seconds, added = costs.decode_seconds(shape), shape.rows * _cost(costs, position)
     return seconds > MARGIN * added and 2 * seconds > LEAST_GAIN * (seconds + added + costs.host_seconds(shape.rows))
