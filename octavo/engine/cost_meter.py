@@ -162,13 +162,14 @@ class CostMeter(StepObserver):
         num_rows = len(plan.rows)
         if not num_rows or plan.enters or plan.moves or idle_seconds > _LONGEST_HOST or idle_seconds == -math.inf:
             return
-        if num_tokens > num_rows and not plan.drafts:
-            return
+        if not plan.drafts:
+            self._num_plain += 1
+            if num_tokens > num_rows or self._num_plain % _DECODE_EVERY:
+                return
         hosts = self._hosts.setdefault(num_rows.bit_length(), _Hosts())
         shape = shape_of(plan, num_tokens, committed.result.drafted)
         host = _Host(self._num_plain, num_rows, max(0.0, idle_seconds), shape, seconds)
         (hosts.drafting if plan.drafts else hosts.plain).append(host)
-        self._num_plain += not plan.drafts
         if plan.drafts and len(hosts.drafting) == _LEAST_HOST_SAMPLES and self._costs is not None:
             self._hand_on(self._costs)  # so that drafts that do not pay end soon
 
