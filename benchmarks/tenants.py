@@ -32,7 +32,7 @@ from octavo.cli.bench.http_stream import Client, HTTPFailure, Target
 from octavo.cli.bench.report import percentile
 from octavo.weights.sources.source import resolve
 from tests.e2e.servers import Server
-from tests.processes import children_of
+from tests.processes import children_of, signal_all
 
 PROMPT, OUTPUT = 128, 16  # tokens of a light key's request
 FLOOD_OUTPUT = 128
@@ -187,16 +187,6 @@ def weights(arguments: argparse.Namespace) -> None:
 # ── throughput ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _signal(server: Server, number: int) -> None:
-    """Send the signal to all processes of the server."""
-    tree = [server.process.pid]
-    for pid in tree:
-        tree += children_of(pid)
-    for pid in tree:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
 async def _take_turns(
     sides: dict[str, Server], clients: int, seconds: float, rounds: int, vocabulary: int
 ) -> dict[str, list[float]]:
@@ -217,7 +207,7 @@ async def _take_turns(
         for number in range(rounds):
             for side in list(sides)[:: 1 if number % 2 else -1]:
                 for other, server in sides.items():
-                    _signal(server, signal.SIGCONT if other == side else signal.SIGSTOP)
+                    signal_all(server.process.pid, signal.SIGCONT if other == side else signal.SIGSTOP)
                 await asyncio.sleep(0.3)
                 began, before = time.perf_counter(), sum(each.num_tokens for each in tenants[side])
                 await asyncio.sleep(seconds)
@@ -228,7 +218,7 @@ async def _take_turns(
                 print(f"{number + 1} rounds: {rates} tokens/s", file=sys.stderr, flush=True)
     finally:
         for server in sides.values():
-            _signal(server, signal.SIGCONT)
+            signal_all(server.process.pid, signal.SIGCONT)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

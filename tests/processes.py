@@ -1,6 +1,7 @@
 """The processes of this machine, for tests and benchmarks that start, stop and kill some."""
 
 import contextlib
+import os
 from pathlib import Path
 
 
@@ -20,3 +21,14 @@ def children_of(pid: int) -> dict[int, str]:
             with contextlib.suppress(OSError):
                 found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()
     return found
+
+
+def signal_all(pid: int, number: int) -> None:
+    """Send the signal to the process and to all that it has started, as far as they run."""
+    tree = [pid]
+    for each in tree:
+        with contextlib.suppress(OSError):
+            tree += children_of(each)
+    for each in tree:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, number)
