@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import select
 import subprocess
 import time
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from octavo.cluster.relay import PLACER
 from octavo.config import Config, replace
 from octavo.errors import ConfigError
 from octavo.ipc.launch import EngineLaunch
+from octavo.ipc.readable import is_readable
 from octavo.ipc.subprocesses import describe_exit, spawn
 from octavo.messages import EngineReport
 from octavo.supervisor.launcher import LocalEngine
@@ -119,7 +119,7 @@ class RayLauncher:
 
     def _connect(self) -> ClusterReport:
         assert self._placer.stdout is not None
-        if not select.select([self._placer.stdout], [], [], _CONNECT_S)[0]:
+        if not is_readable(self._placer.stdout.fileno(), _CONNECT_S):
             raise ConfigError(f"the Ray cluster does not answer within {_CONNECT_S:.0f} s")
         line = self._placer.stdout.readline()
         if not line:

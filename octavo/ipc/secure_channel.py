@@ -10,12 +10,13 @@ import hashlib
 import hmac
 import logging
 import os
-import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+
+from octavo.ipc.readable import is_readable
 
 log = logging.getLogger("octavo.ipc")
 
@@ -85,7 +86,7 @@ class SecureConnection:
 
     def poll(self, timeout: float = 0.0) -> bool:
         """Whether recv_bytes() would not wait for a message to begin."""
-        return bool(select.select([self._sock], [], [], timeout)[0])
+        return is_readable(self._sock.fileno(), timeout)
 
     def close(self) -> None:
         self._sock.close()

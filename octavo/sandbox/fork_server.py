@@ -75,8 +75,11 @@ class _Server:
     def run(self) -> None:
         with contextlib.suppress(ConnectionError):
             self._notify(READY, 0, 0)
+            poll = select.poll()  # not select(), which fails for descriptors above 1,023
+            poll.register(self._control, select.POLLIN)
+            poll.register(self._woken, select.POLLIN)
             while True:
-                ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
+                ready = {descriptor for descriptor, _ in poll.poll()}
                 if self._woken in ready:
                     os.read(self._woken, 4096)
                     self._reap()

@@ -12,6 +12,7 @@ import pytest
 
 from octavo.ipc import secure_channel
 from octavo.ipc.secure_channel import Refused, SecureConnection, SecureListener, connect, interface_of
+from tests.descriptors import many_descriptors
 
 SECRET = b"s" * 32
 Joined = queue.Queue[tuple[SecureConnection, bytes]]
@@ -46,6 +47,15 @@ def test_messages_arrive_as_they_were_sent(listener: SecureListener, joined: Joi
     with pytest.raises(EOFError):
         executor.recv_bytes()
     executor.close()
+
+
+def test_a_channel_may_have_a_descriptor_above_1023(listener: SecureListener, joined: Joined) -> None:
+    with many_descriptors(), contextlib.closing(connect(listener.address, SECRET, b"rank 3")) as rank:
+        executor, _ = joined.get(timeout=10)
+        assert not executor.poll(0.001)
+        rank.send_bytes(b"result")
+        assert executor.poll(10) and executor.recv_bytes() == b"result"
+        executor.close()
 
 
 def test_a_stranger_is_dropped_and_logged(

@@ -15,6 +15,7 @@ import pytest
 from octavo.errors import EngineUnavailable, Overloaded, Unsupported
 from octavo.sandbox.pool import JobEnded, JobFailed, SandboxPool
 from octavo.sandbox.seccomp import restrict_system_calls
+from tests.descriptors import many_descriptors
 from tests.sandbox import probe_jobs
 
 MIB = 2**20
@@ -145,6 +146,12 @@ async def test_a_killed_process_costs_nothing_and_a_second_one_the_job(start: St
     with pytest.raises(EngineUnavailable, match="SIGKILL"):
         await job
     assert await run(pool, "echo", 1) == 1
+
+
+async def test_a_process_with_many_descriptors_has_jobs(start: Start) -> None:
+    with many_descriptors():
+        pool = start()
+        assert await asyncio.gather(*[run(pool, "echo", number) for number in range(5)]) == list(range(5))
 
 
 @on_linux

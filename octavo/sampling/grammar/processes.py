@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import signal
 import site
 import socket
@@ -18,6 +17,7 @@ import msgspec
 
 import octavo
 from octavo.errors import ConfigError, OctavoError
+from octavo.ipc.readable import is_readable
 from octavo.ipc.subprocesses import describe_exit
 from octavo.sampling.grammar.protocol import (
     Begin,
@@ -151,7 +151,7 @@ class GrammarProcess:
             # Its own limit counts processor time. This one is for a process that waits instead of computing.
             line.settimeout(20 * compile_seconds)
             line.sendall(framed(Compile(self.grammar)))
-            if not select.select([line], [], [], _LONG_COMPILE)[0]:
+            if not is_readable(line.fileno(), _LONG_COMPILE):
                 self.lower()
             compiled = msgspec.msgpack.decode(receive(line), type=Compiled)
             line.setblocking(False)
