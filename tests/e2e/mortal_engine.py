@@ -1,5 +1,6 @@
 """A server whose engine ends, as by a fault of its own, when a prompt or a grammar holds the word DEADLY, and takes SLOW_SECONDS for a step with the
-word SLOW, or until there is the file that OCTAVO_TEST_ENOUGH names: all else is the real thing.
+word SLOW, or until there is the file that OCTAVO_TEST_ENOUGH names; while there is the file that OCTAVO_TEST_CALM names, it pauses before each
+step, so that a client on a busy machine keeps up. All else is the real thing.
 `python -m tests.e2e.mortal_engine serve …` serves; without arguments this is the engine process."""
 
 import os
@@ -19,6 +20,7 @@ from octavo.weights.sources.source import ModelSource
 DEADLY = " Mississippi"
 SLOW = " Sacramento"
 SLOW_SECONDS = 15.0
+CALM_SECONDS = 0.2
 
 
 def load_executor(config: Config, source: ModelSource) -> Executor:
@@ -32,6 +34,8 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
                 until = time.monotonic() + SLOW_SECONDS * holds(entering.token_ids, slow)
                 while time.monotonic() < until and not os.path.exists(enough):  # as a kernel that goes round in circles
                     pass
+            if os.path.exists(calm):
+                time.sleep(CALM_SECONDS)
             super().submit(plan)
 
         def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
@@ -42,7 +46,8 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
     def holds(ids: list[int], word: list[int]) -> bool:
         return any(ids[at : at + len(word)] == word for at in range(len(ids)))
 
-    text, enough = load_text(source.path), os.environ.get("OCTAVO_TEST_ENOUGH", "")
+    text = load_text(source.path)
+    enough, calm = (os.environ.get(f"OCTAVO_TEST_{name}", "") for name in ("ENOUGH", "CALM"))
     deadly, slow = text.encode(DEADLY), text.encode(SLOW)
     return MortalExecutor(config, source)
 
