@@ -4,11 +4,14 @@ import dataclasses
 
 import torch
 
+from octavo.config import replace
 from octavo.errors import ConfigError
 from octavo.kernels.device_ops import DeviceOps
 from octavo.layers.context import BuildContext
 from octavo.layers.model import CausalModel
+from octavo.layers.sharding import check_shares
 from octavo.messages.speculation import SpeculationSettings
+from octavo.models import llama
 from octavo.models.draft_heads import eagle3, mtp
 from octavo.models.draft_heads.base import DraftHead
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
@@ -57,10 +60,13 @@ class HeadLoader(DraftLoader):
             self.config.model,
             self.weight_dtype,
             self.device,
-            1,
+            self.group.size,
             context.methods,
             self._elsewhere(checkpoint),
         )
+
+    def _check_shares(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        """The layers of an MTP head are like the model's."""
 
     def _make_head(self, checkpoint: Checkpoint, context: BuildContext, target: CausalModel) -> DraftHead:
         raise NotImplementedError
@@ -115,6 +121,9 @@ class Eagle3Loader(HeadLoader):
     def _packed_types(self, checkpoint: Checkpoint, ops: DeviceOps) -> frozenset[str]:
         return frozenset()  # matrices are split, which packed ones cannot be
 
+    def _check_shares(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        check_shares(context.group.size, **llama.shares(self.spec))
+
     def _make_head(self, checkpoint: Checkpoint, context: BuildContext, target: CausalModel) -> DraftHead:
         has_embedding = False
         if checkpoint.weights is not None:
@@ -128,6 +137,8 @@ class MTPLoader(HeadLoader):
 
     def __init__(self, target: Loader, checkpoint: Checkpoint) -> None:
         super().__init__(target, target.source)
+        # Its layer has experts as the model's layers have them.
+        self.config = replace(self.config, enable_expert_parallel=target.config.parallel.enable_expert_parallel)
         self._opened = checkpoint
 
     def open(self) -> Checkpoint:

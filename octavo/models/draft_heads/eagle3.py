@@ -130,7 +130,7 @@ class Model(DraftHead):
         norms = [RMSNorm(width, epsilon, context) for _ in self.tapped] if config["fc_norm"] else []
         self.state_norms = nn.ModuleList(norms)
         inputs = [count * width] if self.input_norm is not None else [width] * count
-        self.feature_parts = nn.ModuleList(ColumnLinear(size, (spec.hidden_size,), context) for size in inputs)
+        self.feature_parts = nn.ModuleList(ColumnLinear(size, (spec.hidden_size,), context.alone) for size in inputs)
         self.norm = RMSNorm(spec.hidden_size, epsilon, context)
         self.head = Head(spec.hidden_size, draft_size, context, is_tied=False)
         self.rope = Rope(rope_settings(config), spec.head_size, context.device, context.ops, context.max_len)
