@@ -15,7 +15,7 @@ import torch
 from benchmarks.speculation import identity
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
-from octavo.messages import EngineReport, GenerateRequest, StepResult
+from octavo.messages import GenerateRequest, StepResult
 from octavo.parallel import NO_LINKS, Group, Ranks
 from octavo.text import load_text
 from octavo.text.grammar.build import grammar_of
@@ -26,8 +26,8 @@ from tests.draft_heads import VOCAB_SIZE, Eagle3Reference, MTPReference, write_e
 from tests.engine.test_engine_draft_model import results_of
 from tests.worker.tiny import tiny_config, write_tiny_llama
 
-CONTEXT_LEN = 240
-SEED, COUNT = 5, 7
+CONTEXT_LEN = 512
+SEED, COUNT = 3, 6
 LIKELY = [17, 79, 166]  # tokens that a bias makes so likely that heads with random weights are right now and then
 NO_DRAFTS = '{"method": "none"}'
 
@@ -55,7 +55,7 @@ def drafting(method: str, model: Path | None = None, **options: object) -> str:
 def two_ranks(model: Path, speculative: str, kib: int) -> LLM:
     return LLM(
         str(model), speculative_config=speculative, tensor_parallel_size=2, device="cpu", cpu_threads=1, page_size=4,
-        max_num_seqs=6, max_num_batched_tokens=48, kv_cache_memory_bytes=kib * 2**10, swap_space=0.0002,
+        max_num_seqs=4, max_num_batched_tokens=48, kv_cache_memory_bytes=kib * 2**10, swap_space=0.0002,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def requests_for(model: Path, count: int) -> list[GenerateRequest]:
 def requests_with_grammars(model: Path) -> list[GenerateRequest]:
     text = load_text(model, tokenizer="")
     grammar = grammar_of({"regex": "([a-f]{3}-){5}x"}, text.vocabulary)
-    params = SamplingParams(seed=3, max_tokens=200, logprobs=1, grammar=grammar)
+    params = SamplingParams(seed=3, max_tokens=450, logprobs=1, grammar=grammar)
     return [
         GenerateRequest(
             f"grammar{number}", [7, 8, number], msgspec.structs.replace(params, temperature=temperature), []
@@ -89,7 +89,7 @@ def answers(llm: LLM, requests: Sequence[GenerateRequest], drafts: bool = True) 
     found: Answers = defaultdict(lambda: ([], [], []))
     waiting = list(requests)
     while waiting or loop.has_work:
-        if waiting and (r.random() < 0.4 or not loop.has_work):
+        if waiting and (r.random() < 0.7 or not loop.has_work):
             request = waiting.pop(0)
             params = msgspec.structs.replace(request.params, use_speculation=drafts)
             loop.add(msgspec.structs.replace(request, params=params))
@@ -107,40 +107,54 @@ def drafts_of(results: list[StepResult]) -> tuple[list[int], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def without_drafts(folders: Path) -> tuple[Answers, Answers, EngineReport]:
-    with two_ranks(folders / "llama", NO_DRAFTS, kib=6 * 60) as llm:
-        plain = answers(llm, requests_for(folders / "llama", COUNT))
-        assert llm._loop.scheduler.num_preemptions > 0
-        return plain, answers(llm, requests_with_grammars(folders / "llama")), llm.report
-
-
-def test_what_the_model_drafts_for_itself_is_always_right(
-    folders: Path, without_drafts: tuple[Answers, Answers, EngineReport]
-):
+def itself(folders: Path) -> Iterator[tuple[LLM, Answers]]:
+    """An engine in which a model drafts for itself, and answers without drafts."""
     model = folders / "llama"
-    with two_ranks(model, drafting("draft_model", model), kib=12 * 60) as llm:
+    with two_ranks(model, drafting("draft_model", model), kib=12 * 140) as llm:
         results = results_of(llm)
-        assert answers(llm, requests_for(model, COUNT)) == without_drafts[0]
-        drafted, runs = drafts_of(results)
-        assert sum(drafted) > 200 and runs == [1 + count for count in drafted]
+        plain = answers(llm, [*requests_for(model, COUNT), *requests_with_grammars(model)], drafts=False)
         assert llm._loop.scheduler.num_preemptions > 0
-        for _ in range(20):  # on a busy machine, masks of drafted tokens come late
-            results = results_of(llm)
-            assert answers(llm, requests_with_grammars(model)) == without_drafts[1]
-            drafted, runs = drafts_of(results)
-            if sum(runs) - len(runs) > 10:
-                break
-        else:
-            pytest.fail("no draft counts under a grammar")
-        report, plain = llm.report, without_drafts[2]
-    assert (report.weights_bytes, report.page_bytes) == (2 * plain.weights_bytes, 2 * plain.page_bytes)
-    assert min(report.one_row_seconds, report.verify_seconds, report.draft_seconds) > 0, "else nothing would pay"
+        assert not any(result.drafted for result in results)
+        yield llm, plain
+
+
+def part_of(plain: Answers, found: Answers) -> Answers:
+    return {key: plain[key] for key in found}
+
+
+def test_what_the_model_drafts_for_itself_is_always_right(folders: Path, itself: tuple[LLM, Answers]):
+    model, (llm, plain) = folders / "llama", itself
+    results, before = results_of(llm), llm._loop.scheduler.num_preemptions
+    found = answers(llm, requests_for(model, COUNT))
+    assert found == part_of(plain, found)
+    drafted, runs = drafts_of(results)
+    assert sum(drafted) > 100 and runs == [1 + count for count in drafted]
+    assert llm._loop.scheduler.num_preemptions > before
+    for _ in range(20):  # on a busy machine, masks of drafted tokens come late
+        results = results_of(llm)
+        found = answers(llm, requests_with_grammars(model))
+        assert found == part_of(plain, found)
+        drafted, runs = drafts_of(results)
+        if sum(runs) - len(runs) > 10:
+            break
+    else:
+        pytest.fail("no draft counts under a grammar")
+
+
+def test_both_are_counted_on_each_rank(folders: Path, itself: tuple[LLM, Answers]):
+    with LLM(str(folders / "llama"), speculative_config=NO_DRAFTS, device="cpu", cpu_threads=1, page_size=4) as llm:
+        one = llm.report
+    two = itself[0].report
+    assert two.page_bytes == 2 * one.page_bytes, "of the model and of the draft model, each divided"
+    assert 1.0 < two.weights_bytes / (2 * one.weights_bytes) < 1.1, "norms are whole on each rank"
+    assert "draft model llama: 84.8 KiB of weights, 3 KiB of each KV page" in two.notes
+    assert min(two.one_row_seconds, two.verify_seconds, two.draft_seconds) > 0, "else no draft would pay"
 
 
 def check_head(llm: LLM, reference: Eagle3Reference | MTPReference) -> None:
     """Compare how much of each draft of an answer counts with how much would of what the reference drafts."""
     results, prompt = results_of(llm), [7, 1, 200, 31, 5]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias=dict.fromkeys(LIKELY, 60.0))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias=dict.fromkeys(LIKELY, 60.0))
     tokens = prompt + llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
     end, checked = len(prompt), []
     for result in results:
@@ -153,28 +167,28 @@ def check_head(llm: LLM, reference: Eagle3Reference | MTPReference) -> None:
             assert run == 1 + right, f"behind {end} tokens"
             checked.append(right)
         end += run
-    assert end == len(tokens) and len(checked) > 10 and 0 in checked and max(checked) > 1, checked
+    assert end == len(tokens) and len(checked) > 8 and 0 in checked and max(checked) > 1, checked
 
 
-def test_an_eagle3_head(folders: Path, without_drafts: tuple[Answers, Answers, EngineReport]):
+def test_an_eagle3_head(folders: Path, itself: tuple[LLM, Answers]):
     model, head = folders / "llama", folders / "head"
-    with two_ranks(model, drafting("eagle3", head), kib=13 * 60) as llm:
-        assert answers(llm, requests_for(model, COUNT)) == without_drafts[0]
-        assert answers(llm, requests_with_grammars(model)) == without_drafts[1]
+    with two_ranks(model, drafting("eagle3", head), kib=13 * 140) as llm:
+        found = answers(llm, requests_for(model, COUNT)[:3])
+        assert found == part_of(itself[1], found)
         check_head(llm, Eagle3Reference(model, head))
-        more = llm.report.page_bytes - without_drafts[2].page_bytes
+        more = llm.report.page_bytes - itself[0].report.page_bytes // 2
     assert more == 2 * 4 * 4 * (2 * 12 + 32), "on each rank, keys and values of one of two heads, and a whole feature"
 
 
 def test_an_mtp_head(folders: Path):
     model = folders / "deepseek"
-    with two_ranks(model, drafting("mtp"), kib=13 * 60) as llm:
-        requests = requests_for(model, 4)
+    with two_ranks(model, drafting("mtp"), kib=13 * 140) as llm:
+        requests = requests_for(model, 2)
         results = results_of(llm)
         plain = answers(llm, requests, drafts=False)
         assert not any(result.drafted for result in results)
         assert answers(llm, requests) == plain
-        assert sum(drafts_of(results)[0]) > 50
+        assert sum(drafts_of(results)[0]) > 15
         check_head(llm, MTPReference(model))
 
 
