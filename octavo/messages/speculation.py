@@ -17,7 +17,7 @@ _NEEDS_MODEL = {"draft_model": "a draft model", "eagle3": "an EAGLE-3 head"}
 FLAG = "--speculative-config"
 MAX_DRAFT = MIN_SAMPLES - 1
 MAX_NGRAM = 16
-MAX_RANKS = 1024
+_MOST_RANKS = 1024
 MAX_PREDICTION = 16384  # tokens
 _KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive", _RANKS)
 
@@ -47,7 +47,7 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
         raise ConfigError(f"{FLAG}: {quote(unknown[0])} is not known; known are {', '.join(_KEYS)}")
     if values.get("model") in _NGRAM_AS_MODEL and values.get("method", "ngram") == "ngram":
         values = {**values, "method": "ngram", "model": ""}
-    _number(values, _RANKS, 1, MAX_RANKS)
+    _number(values, _RANKS, 1, _MOST_RANKS)
     method, model = values.get("method", "draft_model" if "model" in values else "auto"), values.get("model", "")
     method = _NAMES.get(str(method), method)
     if method == "none" or (method == "auto" and (is_gpu or not is_exact)):

@@ -9,9 +9,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.device_ops import DeviceOps
 from octavo.layers.context import BuildContext
 from octavo.layers.model import CausalModel
-from octavo.layers.sharding import check_shares
 from octavo.messages.speculation import SpeculationSettings
-from octavo.models import llama
 from octavo.models.draft_heads import eagle3, mtp
 from octavo.models.draft_heads.base import DraftHead
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
@@ -122,7 +120,7 @@ class Eagle3Loader(HeadLoader):
         return frozenset()  # matrices are split, which packed ones cannot be
 
     def _check_shares(self, checkpoint: Checkpoint, context: BuildContext) -> None:
-        check_shares(context.group.size, **llama.shares(self.spec))
+        eagle3.check_ranks(self.spec, context.group)
 
     def _make_head(self, checkpoint: Checkpoint, context: BuildContext, target: CausalModel) -> DraftHead:
         has_embedding = False

@@ -16,9 +16,10 @@ from octavo.layers.linear import ColumnLinear
 from octavo.layers.model import CausalModel
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, rope_settings
-from octavo.layers.sharding import WeightSlot, WeightSlots
+from octavo.layers.sharding import WeightSlot, WeightSlots, check_shares
 from octavo.models import llama, positive
 from octavo.models.draft_heads.base import DraftHead, added, halves
+from octavo.parallel import Group
 from octavo.spec import ModelSpec
 
 _HEAD_NORMS = "qwen3"  # layers of this family normalise queries and keys
@@ -72,6 +73,11 @@ def spec(config: dict[str, Any], target: ModelSpec) -> ModelSpec:
         raise ConfigError("its layers have a sliding window, which is not supported in a head")
     layers_of(config, target.num_layers)
     return found
+
+
+def check_ranks(spec: ModelSpec, group: Group) -> None:
+    """Raises ConfigError where the ranks do not divide the head's layers."""
+    check_shares(group.size, **llama.shares(spec))
 
 
 def layers_of(config: dict[str, Any], num_layers: int) -> list[int]:
