@@ -110,7 +110,7 @@ def drafts_of(results: list[StepResult]) -> tuple[list[int], list[int]]:
 def itself(folders: Path) -> Iterator[tuple[LLM, Answers]]:
     """An engine in which a model drafts for itself, and answers without drafts."""
     model = folders / "llama"
-    with two_ranks(model, drafting("draft_model", model), kib=12 * 140) as llm:
+    with two_ranks(model, drafting("draft_model", model), kib=3 * 140) as llm:
         results = results_of(llm)
         plain = answers(llm, [*requests_for(model, COUNT), *requests_with_grammars(model)], drafts=False)
         assert llm._loop.scheduler.num_preemptions > 0
@@ -130,12 +130,12 @@ def test_what_the_model_drafts_for_itself_is_always_right(folders: Path, itself:
     drafted, runs = drafts_of(results)
     assert sum(drafted) > 100 and runs == [1 + count for count in drafted]
     assert llm._loop.scheduler.num_preemptions > before
-    for _ in range(20):  # on a busy machine, masks of drafted tokens come late
+    for _ in range(40):  # on a busy machine, masks of drafted tokens come late
         results = results_of(llm)
         found = answers(llm, requests_with_grammars(model))
         assert found == part_of(plain, found)
         drafted, runs = drafts_of(results)
-        if sum(runs) - len(runs) > 10:
+        if sum(runs) - len(runs) > 5:
             break
     else:
         pytest.fail("no draft counts under a grammar")
@@ -147,7 +147,7 @@ def test_both_are_counted_on_each_rank(folders: Path, itself: tuple[LLM, Answers
     two = itself[0].report
     assert two.page_bytes == 2 * one.page_bytes, "of the model and of the draft model, each divided"
     assert 1.0 < two.weights_bytes / (2 * one.weights_bytes) < 1.1, "norms are whole on each rank"
-    assert any("of weights, 3 KiB of each KV page" in note for note in two.notes), two.notes
+    assert any("of weights, 768 bytes of each KV page" in note for note in two.notes), two.notes
     assert min(two.one_row_seconds, two.verify_seconds, two.draft_seconds) > 0, "else no draft would pay"
 
 
