@@ -1,6 +1,7 @@
 """Random draft heads on disk, and what they must say: the published architectures once more, in plain torch, over whole sequences."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ class Eagle3Reference:
         num_layers = self.model.config.num_hidden_layers
         self.tapped = self.options.get("eagle_aux_hidden_state_layer_ids") or [2, num_layers // 2, num_layers - 3]
 
-    def drafts(self, tokens: list[int], count: int) -> tuple[list[int], list[Tensor]]:
-        """→ `count` tokens, and the logits [Vd] that each was chosen by."""
+    def drafts(self, tokens: list[int], count: int, among: Sequence[int] = ()) -> tuple[list[int], list[Tensor]]:
+        """→ `count` tokens, and the logits [Vd] that each was chosen by. `among`: the only tokens that may be chosen; empty: all may."""
         w = self.weights
         states: list[Tensor] = []
         hooks = [
@@ -147,8 +148,8 @@ class Eagle3Reference:
             output = self._pass(table[inputs], features)[-1:]
             normed = self._norm(output, w["norm.weight"])
             logits.append((normed @ w["lm_head.weight"].T)[0])
-            best = int(logits[-1].argmax())
-            found.append(best + int(w["d2t"][best]) if "d2t" in w else best)
+            ids = torch.arange(len(logits[-1])) + w.get("d2t", torch.zeros(1, dtype=torch.long))
+            found.append(_best(logits[-1], ids, among))
             features = torch.cat((features, normed if self.options.get("norm_output") else output))
             inputs.append(found[-1])
         return found, logits
@@ -269,7 +270,7 @@ class MTPReference:
         assert key.endswith("experts.down_proj"), key
         return torch.stack([self.weights[f"{stem}.{expert}.down_proj.weight"] for expert in range(count)])
 
-    def drafts(self, tokens: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+    def drafts(self, tokens: list[int], count: int, among: Sequence[int] = ()) -> tuple[list[int], list[Tensor]]:
         w, name, epsilon = self.weights, self.name, self.model.config.rms_norm_eps
 
         def norm(x: Tensor, key: str) -> Tensor:
@@ -286,10 +287,17 @@ class MTPReference:
             output = self.block(x[None], attention_mask=mask, position_ids=positions, position_embeddings=rotation)
             output = (output[0] if isinstance(output, tuple) else output).view(len(x), -1)[-1:]
             logits.append((norm(output, "shared_head.norm") @ w["lm_head.weight"].T)[0])
-            found.append(int(logits[-1].argmax()))
+            found.append(_best(logits[-1], torch.arange(len(logits[-1])), among))
             features = torch.cat((features, output))
             inputs.append(found[-1])
         return found, logits
+
+
+def _best(logits: Tensor, ids: Tensor, among: Sequence[int]) -> int:
+    """The token with the highest logit. `ids`: the model's number of each token."""
+    if among:
+        logits = logits.masked_fill(~torch.isin(ids, torch.tensor(among)), -torch.inf)
+    return int(ids[logits.argmax()])
 
 
 def _reference_model(folder: Path) -> Any:

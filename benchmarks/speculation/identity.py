@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from octavo.config import Config, replace
 from octavo.engine.build import Engine, start_engine
 from octavo.engine.process import start_recorder
+from octavo.executor.local import LocalExecutor
 from octavo.ipc.launch import EngineLaunch
 from octavo.messages import Abort, GenerateRequest, Logprobs, SamplingParams
 from octavo.observe.metrics.engine_metrics import EngineMetrics
@@ -248,8 +249,9 @@ class Campaign:
 
     def _end(self, engine: Engine, folder: Path) -> None:
         """Close the engine, and make its plans again from what it has recorded."""
-        graphs = engine.loop.executor._runner.graphs  # type: ignore[attr-defined]
-        self.seen.captured_steps += 0 if graphs is None else graphs.num_captured
+        executor = engine.loop.executor
+        if isinstance(executor, LocalExecutor) and executor._runner is not None and executor._runner.graphs is not None:
+            self.seen.captured_steps += executor._runner.graphs.num_captured
         engine.loop.close()
         self.seen.preemptions += engine.loop.scheduler.num_preemptions
         metrics = next(each for each in engine.loop.observers if isinstance(each, EngineMetrics))
@@ -273,6 +275,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mtp", action="store_true", help="the model has layers for the drafter mtp")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true", help="on a GPU")
+    parser.add_argument("--tensor-parallel-size", "-tp", default=1, type=int, help="ranks, each a process")
     parser.add_argument(
         "--kv-cache-memory-bytes",
         default=0,
@@ -295,10 +298,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     is_gpu = options.device.startswith("cuda")
     given = {"dtype": options.dtype, "deterministic": options.deterministic, "device": options.device}
+    given |= {"tensor_parallel_size": options.tensor_parallel_size}
     given["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes or (2**21 if options.model == SMALL else 3 * 2**18)
     if is_gpu:
         given |= ON_GPU
-    at_once = options.at_once or (250 if is_gpu else NUM_AT_ONCE)
+    is_slow = is_gpu or options.tensor_parallel_size > 1  # a start takes seconds
+    at_once = options.at_once or (250 if is_slow else NUM_AT_ONCE)
     with tempfile.TemporaryDirectory() as folder:
         draft_model = options.draft_model
         if options.model == SMALL:
@@ -308,8 +313,9 @@ def run(options: argparse.Namespace) -> int:
             source = resolve(options.model)
         campaign = Campaign(source, given, Path(folder), draft_model, options.eagle3, options.mtp)
         campaign.counts = options.count
-        if is_gpu:  # where a start takes seconds, and auto drafts nothing
+        if is_slow:
             campaign.deaths = DEATHS * NUM_AT_ONCE / at_once / 6
+        if is_gpu:  # where auto drafts nothing
             del campaign.drafters["auto"]
         drafters = options.drafters.split(",") if options.drafters else list(campaign.drafters)
         started, seen = time.monotonic(), campaign.seen
@@ -317,7 +323,7 @@ def run(options: argparse.Namespace) -> int:
             if 0 < options.seconds < time.monotonic() - started:
                 break
             campaign.check(options.seed + number, at_once, drafters)
-            if is_gpu or seen.different or number % 10 == 9:
+            if is_slow or seen.different or number % 10 == 9:
                 print(f"{seen.requests} requests, {time.monotonic() - started:.0f} s", flush=True)
             if seen.different:
                 break

@@ -5,15 +5,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import msgspec
-
 from octavo.config import Config, KVTiers
 from octavo.errors import EngineDead
 from octavo.messages import AdapterLoaded, AdapterRef, EngineReport, StepPlan, StepResult
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.adapters import RankAdapters
 from octavo.worker.load import Loader
-from octavo.worker.memory.page_count import settle
+from octavo.worker.memory.page_count import settle, with_trials
 from octavo.worker.page_mover import PageMover, open_mover
 from octavo.worker.priority import LOADING, yield_to_steps
 from octavo.worker.runner import Runner
@@ -37,10 +35,7 @@ class LocalExecutor:
     def start(self) -> EngineReport:
         report = settle(self._config.cache, [self._loader.load()])
         self._runner, notes = self._loader.allocate(report.num_pages, report.num_host_pages)
-        one_row_seconds, verify_seconds, draft_seconds = self._loader.time_steps()
-        report = msgspec.structs.replace(
-            report, one_row_seconds=one_row_seconds, verify_seconds=verify_seconds, draft_seconds=draft_seconds
-        )
+        report = with_trials(report, self._loader.time_steps())
         del self._loader  # what it holds is the runner's from now on
         report.notes.extend(notes)
         return report
@@ -82,9 +77,7 @@ class LocalExecutor:
 
     def give_back(self, pages: list[int]) -> None:
         assert self._runner is not None, "closed"
-        self._runner.pages.give_back(pages)
-        if (draft := self._runner.draft) is not None:
-            draft.give_back(pages)
+        self._runner.give_back(pages)
 
     def sleep(self, pages: list[int], keeps_pages: bool, moved: Callable[[], None]) -> None:
         self.give_back(pages)

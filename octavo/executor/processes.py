@@ -34,6 +34,7 @@ from octavo.messages import (
     RankStart,
     StepPlan,
     StepResult,
+    TrialSeconds,
 )
 from octavo.messages.side import (
     CheckAdapter,
@@ -45,9 +46,10 @@ from octavo.messages.side import (
     SleepRank,
     WakeRank,
 )
-from octavo.weights.sources.source import ModelSource
+from octavo.messages.speculation import speculation_of
+from octavo.weights.sources.source import ModelSource, resolve
 from octavo.worker.main import FAILED
-from octavo.worker.memory.page_count import settle
+from octavo.worker.memory.page_count import settle, with_trials
 
 _GATHER_S = 120.0  # that launched ranks have to connect
 _GRACE = 5.0  # seconds that a rank has to exit by itself
@@ -75,13 +77,15 @@ class ProcessExecutor:
 
     def start(self) -> EngineReport:
         try:
+            if self._launcher is None:
+                _fetch_draft(self._config)
             self._spawn()
             reports = [msgspec.msgpack.decode(reply, type=LoadReport) for reply in self._replies()]
             report = settle(self._config.cache, reports)
             self._adapter_itemsize = reports[0].adapter_itemsize
             self._send(msgspec.msgpack.encode(Allocate(report.num_pages, report.num_host_pages)))
-            self._replies()
-            return report
+            trials = self._replies()[self._config.parallel.result_rank]
+            return with_trials(report, msgspec.msgpack.decode(trials, type=TrialSeconds))
         except BaseException:
             self.close()
             raise
@@ -267,6 +271,13 @@ class ProcessExecutor:
 def _size_on(replies: list[SideReply]) -> int:
     """Bytes of an adapter on all ranks, as if each had as much of it as the one that has most: that one's memory is full first."""
     return max(reply.num_bytes for reply in replies) * len(replies)
+
+
+def _fetch_draft(config: Config) -> None:
+    """Fetch what the ranks will draft with, if it comes from a hub: of several that pull it at once, one would succeed."""
+    settings = speculation_of(config.scheduler.speculative_config, is_gpu=False)
+    if settings is not None and settings.model:
+        resolve(settings.model, allow_missing_weights=config.model.load_format == "dummy", is_draft_head=True)
 
 
 class _Rank:

@@ -1,5 +1,6 @@
 """BuildContext: what a layer must know of its surroundings when it is built."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,11 @@ class BuildContext:
     max_len: int = 0  # tokens that a request can have at most; 0: as many as the model was trained for
     stage: Stage = WHOLE  # the layers that this rank computes
     splits_experts: bool = False  # ranks divide the experts among them, instead of each expert's inner width
+
+    @property
+    def alone(self) -> "BuildContext":
+        """The context of a rank that has no others, for what every rank holds whole."""
+        return dataclasses.replace(self, group=Group.single())
 
     @property
     def ops(self) -> DeviceOps:

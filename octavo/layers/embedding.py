@@ -25,11 +25,15 @@ class Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[T] → [T, hidden], the same on every rank."""
+        return self.look_up(ids, self.factor)
+
+    def look_up(self, ids: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        """As forward(), with another factor."""
         if self.group.size == 1:
-            return self.table.look_up(ids, self.factor)
+            return self.table.look_up(ids, factor)
         mine = ids - self.first_id
         is_elsewhere = (mine < 0) | (mine >= self.num_rows)
-        rows = self.table.look_up(mine.masked_fill_(is_elsewhere, 0), self.factor)
+        rows = self.table.look_up(mine.masked_fill_(is_elsewhere, 0), factor)
         return self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
     def weight_slots(self, name: str) -> WeightSlots:

@@ -39,6 +39,7 @@ from octavo.messages.plans import (
     RunRank,
     StepPlan,
     StepResult,
+    TrialSeconds,
     most_samples,
 )
 from octavo.messages.prefixes import HoldPrefix, PinnedPrefix, PrefixReply, ReadPrefixes, ReleasePrefix
@@ -177,6 +178,7 @@ __all__ = [
     "ToSupervisor",
     "TokenDelta",
     "Travelled",
+    "TrialSeconds",
     "WakeEngine",
     "WantSnapshot",
     "most_samples",

@@ -111,6 +111,14 @@ class Allocate(msgspec.Struct, frozen=True, gc=False):
     num_host_pages: int
 
 
+class TrialSeconds(msgspec.Struct, frozen=True, gc=False):
+    """What steps took before the first request: a rank's reply to Allocate. 0: not measured."""
+
+    one_row: float = 0.0  # a step of one row and one token
+    verified: float = 0.0  # … that verifies VERIFY_TOKENS − 1 drafted tokens (schedule/step_costs.py)
+    draft: float = 0.0  # a pass of the draft model with one token of one row
+
+
 class RankFailed(msgspec.Struct, frozen=True, gc=False):
     """A rank's last message. `is_config`: the message is a ConfigError's; else it is a traceback."""
 

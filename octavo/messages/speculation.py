@@ -12,13 +12,14 @@ Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 _BY_MODEL = ("draft_model", "eagle3", "mtp")
 _NAMES: dict[str, Any] = {"deepseek_mtp": "mtp"}  # other names for a method
 _NGRAM_AS_MODEL = ("ngram", "[ngram]")  # as vLLM's earlier start commands name the method
-_ONE_RANK = "draft_tensor_parallel_size"  # vLLM's; a draft model has one rank here
+_RANKS = "draft_tensor_parallel_size"  # vLLM's; a draft model has the ranks of the model here
 _NEEDS_MODEL = {"draft_model": "a draft model", "eagle3": "an EAGLE-3 head"}
 FLAG = "--speculative-config"
 MAX_DRAFT = MIN_SAMPLES - 1
 MAX_NGRAM = 16
+_MOST_RANKS = 1024
 MAX_PREDICTION = 16384  # tokens
-_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive", _ONE_RANK)
+_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive", _RANKS)
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
@@ -46,8 +47,7 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
         raise ConfigError(f"{FLAG}: {quote(unknown[0])} is not known; known are {', '.join(_KEYS)}")
     if values.get("model") in _NGRAM_AS_MODEL and values.get("method", "ngram") == "ngram":
         values = {**values, "method": "ngram", "model": ""}
-    if values.get(_ONE_RANK, 1) != 1:
-        raise ConfigError(f"{FLAG}: {_ONE_RANK} must be 1, got {quote(values[_ONE_RANK])}: a draft model has one rank")
+    _number(values, _RANKS, 1, _MOST_RANKS)
     method, model = values.get("method", "draft_model" if "model" in values else "auto"), values.get("model", "")
     method = _NAMES.get(str(method), method)
     if method == "none" or (method == "auto" and (is_gpu or not is_exact)):
@@ -77,6 +77,12 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
     num_tokens = _number(values, "num_speculative_tokens", 8, MAX_DRAFT)
     chosen: Method = "ngram" if method == "auto" else method
     return SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model)
+
+
+def named_ranks(text: str) -> int | None:
+    """The ranks that the flag says a draft model has; None: it does not say."""
+    found: int | None = read_json_object(text, FLAG).get(_RANKS)
+    return found
 
 
 def names_method(text: str) -> bool:

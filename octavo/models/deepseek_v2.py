@@ -22,7 +22,6 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, longest_len, rope_settings
 from octavo.layers.sharding import WeightSlots, check_shares
 from octavo.models import llama, number, positive, require_causal
-from octavo.parallel import Group
 from octavo.spec import ModelSpec
 from octavo.weights.methods.base import Gate
 
@@ -200,7 +199,7 @@ class Layer(DecoderLayer):
             spec,
             sizes,
             norm,
-            dataclasses.replace(context, group=Group.single()),
+            context.alone,
             context,
             scale=_scale(config, sizes),
             epsilon=_INNER_EPSILON,

@@ -201,6 +201,15 @@ class Layer(DecoderLayer):
         return gate_up | self.mlp.down.weight_slots(f"{name}.mlp.down_proj")
 
 
+def shares(spec: ModelSpec) -> dict[str, int]:
+    """Sizes of a Layer that are split over ranks, by their name in config.json."""
+    return {
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "intermediate_size": spec.intermediate_size,
+    }
+
+
 class Model(CausalModel):
     """Parameters after `*` are for families that differ from Llama in these."""
 
@@ -240,11 +249,7 @@ class Model(CausalModel):
 
     def shares(self, config: dict[str, Any], spec: ModelSpec) -> dict[str, int]:
         """Sizes that are split over ranks, by their name in config.json."""
-        return {
-            "num_attention_heads": spec.num_heads,
-            "num_key_value_heads": spec.num_kv_heads,
-            "intermediate_size": spec.intermediate_size,
-        }
+        return shares(spec)
 
     def rope_settings(self, config: dict[str, Any]) -> dict[str, Any]:
         return rope_settings(config)

@@ -1,6 +1,5 @@
 """OPT and Galactica: learned positions, LayerNorm before or after, plain MLP, embeddings that may be narrower than the layers."""
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm
 from octavo.layers.sharding import WeightSlots, check_shares
 from octavo.models import positive, require_causal, share
-from octavo.parallel import Group
 from octavo.spec import ModelSpec
 
 _EPSILON = 1e-5
@@ -106,9 +104,8 @@ class Model(CausalModel):
         self.narrow: ColumnLinear | None = None
         if width != spec.hidden_size:
             # Small, and read once a step: held whole on every rank instead of gathered.
-            alone = dataclasses.replace(context, group=Group.single())
-            self.widen = ColumnLinear(width, (spec.hidden_size,), alone) if stage.is_first else None
-            self.narrow = ColumnLinear(spec.hidden_size, (width,), alone) if stage.is_last else None
+            self.widen = ColumnLinear(width, (spec.hidden_size,), context.alone) if stage.is_first else None
+            self.narrow = ColumnLinear(spec.hidden_size, (width,), context.alone) if stage.is_last else None
             self.vector_size = width
 
     def embed(self, batch: Batch) -> torch.Tensor:

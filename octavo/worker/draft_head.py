@@ -116,8 +116,9 @@ class HeadDrafter(DraftModel):
             chained = self._steps.features(len(batch.sample_at))
         else:
             hidden = self._head.forward(batch, self._features.index_select(0, before))
-            sampled = hidden.index_select(0, batch.sample_at)
-            logits, chained = self._head.logits(sampled), self._head.chained(sampled)
+            if len(batch.sample_at):
+                sampled = hidden.index_select(0, batch.sample_at)
+                logits, chained = self._head.logits(sampled), self._head.chained(sampled)
         if not len(batch.sample_at):
             return Guesses([], [])
         self._features.index_copy_(0, batch.slots.index_select(0, batch.sample_at), chained)

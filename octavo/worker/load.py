@@ -27,8 +27,8 @@ from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
 from octavo.layers.model import DecoderModel
 from octavo.limits import Limits, hold_whole_prompts, resolve
-from octavo.messages import DeviceMemory, LoadReport, most_samples
-from octavo.messages.speculation import FLAG, SpeculationSettings, names_method, speculation_of
+from octavo.messages import DeviceMemory, LoadReport, TrialSeconds, most_samples
+from octavo.messages.speculation import FLAG, SpeculationSettings, named_ranks, names_method, speculation_of
 from octavo.models import load_family
 from octavo.models.draft_heads.kinds import has_prediction_layers, kind_of
 from octavo.parallel import Ranks, single_rank
@@ -221,13 +221,7 @@ class Loader:
         if settings.method == "draft_model":
             settings = self._by_checkpoint(settings, checkpoint, is_dummy)
         what = "a draft model" if settings.method == "draft_model" else "a draft head"
-        parallel = self.config.parallel
-        for flag, size in (
-            ("--tensor-parallel-size", parallel.tensor_parallel_size),
-            ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-        ):
-            if size > 1:
-                raise ConfigError(f"{flag} {size}: {what} works with one rank only: use ngram or suffix")
+        self._check_draft_ranks(what)
         if self.spec.is_encoder:
             raise ConfigError(f"{what} is for models that generate; {self.spec.family} is an encoder")
         if any(self.spec.page_layout(self.limits.max_model_len).windows):
@@ -243,6 +237,25 @@ class Loader:
 
             self.draft = head_loader(self, checkpoint, settings)
         self.draft.checkpoint = self.draft.open()
+
+    def _check_draft_ranks(self, what: str) -> None:
+        """Refuse ways to divide the model in which it cannot be drafted for."""
+        parallel, num_named = self.config.parallel, named_ranks(self.config.scheduler.speculative_config)
+        num_ranks, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        if num_stages > 1:
+            raise ConfigError(
+                f"--pipeline-parallel-size {num_stages}: {what} cannot draft for a model that is divided into stages: use "
+                "--tensor-parallel-size, or leave --speculative-config out"
+            )
+        if num_ranks > 1 and self.device.is_cuda:
+            raise ConfigError(
+                f"--tensor-parallel-size {num_ranks}: {what} works with one GPU, or with the ranks of a CPU: use ngram or suffix"
+            )
+        if num_named is not None and num_named != num_ranks:
+            raise ConfigError(
+                f"{FLAG}: {what} is divided over the ranks of the model, and draft_tensor_parallel_size {num_named} is not "
+                f"--tensor-parallel-size {num_ranks}: leave it out"
+            )
 
     def _by_checkpoint(
         self, settings: SpeculationSettings, checkpoint: Checkpoint, is_dummy: bool
@@ -499,20 +512,19 @@ class Loader:
             runner.rows.sampling.grammars.warm_later(_START_S)
         return runner, notes
 
-    def time_steps(self) -> tuple[float, float, float]:
-        """Seconds of a step of one row, of one that verifies a draft (VERIFIED_ROW), and of a draft model's pass of one row, after
-        allocate(). 0 for encoders; the second also where no request drafts, the third without a draft model. On a GPU all are 0 where no
-        request drafts, and where steps are not captured."""
+    def time_steps(self) -> TrialSeconds:
+        """After allocate(); all ranks call this together. 0 for encoders and stages; `verified` also where no request drafts, `draft` without
+        a draft model. On a GPU all are 0 where no request drafts, and where steps are not captured."""
         assert self._runner is not None, "allocate() comes first"
         is_gpu = self.device.is_cuda
         drafts = speculation_of(self.config.scheduler.speculative_config, is_gpu=is_gpu) is not None
-        if self.spec.is_encoder or (
-            is_gpu and not (drafts and self._runner.graphs is not None and self.stage.count == 1)
-        ):
-            return 0.0, 0.0, 0.0
+        is_apart = self.spec.is_encoder or self.stage.count > 1
+        if is_apart or (is_gpu and not (drafts and self._runner.graphs is not None)):
+            return TrialSeconds()
         with torch.inference_mode():
             trials = TrialSteps(self._runner, self.spec, self.limits)
-            return trials.time_one_row(), trials.time_verification() if drafts else 0.0, trials.time_draft()
+            verified = trials.time_verification() if drafts else 0.0
+            return TrialSeconds(trials.time_one_row(), verified, trials.time_draft())
 
     def _make_runner(self, max_model_len: int) -> Runner:
         limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size

@@ -21,6 +21,7 @@ from octavo.worker.graphs import Graphs
 from octavo.worker.load import Loader
 from octavo.worker.memory.measure import memory_errors
 from octavo.worker.memory.page_count import in_words as in_words_of
+from octavo.worker.outline import outline_of
 from octavo.worker.pages import Pages
 from octavo.worker.runner import Runner
 from octavo.worker.trial_steps import warm_up_draft
@@ -33,8 +34,8 @@ _MOST_DIFFERENT = 0.01  # of the tokens: names of control tokens, mostly
 
 
 class DraftLoader(Loader):
-    """Loads a draft model beside the model that it drafts for: with the same kernels and threads, on pages with the same numbers. Settings
-    that name no model are those of the other one."""
+    """Loads a draft model beside the model that it drafts for: with the same kernels, threads and ranks, on pages with the same numbers.
+    Settings that name no model are those of the other one."""
 
     checkpoint: Checkpoint
     context: BuildContext
@@ -42,6 +43,7 @@ class DraftLoader(Loader):
 
     def __init__(self, target: Loader, source: ModelSource) -> None:
         limits = target.limits
+        # Experts of a draft model, if it has some, are sliced like its other layers.
         config = replace(
             target.config,
             max_num_seqs=limits.max_num_seqs,
@@ -52,8 +54,9 @@ class DraftLoader(Loader):
             speculative_config="",
             enable_lora=False,
             lora_modules="",
+            enable_expert_parallel=False,
         )
-        super().__init__(config, source)
+        super().__init__(config, source, target.ranks, target._local_rank, target._num_local_ranks)
         self._target = target
 
     @property
@@ -84,7 +87,14 @@ class DraftLoader(Loader):
 
     def choose(self, checkpoint: Checkpoint) -> BuildContext:
         with self._about():
-            return super().choose(checkpoint)
+            context = super().choose(checkpoint)
+            if self.group.size > 1:
+                self._check_shares(checkpoint, context)
+            return context
+
+    def _check_shares(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        """Raises ConfigError where the ranks cannot divide it: before the other model's weights are read."""
+        outline_of(checkpoint, self.spec, context)
 
     def load_beside(self) -> list[str]:
         """Load the weights. → notes for the start report."""

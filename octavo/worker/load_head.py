@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from octavo.config import replace
 from octavo.errors import ConfigError
 from octavo.kernels.device_ops import DeviceOps
 from octavo.layers.context import BuildContext
@@ -57,10 +58,13 @@ class HeadLoader(DraftLoader):
             self.config.model,
             self.weight_dtype,
             self.device,
-            1,
+            self.group.size,
             context.methods,
             self._elsewhere(checkpoint),
         )
+
+    def _check_shares(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        """The layers of an MTP head are like the model's."""
 
     def _make_head(self, checkpoint: Checkpoint, context: BuildContext, target: CausalModel) -> DraftHead:
         raise NotImplementedError
@@ -115,6 +119,9 @@ class Eagle3Loader(HeadLoader):
     def _packed_types(self, checkpoint: Checkpoint, ops: DeviceOps) -> frozenset[str]:
         return frozenset()  # matrices are split, which packed ones cannot be
 
+    def _check_shares(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        eagle3.check_ranks(self.spec, context.group)
+
     def _make_head(self, checkpoint: Checkpoint, context: BuildContext, target: CausalModel) -> DraftHead:
         has_embedding = False
         if checkpoint.weights is not None:
@@ -128,6 +135,8 @@ class MTPLoader(HeadLoader):
 
     def __init__(self, target: Loader, checkpoint: Checkpoint) -> None:
         super().__init__(target, target.source)
+        # Its layer has experts as the model's layers have them.
+        self.config = replace(self.config, enable_expert_parallel=target.config.parallel.enable_expert_parallel)
         self._opened = checkpoint
 
     def open(self) -> Checkpoint:

@@ -123,7 +123,7 @@ def _serve(
     connection.send_bytes(OK + encoder.encode(loader.load()))
     allocate = msgspec.msgpack.decode(connection.recv_bytes(), type=Allocate)
     runner, _ = loader.allocate(allocate.num_pages, allocate.num_host_pages)
-    connection.send_bytes(OK)
+    connection.send_bytes(OK + encoder.encode(loader.time_steps()))
     finished = FinishedPlans()
     threading.Thread(target=SideWork(side, runner, finished).serve, daemon=True).start()
     plans = msgspec.msgpack.Decoder(StepPlan)

@@ -61,6 +61,12 @@ class Runner:
         self._offloaded: OffloadedMemory | None = None  # None: awake
         self._host_chunks = HostChunks(device)  # of weights while it sleeps
 
+    def give_back(self, pages: list[int]) -> None:
+        """Give the memory of these pages back to the system."""
+        self.pages.give_back(pages)
+        if self.draft is not None:
+            self.draft.give_back(pages)
+
     def sleep(self, keeps_pages: bool, moved: Callable[[], None]) -> None:
         """Free a GPU's memory until wake_up(). All steps are done. `keeps_pages`: KV pages hold what is needed. `moved`: called now and
         then while weights are copied."""

@@ -88,7 +88,7 @@ class SideWork:
             case SleepRank(number, pages, keeps_pages, num_plans):
                 self._finished.wait_for(num_plans)
                 self._runner.device.use()
-                self._runner.pages.give_back(pages)
+                self._runner.give_back(pages)
                 self._runner.sleep(keeps_pages, functools.partial(self._reply, SideReply(number, is_over=False)))
                 self._reply(SideReply(number))
             case WakeRank(number):

@@ -69,7 +69,10 @@ def test_vllms_names():
             r"prompt_lookup_min \(5\) is more than prompt_lookup_max \(4\)",
         ),
         ('{"method": "suffix", "model": "ngram"}', "model is for the methods draft_model and eagle3, not for 'suffix'"),
-        ('{"model": "x", "draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size must be 1, got 2"),
+        (
+            '{"model": "x", "draft_tensor_parallel_size": 0}',
+            "draft_tensor_parallel_size must be a whole number from 1 to 1024, got 0",
+        ),
         ('{"adaptive": 1}', "adaptive must be true or false, got 1"),
         ("[]", "must be a JSON object"),
     ],

@@ -58,7 +58,7 @@ class DraftHead(DecoderModel):
     def embed(self, batch: Batch) -> torch.Tensor:
         embedding = self.embedding or self.target.embedding
         assert embedding is not None, "the model has no embedding on this rank"
-        return embedding.table.look_up(batch.input_ids)  # a factor of the model's embedding is not the head's
+        return embedding.look_up(batch.input_ids)  # a factor of the model's embedding is not the head's
 
     def make_tap(self) -> HiddenTap:
         """What makes features of the model's hidden states."""

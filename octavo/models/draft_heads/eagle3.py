@@ -16,9 +16,10 @@ from octavo.layers.linear import ColumnLinear
 from octavo.layers.model import CausalModel
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, rope_settings
-from octavo.layers.sharding import WeightSlot, WeightSlots
+from octavo.layers.sharding import WeightSlot, WeightSlots, check_shares
 from octavo.models import llama, positive
 from octavo.models.draft_heads.base import DraftHead, added, halves
+from octavo.parallel import Group
 from octavo.spec import ModelSpec
 
 _HEAD_NORMS = "qwen3"  # layers of this family normalise queries and keys
@@ -72,6 +73,11 @@ def spec(config: dict[str, Any], target: ModelSpec) -> ModelSpec:
         raise ConfigError("its layers have a sliding window, which is not supported in a head")
     layers_of(config, target.num_layers)
     return found
+
+
+def check_ranks(spec: ModelSpec, group: Group) -> None:
+    """Raises ConfigError where the ranks do not divide the head's layers."""
+    check_shares(group.size, **llama.shares(spec))
 
 
 def layers_of(config: dict[str, Any], num_layers: int) -> list[int]:
@@ -130,7 +136,7 @@ class Model(DraftHead):
         norms = [RMSNorm(width, epsilon, context) for _ in self.tapped] if config["fc_norm"] else []
         self.state_norms = nn.ModuleList(norms)
         inputs = [count * width] if self.input_norm is not None else [width] * count
-        self.feature_parts = nn.ModuleList(ColumnLinear(size, (spec.hidden_size,), context) for size in inputs)
+        self.feature_parts = nn.ModuleList(ColumnLinear(size, (spec.hidden_size,), context.alone) for size in inputs)
         self.norm = RMSNorm(spec.hidden_size, epsilon, context)
         self.head = Head(spec.hidden_size, draft_size, context, is_tied=False)
         self.rope = Rope(rope_settings(config), spec.head_size, context.device, context.ops, context.max_len)

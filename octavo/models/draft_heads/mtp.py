@@ -46,7 +46,7 @@ class Model(DraftHead):
         super().__init__(spec, context, [layer], target)
         size, epsilon = spec.hidden_size, llama.epsilon(config)
         self.token_norm, self.feature_norm, self.norm = (RMSNorm(size, epsilon, context) for _ in range(3))
-        self.token_part, self.feature_part = (ColumnLinear(size, (size,), context) for _ in range(2))
+        self.token_part, self.feature_part = (ColumnLinear(size, (size,), context.alone) for _ in range(2))
         self._name = f"model.layers.{target.num_layers}"
 
     def forward(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:

@@ -233,21 +233,25 @@ class Grammars:
         # Behind a drafted token for which there was no slot no mask was asked for, and none comes.
         coming = [row for _, row, _ in found if not row.drafts or row.num_unanswered]
         self._await(_Step(found, [], 0), coming, time.monotonic() + _LEAST_WAIT)
+        states = [self._draft_state(row, length) for _, row, length in found]
+        if self._agree is not None:  # a draft ends on all ranks, or on none
+            states = self._agree(states)
         bits = np.full((len(found), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
         masks = Masks(np.array([at for at, *_ in found], dtype=np.int64), bits, {})
-        for number, (at, row, length) in enumerate(found):
-            place = len(row.drafts) - 1
-            if place < 0 and self._has_mask(row, length):
-                bits[number] = self._processes.slots.mask(row.slot)
-            elif place >= 0 and self._state_ahead(row, length, place) == IN_TIME:
-                bits[number] = self._processes.slots.mask(row.ahead_slots[place])
+        for number, ((at, row, _), state) in enumerate(zip(found, states, strict=True)):
+            if state == IN_TIME:
+                slot = row.ahead_slots[len(row.drafts) - 1] if row.drafts else row.slot
+                bits[number] = self._processes.slots.mask(slot)
             else:
                 masks.late.append(at)
         return masks
 
-    @staticmethod
-    def _has_mask(row: GrammarRow, length: int) -> bool:
-        return row.filled == length and not (row.num_unanswered or row.is_over or row.failure)
+    def _draft_state(self, row: GrammarRow, length: int) -> int:
+        """Of the mask for the token behind those that were drafted. `length`: of the row, without them."""
+        if row.drafts:
+            return self._state_ahead(row, length, len(row.drafts) - 1)
+        is_there = row.filled == length and not (row.num_unanswered or row.is_over or row.failure)
+        return IN_TIME if is_there else LATE
 
     def masks(self, rows: Ints, lens: Ints) -> Masks | None:
         """The masks of the rows [S] that sample next and hold `lens` tokens. None: none of them has a grammar. Waits for the

@@ -10,7 +10,7 @@ import msgspec
 from octavo.cache.span import longest, pages_of
 from octavo.config import AUTO, CacheConfig
 from octavo.errors import ConfigError
-from octavo.messages import DeviceMemory, EngineReport, LoadReport
+from octavo.messages import DeviceMemory, EngineReport, LoadReport, TrialSeconds
 
 MiB = 2**20
 GiB = 2**30
@@ -32,6 +32,12 @@ def settle(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
         return _fit(config, reports)
     except _TooLittle as shortage:
         raise ConfigError(f"{shortage.message}: use {', or '.join(_ways_out(config, reports))}") from None
+
+
+def with_trials(report: EngineReport, seconds: TrialSeconds) -> EngineReport:
+    return msgspec.structs.replace(
+        report, one_row_seconds=seconds.one_row, verify_seconds=seconds.verified, draft_seconds=seconds.draft
+    )
 
 
 def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
