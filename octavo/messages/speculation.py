@@ -85,6 +85,12 @@ def named_ranks(text: str) -> int | None:
     return found
 
 
+def is_auto(text: str) -> bool:
+    """Whether nobody asked for drafts by name: they come where they can only win."""
+    values = read_json_object(text, FLAG)
+    return values.get("method", "draft_model" if "model" in values else "auto") == "auto"
+
+
 def names_method(text: str) -> bool:
     """Whether the flag says which method it means. If not, and it names a model, the model's checkpoint decides."""
     return "method" in read_json_object(text, FLAG)

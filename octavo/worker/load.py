@@ -28,7 +28,7 @@ from octavo.layers.experts import Experts
 from octavo.layers.model import DecoderModel
 from octavo.limits import Limits, hold_whole_prompts, resolve
 from octavo.messages import DeviceMemory, LoadReport, TrialSeconds, most_samples
-from octavo.messages.speculation import FLAG, SpeculationSettings, named_ranks, names_method, speculation_of
+from octavo.messages.speculation import FLAG, SpeculationSettings, is_auto, named_ranks, names_method, speculation_of
 from octavo.models import load_family
 from octavo.models.draft_heads.kinds import has_prediction_layers, kind_of
 from octavo.parallel import Ranks, single_rank
@@ -215,7 +215,15 @@ class Loader:
     def _open_draft(self, checkpoint: Checkpoint) -> None:
         """Open the draft model or head, if there is one. Raises ConfigError where it cannot draft for this model."""
         settings = speculation_of(self.config.scheduler.speculative_config, is_gpu=self.device.is_cuda)
-        if settings is None or not settings.is_by_model:
+        if settings is None:
+            return
+        num_stages, text = self.config.parallel.pipeline_parallel_size, self.config.scheduler.speculative_config
+        if num_stages > 1 and not is_auto(text):
+            raise ConfigError(
+                f"--pipeline-parallel-size {num_stages}: {settings.method} cannot draft for a model that is divided into stages: use "
+                "--tensor-parallel-size, or leave --speculative-config out"
+            )
+        if not settings.is_by_model:
             return
         is_dummy = self.config.model.load_format == "dummy"
         if settings.method == "draft_model":
@@ -241,12 +249,7 @@ class Loader:
     def _check_draft_ranks(self, what: str) -> None:
         """Refuse ways to divide the model in which it cannot be drafted for."""
         parallel, num_named = self.config.parallel, named_ranks(self.config.scheduler.speculative_config)
-        num_ranks, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        if num_stages > 1:
-            raise ConfigError(
-                f"--pipeline-parallel-size {num_stages}: {what} cannot draft for a model that is divided into stages: use "
-                "--tensor-parallel-size, or leave --speculative-config out"
-            )
+        num_ranks = parallel.tensor_parallel_size
         if num_ranks > 1 and self.device.is_cuda:
             raise ConfigError(
                 f"--tensor-parallel-size {num_ranks}: {what} works with one GPU, or with the ranks of a CPU: use ngram or suffix"

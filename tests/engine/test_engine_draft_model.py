@@ -302,10 +302,13 @@ def test_what_cannot_be_is_refused(source, tmp_path):
         ConfigError, match=r"draft model other: its \d+ tokens and the 258 of the model differ in \d+ places"
     ):
         start_engine(tiny_config(speculative_config=drafting(other.path)), model, "tiny")
-    with pytest.raises(
-        ConfigError, match="--pipeline-parallel-size 2: a draft model cannot draft for a model that is div"
-    ):
-        Loader(tiny_config(speculative_config=drafting(model.path), pipeline_parallel_size=2), model).open()
+    for given, method in ((drafting(model.path), "draft_model"), ('{"method": "ngram"}', "ngram")):
+        with pytest.raises(
+            ConfigError, match=f"--pipeline-parallel-size 2: {method} cannot draft for a model that is div"
+        ):
+            Loader(tiny_config(speculative_config=given, pipeline_parallel_size=2), model).open()
+    for given in ("", '{"method": "auto"}', '{"method": "none"}'):
+        assert Loader(tiny_config(speculative_config=given, pipeline_parallel_size=2), model).open()
     with pytest.raises(ConfigError, match="no such file or folder: /nowhere"):
         start_engine(tiny_config(speculative_config=drafting("/nowhere")), model, "tiny")
     windows = json.loads((model.path / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": 8}
