@@ -379,9 +379,7 @@ def test_models_that_a_head_cannot_draft_for(llama, deepseek, tmp_path):
     ):
         Loader(tiny_config(speculative_config=mtp()), local(plain)).load()
     head = write_eagle3(tmp_path / "head", llama, tapped=[0, 1, 2])
-    with pytest.raises(
-        ConfigError, match="--pipeline-parallel-size 2: eagle3 cannot draft for a model that is div"
-    ):
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 2: eagle3 cannot draft for a model that is div"):
         Loader(tiny_config(speculative_config=eagle3(head), pipeline_parallel_size=2), local(llama)).open()
     with pytest.raises(ConfigError, match="no such file or folder: /nowhere"):
         Loader(tiny_config(speculative_config=eagle3("/nowhere")), local(llama)).open()
