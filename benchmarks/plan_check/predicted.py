@@ -94,6 +94,7 @@ def costs_of(recording: Recording, measured: Measured, measuring: list[Measuring
         FORMAT, time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), __version__, report.device, True, shape, report.weights_bytes,
         report.page_bytes, report.page_size, report.num_pages, report.max_model_len, report.max_num_seqs, report.max_num_batched_tokens,
         measured.learned.depth, fit.model, front_of([asked for one in measuring for asked in one.alone], measured.passages), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
+        overlap_rows=measured.learned.overlap_rows,
     )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ class SimulatedReplica:
         self.busy = 0
         self.num_steps = self.num_plans = self.num_rows = 0
         self.most_pages = self.most_waiting = 0
-        self._clock, self._depth = StepClock(model), settings.depth
+        self._clock, self._depth = StepClock(model), 0  # plans in flight while the next is made
         self._wakes = True  # the next step is the first after it was idle
         self._since_first = AFTER_FIRST  # steps that were planned since one that gave a first token
         self._on_first, self._on_end, self._with_jumps = on_first, on_end, with_jumps
@@ -205,6 +205,7 @@ class SimulatedReplica:
             if self._pace is not None:
                 duration = round(duration * self._pace(begins))
             flight.append((planned, duration, begins + duration))
+            self._depth = self.settings.depth if len(planned.requests) >= self.settings.overlap_rows else 0
             self.num_steps += 1
             self.num_rows += len(planned.requests)
             self.busy += duration

@@ -20,7 +20,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True):
     max_waiting_requests: int = 4096
     max_waiting_tokens: int = 2**23
     num_stages: int = 1
-    depth: int = 0  # plans in flight while the next is made: 1 on a GPU
+    depth: int = 0  # plans in flight while the next is made: 1 on a GPU …
+    overlap_rows: int = 0  # … where the last one has at least so many rows: a CPU's smaller steps are waited for
 
 
 class Front(msgspec.Struct, frozen=True):

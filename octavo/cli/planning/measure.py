@@ -37,6 +37,9 @@ _SHORT = 128  # prompt tokens, up to which a request's way in is taken for the c
 _TOKENS = 24  # of a row in the ladder of rows
 _ANSWER = 16  # tokens of a request that is alone: the first steps after a prompt take longer than those that follow
 _PAUSE = 0.05  # seconds for which the engine is idle before it
+_USERS = (1, 2, 4, 8, 16)  # of the mixed load, one number after the other
+_USER_PROMPT, _USER_ANSWER = (16, 1024), (4, 64)  # tokens, log-uniform
+_PREFIX_SHARE = 0.25  # of its requests begin with the same tokens
 
 
 class Asked(NamedTuple):
@@ -50,11 +53,14 @@ class Load:
     def __init__(self, url: str, model: str, vocab_size: int, key: str, seed: int = 0) -> None:
         self._client = Client(Target.parse(url), key)
         self._model, self._vocab_size = model, vocab_size
-        self._dice = random.Random(seed)
+        self.dice = random.Random(seed)
 
     def prompt(self, length: int) -> list[int]:
         lowest = min(1000, self._vocab_size // 2)
-        return [self._dice.randrange(lowest, self._vocab_size) for _ in range(length)]
+        return [self.dice.randrange(lowest, self._vocab_size) for _ in range(length)]
+
+    def log_uniform(self, least: int, most: int) -> int:
+        return round(math.exp(self.dice.uniform(math.log(least), math.log(most))))
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Asked:
         options = argparse.Namespace(
@@ -74,34 +80,88 @@ class Load:
 
 
 async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> list[Asked]:
-    """Steps of every size that the limit of time allows. Returns requests that were alone, for what they take outside the engine."""
+    """Steps of every size that the limit of time allows, and half of the time a mixed load: there steps come in the order, with the pauses and beside
+    the work of other processes that servers have. Returns requests that were alone, for what they take outside the engine."""
     alone: list[Asked] = []
     ends = time.monotonic() + seconds
+    sections = (_rows, _alone, _long_rows, _behind_prefix, _beside_streams)
     rounds = 0
     while time.monotonic() < ends or not rounds:
-        for rows in (count for count in _ROWS if count <= max_rows):  # rows, short contexts
-            await load.ask_all([load.prompt(8) for _ in range(rows)], _TOKENS)
+        for section in sections:
+            began = time.monotonic()
+            alone += await section(load, max_rows, max_len)
             if time.monotonic() > ends and rounds:
                 return alone
-        for length in (count for count in _PROMPTS if count + _ANSWER <= max_len):  # prompts alone
-            for _ in range(2 if length <= 512 else 1):
-                prompt = load.prompt(length)
-                await asyncio.sleep(_PAUSE)
-                alone.append(await load.ask(prompt, _ANSWER))
-        long = min(2048, max_len - 64)
-        for rows in (count for count in (1, 4, 8) if count <= max_rows):  # rows with long contexts
-            await load.ask_all([load.prompt(long)] * 1 + [load.prompt(long // 2) for _ in range(rows - 1)], 32)
-        for prefix in (256, 1024):  # prompts behind a cached prefix
-            shared = load.prompt(min(prefix, max_len // 2))
-            await load.ask(shared, 1)
-            for length in (16, 32, 64, 96, 160, 256):
-                if len(shared) + length + _ANSWER <= max_len:
-                    await load.ask(shared + load.prompt(length), _ANSWER)
-        for streams in (count for count in (2, 8, 24) if count < max_rows):  # prompts beside streams
-            beside = [length for length in (24, 32, 64, 128, 400) if length + 2 <= max_len]
-            await asyncio.gather(load.ask_all([load.prompt(32) for _ in range(streams)], 64), _one_by_one(load, beside))
+            left = seconds / (2 * len(sections)) if not rounds else time.monotonic() - began
+            await _mixed(load, max_rows, max_len, left)
         rounds += 1
     return alone
+
+
+async def _rows(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Rows with short contexts."""
+    for rows in (count for count in _ROWS if count <= max_rows):
+        await load.ask_all([load.prompt(8) for _ in range(rows)], _TOKENS)
+    return []
+
+
+async def _alone(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Prompts alone."""
+    alone = []
+    for length in (count for count in _PROMPTS if count + _ANSWER <= max_len):
+        for _ in range(2 if length <= 512 else 1):
+            prompt = load.prompt(length)
+            await asyncio.sleep(_PAUSE)
+            alone.append(await load.ask(prompt, _ANSWER))
+    return alone
+
+
+async def _long_rows(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Rows with long contexts."""
+    long = min(2048, max_len - 64)
+    for rows in (count for count in (1, 4, 8) if count <= max_rows):
+        await load.ask_all([load.prompt(long)] * 1 + [load.prompt(long // 2) for _ in range(rows - 1)], 32)
+    return []
+
+
+async def _behind_prefix(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Prompts behind a cached prefix."""
+    for prefix in (256, 1024):
+        shared = load.prompt(min(prefix, max_len // 2))
+        await load.ask(shared, 1)
+        for length in (16, 32, 64, 96, 160, 256):
+            if len(shared) + length + _ANSWER <= max_len:
+                await load.ask(shared + load.prompt(length), _ANSWER)
+    return []
+
+
+async def _beside_streams(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Prompts beside streams."""
+    for streams in (count for count in (2, 8, 24) if count < max_rows):
+        beside = [length for length in (24, 32, 64, 128, 400) if length + 2 <= max_len]
+        await asyncio.gather(load.ask_all([load.prompt(32) for _ in range(streams)], 64), _one_by_one(load, beside))
+    return []
+
+
+async def _mixed(load: Load, max_rows: int, max_len: int, seconds: float) -> None:
+    """Users who read an answer for as long as they have waited for it, then ask again. A faster machine gets more requests: the load is as large a
+    share of what it can do."""
+    numbers = [count for count in _USERS if count <= max_rows]
+    shared = load.prompt(min(256, max_len // 4))
+    for count in numbers:
+        ends = time.monotonic() + seconds / len(numbers)
+        await asyncio.gather(*(_user(load, shared, max_len, ends) for _ in range(count)))
+
+
+async def _user(load: Load, shared: list[int], max_len: int, ends: float) -> None:
+    reads = _PAUSE
+    while (now := time.monotonic()) < ends:
+        await asyncio.sleep(min(load.dice.expovariate(1 / reads), ends - now))
+        began = time.monotonic()
+        prefix = shared if load.dice.random() < _PREFIX_SHARE else []
+        length = min(load.log_uniform(*_USER_PROMPT), max_len // 4)
+        await load.ask(prefix + load.prompt(length), min(load.log_uniform(*_USER_ANSWER), max_len // 4))
+        reads = time.monotonic() - began
 
 
 async def _one_by_one(load: Load, lengths: Sequence[int]) -> None:
@@ -162,6 +222,7 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
         flags=list(flags),
         disturbed=disturbed,
         num_servers=num_servers,
+        overlap_rows=measured[0].learned.overlap_rows,
     )
     write_costs(path, costs)
     return costs
