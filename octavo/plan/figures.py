@@ -86,6 +86,18 @@ class Histogram:
         found.total, found._sum = self.total * len(noise), self._sum * len(noise)
         return found
 
+    def shifted_by(self, jitter: Sequence[float]) -> "Histogram":
+        """The same times, each as often as another so many seconds longer. The mean stays."""
+        if not jitter:
+            return self
+        found = Histogram()
+        for bucket, weight in self._weights.items():
+            middle = 10 ** ((bucket + 0.5) / _PER_DECADE)
+            for seconds in jitter:
+                found._weights[int(_PER_DECADE * math.log10(max(1.0, middle + seconds * PICOSECONDS)))] += weight
+        found.total, found._sum = self.total * len(jitter), self._sum * len(jitter)
+        return found
+
     def times(self, count: int) -> "Histogram":
         """Every time so often."""
         return self.spread_by([1.0] * count)

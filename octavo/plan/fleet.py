@@ -51,11 +51,13 @@ class Simulation:
         moments_every: float = 0.0,
         on_plan: Callable[[int, Planned], None] | None = None,
         pace: Callable[[int], float] | None = None,
+        draw: int = 0,
     ) -> None:
-        """`pace`: of SimulatedReplica. `moments_every`: seconds between two moments; 0: none. `on_plan`: hears of the
+        """`draw`: of the noise; another number has each step take another of its times. `pace`: of SimulatedReplica. `moments_every`: seconds between two moments; 0: none. `on_plan`: hears of the
         plans that are made one by one, by replica."""
         self._trace, self._settings, self._levels = trace, settings, levels
         self._with_jumps, self._on_plan, self._pace = with_jumps, on_plan, pace
+        self._draw = draw
         self._contents = Contents(trace, settings.replica.page_size)
         self._costs = settings.model.costs(settings.replica.max_num_seqs, settings.replica.max_num_batched_tokens)
         self._router: Router | None = None
@@ -224,7 +226,7 @@ class Simulation:
         report: Callable[[PageEvents], object] | None = None if router is None else router.take_events
         replica = SimulatedReplica(
             number, self._settings.replica, self._settings.model, self._costs, self._first, self._ended, now=now, report=report,
-            with_jumps=self._with_jumps, pace=self._pace,
+            with_jumps=self._with_jumps, pace=self._pace, draw=self._draw,
         )  # fmt: skip
         if (on_plan := self._on_plan) is not None:
             replica.on_plan = lambda planned: on_plan(number, planned)
@@ -300,6 +302,7 @@ class Simulation:
         if noise := self._settings.model.steady_noise:
             gaps, steady_gaps = gaps.times(len(noise)), steady_gaps.spread_by(noise)
         gaps.merge(steady_gaps)
+        gaps = gaps.shifted_by(self._settings.front.jitter)
         limits = [*self._levels.limits.items()]
         num_good = sum(is_good(journey, limits) for journey in done)
         output = sum(journey.output_len for journey in done)
@@ -346,6 +349,11 @@ class Simulation:
 
 
 def simulate(
-    trace: Trace, settings: FleetSettings, *, levels: Levels = NO_LEVELS, failures: Sequence[Failure] = ()
+    trace: Trace,
+    settings: FleetSettings,
+    *,
+    levels: Levels = NO_LEVELS,
+    failures: Sequence[Failure] = (),
+    draw: int = 0,
 ) -> Figures:
-    return Simulation(trace, settings, levels=levels, failures=failures).run().figures
+    return Simulation(trace, settings, levels=levels, failures=failures, draw=draw).run().figures

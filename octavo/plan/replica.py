@@ -75,10 +75,12 @@ class SimulatedReplica:
         report: Callable[[PageEvents], object] | None = None,
         with_jumps: bool = True,
         pace: Callable[[int], float] | None = None,
+        draw: int = 0,
     ) -> None:
         """`report`: hears what a router hears; None: there is no router. `with_jumps` False: every plan is made one by one. `pace`: how many
         times as long a step takes that begins at this time, without jumps."""
         assert pace is None or not with_jumps
+        self._first_noise = number + 7919 * draw  # of its first step
         self._pace = pace
         self.number, self.epoch, self.settings = number, epoch, settings
         self.cache = SimulatedCache(
@@ -196,7 +198,7 @@ class SimulatedReplica:
             self.feed.planned(planned, 0.0)
         if not planned.is_empty:
             shape = shape_of(planned.plan, planned.num_tokens)
-            duration = self._clock.step(shape, self.num_steps + self.number)
+            duration = self._clock.step(shape, self.num_steps + self._first_noise)
             duration += self._clock.more(self._wakes, self._since_first)
             self._wakes = False
             if self._clock.has_firsts:

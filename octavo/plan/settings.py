@@ -31,6 +31,9 @@ class Front(msgspec.Struct, frozen=True):
     token_seconds: float = 0.0  # … for each prompt token
     first_seconds: float = 0.0  # the way back, from the engine to the client, of the first token
     last_seconds: float = 0.0  # … and of the last: shorter, because the response has begun
+    # Seconds by which the time between two tokens differs at the client from that in the engine, one as often as another; 0 on average. A process
+    # that finds no free core sends a token later, and the next one right after it.
+    jitter: list[float] = []
 
 
 class FleetSettings(msgspec.Struct, frozen=True):

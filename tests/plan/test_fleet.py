@@ -67,7 +67,7 @@ def seen(result: Run) -> list[tuple[int, ...]]:
 def test_a_fleet_with_jumps_makes_the_same_plans_at_the_same_times(seed):
     r = random.Random(seed)
     trace = random_trace(r, r.randrange(1, 25))
-    fleet = fleet_of(r.choice([1, 2, 3]), r.choice([0, 1]), r.choice([70, 150, 400]))
+    fleet = fleet_of(r.choice([1, 2, 3]), r.choice([0, 1]), r.choice([70, 150, 400]), overlap_rows=r.choice([0, 2, 4]))
     fleet = msgspec.structs.replace(fleet, model=r.choice([MODEL, NOISY, DRAFTING, HOSTED]))
     failures = [Failure(r.random() * 2, 1, r.random() < 0.7)] if r.random() < 0.3 and fleet.num_replicas > 1 else []
     without, plans = run(trace, fleet, False, failures)
@@ -249,6 +249,35 @@ def test_noise_of_steady_steps_is_in_the_times_between_tokens_alone():
     assert seen(before) == seen(after)
     assert abs(after.figures.itl.mean / before.figures.itl.mean - 1) < 1e-9
     assert after.figures.itl.p99 > 2 * before.figures.itl.p99 and after.figures.itl.p50 < before.figures.itl.p50
+
+
+def test_steps_with_few_rows_end_before_the_next_plan():
+    """A request that comes during the first of two steps of a prompt is in the second one, unless that was planned already."""
+    trace = Trace("two", [TraceRequest(0.0, 100, 20), TraceRequest(0.001, 20, 20)])
+    rows = {}
+    for overlap_rows in (0, 2):
+        _, plans = run(trace, fleet_of(depth=1, overlap_rows=overlap_rows), False, [])
+        rows[overlap_rows] = [len(plan.rows) for plan in plans[0].values()]
+    assert rows[0][:3] == [1, 1, 2] and rows[2][:2] == [1, 2]
+
+
+def test_jitter_is_in_the_times_between_tokens_alone():
+    plain = fleet_of()
+    jittered = msgspec.structs.replace(plain, front=Front(jitter=[0.0] * 18 + [-0.003, 0.003]))
+    trace = Trace("one", [TraceRequest(0.0, 50, 300)])
+    before, after = Simulation(trace, plain).run(), Simulation(trace, jittered).run()
+    assert seen(before) == seen(after)
+    itl, found = before.figures.itl, after.figures.itl
+    assert abs(found.mean / itl.mean - 1) < 1e-9 and abs(found.p50 / itl.p50 - 1) < 0.01
+    assert abs(found.p99 - itl.p50 - 0.003) < 1e-4
+
+
+def test_draws_differ_in_the_noise_and_in_nothing_else():
+    trace = Trace("some", [TraceRequest(float(at), 50, 20) for at in range(8)])
+    noisy = msgspec.structs.replace(fleet_of(), model=NOISY)
+    assert simulate(trace, fleet_of(), draw=3) == simulate(trace, fleet_of())
+    firsts = {simulate(trace, noisy, draw=draw).ttft.mean for draw in range(4)}
+    assert len(firsts) > 1
 
 
 def test_a_slow_machine_slows_steps_down_while_it_is_slow():

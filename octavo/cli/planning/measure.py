@@ -10,7 +10,8 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from octavo.cli.planning.check import EVERY_TOKEN
 from octavo.errors import ConfigError, RequestFailed
 from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import read_shape
-from octavo.plan.recorded import Measured, Passage
+from octavo.plan.recorded import Measured
 from octavo.plan.settings import Front
 from octavo.plan.step_model import fit_model, without_slow_stretches
 from octavo.recording.format import Recording, read
@@ -39,12 +40,18 @@ _ANSWER = 16  # tokens of a request that is alone: the first steps after a promp
 _PAUSE = 0.05  # seconds for which the engine is idle before it
 _USERS = (1, 2, 4, 8, 16)  # of the mixed load, one number after the other
 _USER_PROMPT, _USER_ANSWER = (16, 1024), (4, 64)  # tokens, log-uniform
+_LEAST_GAPS, _JITTER_PARTS = 256, 128  # times between tokens; numbers that stand for their jitter
 _PREFIX_SHARE = 0.25  # of its requests begin with the same tokens
 
 
 class Asked(NamedTuple):
     prompt_len: int
     result: RequestResult
+
+
+class Exercised(NamedTuple):
+    alone: list[Asked]  # requests that were alone
+    mixed: list[Asked]  # … and those of a mixed load
 
 
 class Load:
@@ -79,10 +86,11 @@ class Load:
         await self._client.close()
 
 
-async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> list[Asked]:
+async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> Exercised:
     """Steps of every size that the limit of time allows, and half of the time a mixed load: there steps come in the order, with the pauses and beside
-    the work of other processes that servers have. Returns requests that were alone, for what they take outside the engine."""
+    the work of other processes that servers have."""
     alone: list[Asked] = []
+    mixed: list[Asked] = []
     ends = time.monotonic() + seconds
     sections = (_rows, _alone, _long_rows, _behind_prefix, _beside_streams)
     rounds = 0
@@ -91,11 +99,11 @@ async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> l
             began = time.monotonic()
             alone += await section(load, max_rows, max_len)
             if time.monotonic() > ends and rounds:
-                return alone
+                return Exercised(alone, mixed)
             left = seconds / (2 * len(sections)) if not rounds else time.monotonic() - began
-            await _mixed(load, max_rows, max_len, left)
+            mixed += await _mixed(load, max_rows, max_len, left)
         rounds += 1
-    return alone
+    return Exercised(alone, mixed)
 
 
 async def _rows(load: Load, max_rows: int, max_len: int) -> list[Asked]:
@@ -143,25 +151,31 @@ async def _beside_streams(load: Load, max_rows: int, max_len: int) -> list[Asked
     return []
 
 
-async def _mixed(load: Load, max_rows: int, max_len: int, seconds: float) -> None:
+async def _mixed(load: Load, max_rows: int, max_len: int, seconds: float) -> list[Asked]:
     """Users who read an answer for as long as they have waited for it, then ask again. A faster machine gets more requests: the load is as large a
     share of what it can do."""
     numbers = [count for count in _USERS if count <= max_rows]
     shared = load.prompt(min(256, max_len // 4))
+    found: list[Asked] = []
     for count in numbers:
         ends = time.monotonic() + seconds / len(numbers)
-        await asyncio.gather(*(_user(load, shared, max_len, ends) for _ in range(count)))
+        for asked in await asyncio.gather(*(_user(load, shared, max_len, ends) for _ in range(count))):
+            found += asked
+    return found
 
 
-async def _user(load: Load, shared: list[int], max_len: int, ends: float) -> None:
+async def _user(load: Load, shared: list[int], max_len: int, ends: float) -> list[Asked]:
+    found: list[Asked] = []
     reads = _PAUSE
     while (now := time.monotonic()) < ends:
         await asyncio.sleep(min(load.dice.expovariate(1 / reads), ends - now))
         began = time.monotonic()
         prefix = shared if load.dice.random() < _PREFIX_SHARE else []
         length = min(load.log_uniform(*_USER_PROMPT), max_len // 4)
-        await load.ask(prefix + load.prompt(length), min(load.log_uniform(*_USER_ANSWER), max_len // 4))
+        length_of_answer = min(load.log_uniform(*_USER_ANSWER), max_len // 4)
+        found.append(await load.ask(prefix + load.prompt(length), length_of_answer))
         reads = time.monotonic() - began
+    return found
 
 
 async def _one_by_one(load: Load, lengths: Sequence[int]) -> None:
@@ -187,7 +201,7 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
         key = os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             urls = [(server.record.url, server.record.model) for server in servers]
-            alone = runner.run(_exercise_all(urls, folders, shape.vocab_size, key, seconds))
+            asked = runner.run(_exercise_all(urls, folders, shape.vocab_size, key, seconds))
         recordings = [recording_of(each) for each in folders]
     recording = recordings[0]
     measured = [Measured(each) for each in recordings]
@@ -213,7 +227,7 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
         max_num_batched_tokens=report.max_num_batched_tokens,
         depth=measured[0].learned.depth,
         step=found.model,
-        front=front_of(alone, {name: way for each in measured for name, way in each.passages.items()}),
+        front=front_of(asked, measured),
         start_seconds=start_seconds,
         num_steps=found.num_samples,
         median_error=found.median_error,
@@ -230,7 +244,7 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
 
 async def _exercise_all(
     servers: Sequence[tuple[str, str]], folders: Sequence[Path], vocab_size: int, key: str, seconds: float
-) -> list[Asked]:
+) -> Exercised:
     """`servers`: URL and model of each."""
     loads = [Load(url, model, vocab_size, key, seed) for seed, (url, model) in enumerate(servers)]
     await asyncio.gather(*(load.ask(load.prompt(16), 4) for load in loads))
@@ -240,7 +254,9 @@ async def _exercise_all(
     )
     for load in loads:
         await load.close()
-    return [asked for each in found for asked in each]
+    return Exercised(
+        [asked for each in found for asked in each.alone], [asked for each in found for asked in each.mixed]
+    )
 
 
 def _leave(number: int, frame: object) -> None:
@@ -256,14 +272,15 @@ def recording_of(folder: Path) -> Recording:
     return read(found[-1])
 
 
-def front_of(asked: Sequence[Asked], passages: Mapping[str, Passage]) -> Front:
-    """What requests took outside the engine, each compared with its own way through it. The way in is a constant and so much for each prompt token:
+def front_of(asked: Exercised, measured: Sequence[Measured]) -> Front:
+    """What requests that were alone took outside the engine, each compared with its own way through it. The way in is a constant and so much for each prompt token:
     middle ones, because a request that comes during a step waits for its end. The way back is a mean: how long a first token takes depends
     on which core its process finds free, and means of first tokens are what a plan is compared with."""
+    passages = {name: way for each in measured for name, way in each.passages.items()}
     inward: list[tuple[int, float]] = []
     first: list[float] = []
     last: list[float] = []
-    for each in asked:
+    for each in asked.alone:
         passage, result = passages.get(each.result.response_id), each.result
         if passage is None or passage.first == math.inf:
             continue
@@ -275,7 +292,30 @@ def front_of(asked: Sequence[Asked], passages: Mapping[str, Passage]) -> Front:
         return Front()
     constant = median([seconds for length, seconds in inward if length <= _SHORT] or [min(inward)[1]])
     slopes = [(seconds - constant) / length for length, seconds in inward if length > _SHORT]
-    return Front(constant, max(0.0, median(slopes)) if slopes else 0.0, fmean(first), fmean(last or first))
+    return Front(
+        constant,
+        max(0.0, median(slopes)) if slopes else 0.0,
+        fmean(first),
+        fmean(last or first),
+        _jitter(asked.mixed, measured),
+    )
+
+
+def _jitter(asked: Sequence[Asked], measured: Sequence[Measured]) -> list[float]:
+    """Front.jitter: the middles of equal parts of what was found in all times between tokens."""
+    found: list[float] = []
+    for each in measured:
+        for _, result in asked:
+            times: Sequence[float] = each.token_times.get(result.response_id, ())
+            if len(times) == len(result.gaps) + 1:
+                found += [
+                    gap - (after - before) for gap, (before, after) in zip(result.gaps, pairwise(times), strict=True)
+                ]
+    if len(found) < _LEAST_GAPS:
+        return []
+    ordered = sorted(found)
+    middles = [ordered[int((part + 0.5) / _JITTER_PARTS * len(ordered))] for part in range(_JITTER_PARTS)]
+    return [round(each - fmean(middles), 9) for each in middles]
 
 
 def _machine(device: str) -> str:
