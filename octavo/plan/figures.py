@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 
 from octavo.plan.step_model import PICOSECONDS
 
@@ -91,10 +92,12 @@ class Histogram:
         if not jitter:
             return self
         found = Histogram()
-        for bucket, weight in self._weights.items():
-            middle = 10 ** ((bucket + 0.5) / _PER_DECADE)
-            for seconds in jitter:
-                found._weights[int(_PER_DECADE * math.log10(max(1.0, middle + seconds * PICOSECONDS)))] += weight
+        buckets = np.array(list(self._weights), float)
+        middles = 10 ** ((buckets + 0.5) / _PER_DECADE)
+        shifted = np.maximum(middles[:, None] + np.array(jitter) * PICOSECONDS, 1.0)
+        weights = np.repeat(np.array(list(self._weights.values()), float), len(jitter))
+        counts = np.bincount((_PER_DECADE * np.log10(shifted)).astype(int).ravel(), weights)
+        found._weights.update({int(bucket): round(float(counts[bucket])) for bucket in np.flatnonzero(counts)})
         found.total, found._sum = self.total * len(jitter), self._sum * len(jitter)
         return found
 

@@ -4,7 +4,7 @@ Arrivals and turns of replicas happen in the order of time. A replica in a stead
 work is proportional to what happens, not to time. Nothing is random: the same inputs give the same figures."""
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -295,14 +295,15 @@ class Simulation:
         replicas = [*self._replicas.values(), *self._gone]
         end = max((journey.ended for journey in done), default=0)
         seconds = end / PICOSECONDS
-        gaps, steady_gaps = Histogram(), Histogram()
+        by_kind: defaultdict[tuple[bool, int], Histogram] = defaultdict(Histogram)
         for replica in replicas:
-            gaps.merge(replica.gaps)
-            steady_gaps.merge(replica.steady_gaps)
-        if noise := self._settings.model.steady_noise:
-            gaps, steady_gaps = gaps.times(len(noise)), steady_gaps.spread_by(noise)
-        gaps.merge(steady_gaps)
-        gaps = gaps.shifted_by(self._settings.front.jitter)
+            for kind, histogram in replica.gaps.items():
+                by_kind[kind].merge(histogram)
+        gaps = Histogram()
+        noise, front = self._settings.model.steady_noise, self._settings.front
+        for (with_prompt, power), histogram in by_kind.items():
+            histogram = histogram.spread_by([1.0] * len(noise) if with_prompt else noise)
+            gaps.merge(histogram.shifted_by(front.jitter_of(1 << (power - 1), with_prompt)))
         limits = [*self._levels.limits.items()]
         num_good = sum(is_good(journey, limits) for journey in done)
         output = sum(journey.output_len for journey in done)

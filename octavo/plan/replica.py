@@ -3,7 +3,7 @@
 It repeats the engine's loop (engine/loop.py): take inputs, plan, wait for the results that are due, commit. Steady stretches are promised,
 not computed: until something comes, or the stretch ends, only its end is known; then it is taken in one jump (schedule/steady.py)."""
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from math import isqrt
 from typing import NamedTuple
@@ -101,8 +101,8 @@ class SimulatedReplica:
         self.started = now
         self.journeys: dict[str, Journey] = {}
         self.waits: Counter[str] = Counter()  # picoseconds
-        self.gaps = Histogram()  # between tokens, of steps with prompts
-        self.steady_gaps = Histogram()  # … of the others
+        # Between tokens, by whether a prompt was in the step that gave the second one, and by the rows of that step, as a power of two.
+        self.gaps: defaultdict[tuple[bool, int], Histogram] = defaultdict(Histogram)
         self.queue_times: list[float] = []
         self.busy = 0
         self.num_steps = self.num_plans = self.num_rows = 0
@@ -247,7 +247,8 @@ class SimulatedReplica:
             if samples
         ]
         committed = self.scheduler.commit(plan, StepResult(plan.step, tokens))
-        gaps = self.steady_gaps if planned.num_tokens == len(planned.requests) else self.gaps
+        rows = len(planned.requests)
+        gaps = self.gaps[planned.num_tokens > rows, rows.bit_length()]
         gap, count = -1, 0
         for delta in committed.deltas:
             if not delta.token_ids:
@@ -339,7 +340,7 @@ class SimulatedReplica:
         self.num_steps += num_done
         self.num_rows += num_done * rows
         self.busy += _sum(base, more, num_done)
-        self.steady_gaps.add((now - before) // num_done, num_done * rows)
+        self.gaps[False, rows.bit_length()].add((now - before) // num_done, num_done * rows)
         gap = base + more * (num_done - 1)
         for request in running:
             journey = journeys[request.id]

@@ -5,6 +5,7 @@ import random
 from collections import Counter, defaultdict
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from octavo.messages import StepPlan
 from octavo.plan.arrivals import Lengths, Shape, trace_of
 from octavo.plan.figures import Figures, Levels
 from octavo.plan.fleet import Run, Simulation, simulate
-from octavo.plan.settings import Failure, FleetSettings, Front, ReplicaSettings
+from octavo.plan.settings import Failure, FleetSettings, Front, Jitter, ReplicaSettings
 from octavo.plan.step_model import StepModel
 from octavo.plan.trace import Trace, TraceRequest
 
@@ -263,13 +264,23 @@ def test_steps_with_few_rows_end_before_the_next_plan():
 
 def test_jitter_is_in_the_times_between_tokens_alone():
     plain = fleet_of()
-    jittered = msgspec.structs.replace(plain, front=Front(jitter=[0.0] * 18 + [-0.003, 0.003]))
+    jittered = msgspec.structs.replace(plain, front=Front(jitter=[Jitter(1, False, [0.0] * 18 + [-0.003, 0.003])]))
     trace = Trace("one", [TraceRequest(0.0, 50, 300)])
     before, after = Simulation(trace, plain).run(), Simulation(trace, jittered).run()
     assert seen(before) == seen(after)
     itl, found = before.figures.itl, after.figures.itl
     assert abs(found.mean / itl.mean - 1) < 1e-9 and abs(found.p50 / itl.p50 - 1) < 0.01
     assert abs(found.p99 - itl.p50 - 0.003) < 1e-4
+
+
+def test_jitter_is_that_of_steps_with_about_as_many_rows():
+    kinds = [Jitter(rows, with_prompt, [float(rows), -float(rows)]) for rows in (2, 8) for with_prompt in (False, True)]
+    front = Front(jitter=kinds)
+    assert [front.jitter_of(rows, True)[0] for rows in (1, 2, 4, 8, 64)] == [2, 2, 2, 8, 8]
+    for wrong in ([Jitter(2, True, [0.1]), *kinds], [2e6, 0.0], []):
+        with pytest.raises(ValueError, match="jitter must"):
+            Front(jitter=wrong) if wrong and isinstance(wrong[0], Jitter) else Jitter(1, True, wrong)
+    assert Front(jitter=kinds[:1]).jitter_of(8, True) == [2, -2] and Front().jitter_of(1, False) == []
 
 
 def test_draws_differ_in_the_noise_and_in_nothing_else():

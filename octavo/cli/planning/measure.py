@@ -10,6 +10,7 @@ import random
 import signal
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from octavo.errors import ConfigError, RequestFailed
 from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import read_shape
 from octavo.plan.recorded import Measured
-from octavo.plan.settings import Front
+from octavo.plan.settings import JITTER_PARTS, Front, Jitter
 from octavo.plan.step_model import fit_model, without_slow_stretches
 from octavo.recording.format import Recording, read
 from octavo.recording.recorder import FLUSH_SECONDS
@@ -40,7 +41,6 @@ _ANSWER = 16  # tokens of a request that is alone: the first steps after a promp
 _PAUSE = 0.05  # seconds for which the engine is idle before it
 _USERS = (1, 2, 4, 8, 16)  # of the mixed load, one number after the other
 _USER_PROMPT, _USER_ANSWER = (16, 1024), (4, 64)  # tokens, log-uniform
-_LEAST_GAPS, _JITTER_PARTS = 256, 128  # times between tokens; numbers that stand for their jitter
 _PREFIX_SHARE = 0.25  # of its requests begin with the same tokens
 
 
@@ -301,21 +301,25 @@ def front_of(asked: Exercised, measured: Sequence[Measured]) -> Front:
     )
 
 
-def _jitter(asked: Sequence[Asked], measured: Sequence[Measured]) -> list[float]:
-    """Front.jitter: the middles of equal parts of what was found in all times between tokens."""
-    found: list[float] = []
+def _jitter(asked: Sequence[Asked], measured: Sequence[Measured]) -> list[Jitter]:
+    """Of each kind of step with enough times between tokens: the middles of equal parts of what was found."""
+    found: defaultdict[tuple[bool, int], list[float]] = defaultdict(list)
     for each in measured:
         for _, result in asked:
             times: Sequence[float] = each.token_times.get(result.response_id, ())
-            if len(times) == len(result.gaps) + 1:
-                found += [
-                    gap - (after - before) for gap, (before, after) in zip(result.gaps, pairwise(times), strict=True)
-                ]
-    if len(found) < _LEAST_GAPS:
-        return []
-    ordered = sorted(found)
-    middles = [ordered[int((part + 0.5) / _JITTER_PARTS * len(ordered))] for part in range(_JITTER_PARTS)]
-    return [round(each - fmean(middles), 9) for each in middles]
+            if len(times) != len(result.gaps) + 1:
+                continue
+            rows = each.token_rows[result.response_id][1:]
+            for gap, (before, after), num_rows in zip(result.gaps, pairwise(times), rows, strict=True):
+                found[num_rows < 0, abs(num_rows).bit_length()].append(gap - (after - before))
+    kinds = []
+    for (with_prompt, power), several in sorted(found.items()):
+        if len(several) >= JITTER_PARTS:
+            ordered = sorted(several)
+            middles = [ordered[int((part + 0.5) / JITTER_PARTS * len(ordered))] for part in range(JITTER_PARTS)]
+            mean = fmean(middles)
+            kinds.append(Jitter(1 << (power - 1), with_prompt, [round(each - mean, 9) for each in middles]))
+    return kinds
 
 
 def _machine(device: str) -> str:
