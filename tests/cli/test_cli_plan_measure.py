@@ -98,6 +98,20 @@ def test_jitter_is_what_clients_see_of_steps_that_take_the_same_time(tmp_path):
     assert front_of(Exercised(asked, asked[:9]), measured).jitter == [], "a few times say nothing"
 
 
+async def test_servers_that_are_measured_at_once_begin_with_different_steps(monkeypatch):
+    monkeypatch.setattr(test_bench_serve, "FIRST", 0.0)
+    monkeypatch.setattr(test_bench_serve, "GAP", 0.0)
+    sent = []
+    for first in (0, 2):
+        async with running() as (url, scripted):
+            load = Load(url, "scripted", 1000, "")
+            await exercise(load, max_rows=2, max_len=300, seconds=0.0, first=first)
+            await load.close()
+            sent.append([len(body["prompt"]) for body in scripted.bodies])
+    assert sent[0][0] == 8 and sent[1][0] == 236, "rows with short contexts, and with long ones"
+    assert sorted(sent[0]) == sorted(sent[1])
+
+
 async def test_a_mixed_load_has_prompts_of_many_lengths(monkeypatch):
     monkeypatch.setattr(test_bench_serve, "FIRST", 0.0)
     monkeypatch.setattr(test_bench_serve, "GAP", 0.0)

@@ -86,13 +86,15 @@ class Load:
         await self._client.close()
 
 
-async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> Exercised:
+async def exercise(load: Load, max_rows: int, max_len: int, seconds: float, first: int = 0) -> Exercised:
     """Steps of every size that the limit of time allows, and half of the time a mixed load: there steps come in the order, with the pauses and beside
-    the work of other processes that servers have."""
+    the work of other processes that servers have. `first`: section to begin with. Servers that are measured at once have different ones, so that the
+    steps of each run beside all kinds of steps of others, as in a fleet."""
     alone: list[Asked] = []
     mixed: list[Asked] = []
     ends = time.monotonic() + seconds
     sections = (_rows, _alone, _long_rows, _behind_prefix, _beside_streams)
+    sections = sections[first % len(sections) :] + sections[: first % len(sections)]
     rounds = 0
     while time.monotonic() < ends or not rounds:
         for section in sections:
@@ -250,7 +252,10 @@ async def _exercise_all(
     await asyncio.gather(*(load.ask(load.prompt(16), 4) for load in loads))
     limits = recording_of(folders[0]).header.report
     found = await asyncio.gather(
-        *(exercise(load, limits.max_num_seqs, limits.max_model_len, seconds) for load in loads)
+        *(
+            exercise(load, limits.max_num_seqs, limits.max_model_len, seconds, 2 * number)
+            for number, load in enumerate(loads)
+        )
     )
     for load in loads:
         await load.close()
