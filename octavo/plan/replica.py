@@ -213,8 +213,12 @@ class SimulatedReplica:
             self.busy += duration
         elif not flight:
             assert planned.returned or not scheduler.has_work, "nothing will ever change"
-        for _ in range(max(len(flight) - self._depth, int(planned.is_empty and bool(flight)))):
-            self._commit(*flight.popleft())
+        # The tokens of all steps that are taken in at once are sent together, after the last of them.
+        num_due = max(len(flight) - self._depth, int(planned.is_empty and bool(flight)))
+        ends = flight[num_due - 1][2] if num_due else self.now
+        for _ in range(num_due):
+            taken, duration, _ = flight.popleft()
+            self._commit(taken, duration, ends)
         if planned.head_waits_for is not None:
             self.waits[planned.head_waits_for] += self.now - planned_at
         self.most_pages = max(self.most_pages, self.cache.pool.num_used)

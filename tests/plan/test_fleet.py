@@ -262,6 +262,15 @@ def test_steps_with_few_rows_end_before_the_next_plan():
     assert rows[0][:3] == [1, 1, 2] and rows[2][:2] == [1, 2]
 
 
+def test_tokens_of_steps_that_are_taken_in_at_once_come_together():
+    """Two rows are computed while the next plan is made; with one row left, the engine waits for both steps before it sends their tokens."""
+    trace = Trace("two", [TraceRequest(0.0, 4, 12), TraceRequest(0.0, 4, 30)])
+    result, _ = run(trace, fleet_of(depth=1, overlap_rows=2), False, [])
+    waited, _ = run(trace, fleet_of(), False, [])
+    longest, usual = (max(each.longest_gap for each in one.journeys) for one in (result, waited))
+    assert 1.7 < longest / usual < 2.1 and result.figures.itl.mean < 1.1 * waited.figures.itl.mean
+
+
 def test_jitter_is_in_the_times_between_tokens_alone():
     plain = fleet_of()
     jittered = msgspec.structs.replace(plain, front=Front(jitter=[Jitter(1, False, [0.0] * 18 + [-0.003, 0.003])]))
