@@ -93,7 +93,7 @@ async def exercise(load: Load, max_rows: int, max_len: int, seconds: float, firs
     alone: list[Asked] = []
     mixed: list[Asked] = []
     ends = time.monotonic() + seconds
-    sections = (_rows, _alone, _long_rows, _behind_prefix, _beside_streams)
+    sections = [_rows, _alone, _long_rows, _behind_prefix, _beside_streams]
     sections = sections[first % len(sections) :] + sections[: first % len(sections)]
     rounds = 0
     while time.monotonic() < ends or not rounds:
