@@ -6,6 +6,7 @@ model is fitted to (octavo plan --measure) are of other requests.
     python -m benchmarks.plan_check run --setting few-rows --output results
     python -m benchmarks.plan_check run --setting small-steps --output results
     python -m benchmarks.plan_check table --output results
+    python -m benchmarks.plan_check steps --output results          # which steps the model is off for
     python -m benchmarks.plan_check limit --servers 1 --requests 120
     python -m benchmarks.plan_check speed
     python -m benchmarks.plan_check fleet --replicas 1000 --seconds 600
@@ -23,12 +24,14 @@ from benchmarks.plan_check.goals import run_all, table
 from benchmarks.plan_check.limit import limit
 from benchmarks.plan_check.loads import SETTINGS
 from benchmarks.plan_check.real import run
+from benchmarks.plan_check.residuals import residuals
 from benchmarks.plan_check.scale import fleet, speed
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], object]] = {
     "all": run_all,
     "run": run,
     "table": table,
+    "steps": residuals,
     "speed": speed,
     "fleet": fleet,
     "limit": limit,

@@ -46,6 +46,7 @@ def settings_of(costs: MachineCosts, changes: dict[str, int | float]) -> FleetSe
         costs.max_model_len,
         costs.page_size,
         depth=costs.depth,
+        overlap_rows=costs.overlap_rows,
     )
     return FleetSettings(1, msgspec.structs.replace(replica, **changes), costs.step, costs.front)
 

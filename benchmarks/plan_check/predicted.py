@@ -14,7 +14,7 @@ from benchmarks.plan_check.loads import SETTINGS, model_of, settings_of
 from benchmarks.plan_check.real import Measuring, Seen, Sent
 from octavo import __version__
 from octavo.cli.planning.check import Row, compare, rows_of
-from octavo.cli.planning.measure import front_of
+from octavo.cli.planning.measure import Exercised, front_of
 from octavo.plan.fleet import Simulation
 from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
@@ -93,7 +93,8 @@ def costs_of(recording: Recording, measured: Measured, measuring: list[Measuring
     return MachineCosts(
         FORMAT, time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), __version__, report.device, True, shape, report.weights_bytes,
         report.page_bytes, report.page_size, report.num_pages, report.max_model_len, report.max_num_seqs, report.max_num_batched_tokens,
-        measured.learned.depth, fit.model, front_of([asked for one in measuring for asked in one.alone], measured.passages), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
+        measured.learned.depth, fit.model, front_of(Exercised([asked for one in measuring for asked in one.alone], [asked for one in measuring for asked in one.mixed]), [measured]), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
+        overlap_rows=measured.learned.overlap_rows,
     )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def drive(trace: Trace, settings: FleetSettings, measured: Measured, sent: Sent)
 
     settings = msgspec.structs.replace(settings, model=plain)
     simulation = Simulation(trace, settings, with_jumps=False, pace=lambda now: pace(10 * now // PICOSECONDS))
-    return rows_of(simulation.run().figures, sent.results)
+    return rows_of([simulation.run().figures], sent.results)
 
 
 def _of_real_plans(costs: MachineCosts, samples: list[MeasuredStep]) -> float:

@@ -35,6 +35,7 @@ class Measuring(msgspec.Struct, frozen=True):
     since: float
     until: float
     alone: list[Asked]
+    mixed: list[Asked] = []
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -136,6 +137,6 @@ def calibrate(server: StartedServer, folder: Path, seconds: float, vocab_size: i
         runner.run(load.ask(load.prompt(16), 4))
         limits = recording_of(folder).header.report
         since = time.time()
-        alone = runner.run(exercise(load, limits.max_num_seqs, limits.max_model_len, seconds))
+        asked = runner.run(exercise(load, limits.max_num_seqs, limits.max_model_len, seconds))
         runner.run(load.close())
-    return Measuring(since, time.time(), alone)
+    return Measuring(since, time.time(), *asked)

@@ -13,6 +13,7 @@ from octavo.plan.settings import FleetSettings, ReplicaSettings
 from octavo.plan.step_model import fit_model
 from octavo.plan.trace import Trace
 from octavo.recording.format import Recording
+from octavo.replay.what_if import Learned
 
 LAST_SECONDS = 120.0
 MAX_REQUESTS = 2000
@@ -48,7 +49,7 @@ def advise(recording: Recording, rename: Callable[[bytes], int]) -> Hint:
         model = fit_model(measured.samples()).model
     except ValueError:
         return Hint("")
-    now = FleetSettings(1, _replica(recording, measured.learned.depth), model)
+    now = FleetSettings(1, _replica(recording, measured.learned), model)
     outcomes = [_outcome("", "", simulate(trace, now))]
     rows, tokens = now.replica.max_num_seqs, now.replica.max_num_batched_tokens
     tried: list[tuple[str, int | float | str]] = [
@@ -77,7 +78,7 @@ def _last(trace: Trace) -> Trace:
     )
 
 
-def _replica(recording: Recording, depth: int) -> ReplicaSettings:
+def _replica(recording: Recording, learned: Learned) -> ReplicaSettings:
     report, cache = recording.header.report, recording.header.options["cache"]
     return ReplicaSettings(
         max_num_seqs=report.max_num_seqs,
@@ -92,7 +93,8 @@ def _replica(recording: Recording, depth: int) -> ReplicaSettings:
         max_inter_token_ms=report.max_inter_token_ms,
         max_waiting_requests=2**31,  # those that were refused are not in the recording
         max_waiting_tokens=2**31,
-        depth=depth,
+        depth=learned.depth,
+        overlap_rows=learned.overlap_rows,
     )
 
 

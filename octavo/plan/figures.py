@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 
 from octavo.plan.step_model import PICOSECONDS
 
@@ -84,6 +85,20 @@ class Histogram:
             for shift, count in shifts.items():
                 found._weights[bucket + shift] += weight * count
         found.total, found._sum = self.total * len(noise), self._sum * len(noise)
+        return found
+
+    def shifted_by(self, jitter: Sequence[float]) -> "Histogram":
+        """The same times, each as often as another so many seconds longer. The mean stays."""
+        if not jitter:
+            return self
+        found = Histogram()
+        buckets = np.array(list(self._weights), float)
+        middles = 10 ** ((buckets + 0.5) / _PER_DECADE)
+        shifted = np.maximum(middles[:, None] + np.array(jitter) * PICOSECONDS, 1.0)
+        weights = np.repeat(np.array(list(self._weights.values()), float), len(jitter))
+        counts = np.bincount((_PER_DECADE * np.log10(shifted)).astype(int).ravel(), weights)
+        found._weights.update({int(bucket): round(float(counts[bucket])) for bucket in np.flatnonzero(counts)})
+        found.total, found._sum = self.total * len(jitter), self._sum * len(jitter)
         return found
 
     def times(self, count: int) -> "Histogram":

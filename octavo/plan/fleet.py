@@ -4,7 +4,7 @@ Arrivals and turns of replicas happen in the order of time. A replica in a stead
 work is proportional to what happens, not to time. Nothing is random: the same inputs give the same figures."""
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -51,11 +51,13 @@ class Simulation:
         moments_every: float = 0.0,
         on_plan: Callable[[int, Planned], None] | None = None,
         pace: Callable[[int], float] | None = None,
+        draw: int = 0,
     ) -> None:
-        """`pace`: of SimulatedReplica. `moments_every`: seconds between two moments; 0: none. `on_plan`: hears of the
+        """`draw`: of the noise; another number has each step take another of its times. `pace`: of SimulatedReplica. `moments_every`: seconds between two moments; 0: none. `on_plan`: hears of the
         plans that are made one by one, by replica."""
         self._trace, self._settings, self._levels = trace, settings, levels
         self._with_jumps, self._on_plan, self._pace = with_jumps, on_plan, pace
+        self._draw = draw
         self._contents = Contents(trace, settings.replica.page_size)
         self._costs = settings.model.costs(settings.replica.max_num_seqs, settings.replica.max_num_batched_tokens)
         self._router: Router | None = None
@@ -224,7 +226,7 @@ class Simulation:
         report: Callable[[PageEvents], object] | None = None if router is None else router.take_events
         replica = SimulatedReplica(
             number, self._settings.replica, self._settings.model, self._costs, self._first, self._ended, now=now, report=report,
-            with_jumps=self._with_jumps, pace=self._pace,
+            with_jumps=self._with_jumps, pace=self._pace, draw=self._draw,
         )  # fmt: skip
         if (on_plan := self._on_plan) is not None:
             replica.on_plan = lambda planned: on_plan(number, planned)
@@ -293,13 +295,15 @@ class Simulation:
         replicas = [*self._replicas.values(), *self._gone]
         end = max((journey.ended for journey in done), default=0)
         seconds = end / PICOSECONDS
-        gaps, steady_gaps = Histogram(), Histogram()
+        by_kind: defaultdict[tuple[bool, int], Histogram] = defaultdict(Histogram)
         for replica in replicas:
-            gaps.merge(replica.gaps)
-            steady_gaps.merge(replica.steady_gaps)
-        if noise := self._settings.model.steady_noise:
-            gaps, steady_gaps = gaps.times(len(noise)), steady_gaps.spread_by(noise)
-        gaps.merge(steady_gaps)
+            for kind, histogram in replica.gaps.items():
+                by_kind[kind].merge(histogram)
+        gaps = Histogram()
+        noise, front = self._settings.model.steady_noise, self._settings.front
+        for (with_prompt, power), histogram in by_kind.items():
+            histogram = histogram.spread_by([1.0] * len(noise) if with_prompt else noise)
+            gaps.merge(histogram.shifted_by(front.jitter_of(1 << (power - 1), with_prompt)))
         limits = [*self._levels.limits.items()]
         num_good = sum(is_good(journey, limits) for journey in done)
         output = sum(journey.output_len for journey in done)
@@ -346,6 +350,11 @@ class Simulation:
 
 
 def simulate(
-    trace: Trace, settings: FleetSettings, *, levels: Levels = NO_LEVELS, failures: Sequence[Failure] = ()
+    trace: Trace,
+    settings: FleetSettings,
+    *,
+    levels: Levels = NO_LEVELS,
+    failures: Sequence[Failure] = (),
+    draw: int = 0,
 ) -> Figures:
-    return Simulation(trace, settings, levels=levels, failures=failures).run().figures
+    return Simulation(trace, settings, levels=levels, failures=failures, draw=draw).run().figures

@@ -47,6 +47,7 @@ class MachineCosts(msgspec.Struct, frozen=True):
     flags: list[str] = []  # that the server was started with
     disturbed: float = 0.0  # share of the measured time that was left out, because others used the machine
     num_servers: int = 1  # that shared it, and were measured at once
+    overlap_rows: int = 0  # the fewest rows of a step that was computed while the next plan was made
 
     def step_of(self, shape: ModelShape, weights_bytes: int, kv_ratio: float) -> StepModel:
         """Steps of another model on this machine: each part in proportion to what it reads or computes. `kv_ratio`: bytes of a token's keys

@@ -1,6 +1,7 @@
 """What a recording says: measured steps, for a StepModel; and its requests as a trace without text."""
 
 import math
+from array import array
 from collections.abc import Callable
 from itertools import takewhile
 from statistics import median
@@ -38,6 +39,9 @@ class Measured:
         self._names: dict[str, str] = {}  # of open requests: the id of the response that each is
         self._open = set(Replay(recording).scheduler.request_ids())
         self.passages: dict[str, Passage] = {}  # by the id of the response
+        # … when each of its tokens was known, of the same clock, and the step's number of rows; negative: with a prompt.
+        self.token_times: dict[str, array[float]] = {}
+        self.token_rows: dict[str, array[int]] = {}
         self.learned: Learned = learn(recording, self._hear)
         self._wall = recording.header.wall - recording.header.clock
         hosts = [
@@ -53,6 +57,7 @@ class Measured:
                 self._open.add(happening.id)
                 name = self._names[happening.id] = happening.response_id or happening.id
                 self.passages[name] = Passage(happening.micros / 1e6, math.inf, math.inf)
+                self.token_times[name], self.token_rows[name] = array("d"), array("i")
             case Aborted():
                 self._open.discard(happening.id)
                 if not self._open:
@@ -62,12 +67,16 @@ class Measured:
 
     def _committed(self, happening: ReplayedCommit) -> None:
         gives_first = False
+        rows = len(happening.plan.rows)
+        rows = -rows if happening.outcome.num_tokens > rows else rows
         for delta in happening.deltas:
             passage = self.passages.get(name := self._names.get(delta.request_id, ""))
             if passage is not None:
                 now = happening.micros / 1e6
                 gives_first |= passage.first == math.inf
                 self.passages[name] = Passage(passage.arrived, min(passage.first, now), now)
+                self.token_times[name].extend([now] * len(delta.token_ids))
+                self.token_rows[name].extend([rows] * len(delta.token_ids))
             if delta.finish is not None:
                 self._open.discard(delta.request_id)
         before, self._before = self._before, happening.micros

@@ -3,7 +3,7 @@
 It repeats the engine's loop (engine/loop.py): take inputs, plan, wait for the results that are due, commit. Steady stretches are promised,
 not computed: until something comes, or the stretch ends, only its end is known; then it is taken in one jump (schedule/steady.py)."""
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from math import isqrt
 from typing import NamedTuple
@@ -75,10 +75,12 @@ class SimulatedReplica:
         report: Callable[[PageEvents], object] | None = None,
         with_jumps: bool = True,
         pace: Callable[[int], float] | None = None,
+        draw: int = 0,
     ) -> None:
         """`report`: hears what a router hears; None: there is no router. `with_jumps` False: every plan is made one by one. `pace`: how many
         times as long a step takes that begins at this time, without jumps."""
         assert pace is None or not with_jumps
+        self._first_noise = number + 7919 * draw  # of its first step
         self._pace = pace
         self.number, self.epoch, self.settings = number, epoch, settings
         self.cache = SimulatedCache(
@@ -99,13 +101,13 @@ class SimulatedReplica:
         self.started = now
         self.journeys: dict[str, Journey] = {}
         self.waits: Counter[str] = Counter()  # picoseconds
-        self.gaps = Histogram()  # between tokens, of steps with prompts
-        self.steady_gaps = Histogram()  # … of the others
+        # Between tokens, by whether a prompt was in the step that gave the second one, and by the rows of that step, as a power of two.
+        self.gaps: defaultdict[tuple[bool, int], Histogram] = defaultdict(Histogram)
         self.queue_times: list[float] = []
         self.busy = 0
         self.num_steps = self.num_plans = self.num_rows = 0
         self.most_pages = self.most_waiting = 0
-        self._clock, self._depth = StepClock(model), settings.depth
+        self._clock, self._depth = StepClock(model), 0  # plans in flight while the next is made
         self._wakes = True  # the next step is the first after it was idle
         self._since_first = AFTER_FIRST  # steps that were planned since one that gave a first token
         self._on_first, self._on_end, self._with_jumps = on_first, on_end, with_jumps
@@ -196,7 +198,7 @@ class SimulatedReplica:
             self.feed.planned(planned, 0.0)
         if not planned.is_empty:
             shape = shape_of(planned.plan, planned.num_tokens)
-            duration = self._clock.step(shape, self.num_steps + self.number)
+            duration = self._clock.step(shape, self.num_steps + self._first_noise)
             duration += self._clock.more(self._wakes, self._since_first)
             self._wakes = False
             if self._clock.has_firsts:
@@ -205,13 +207,18 @@ class SimulatedReplica:
             if self._pace is not None:
                 duration = round(duration * self._pace(begins))
             flight.append((planned, duration, begins + duration))
+            self._depth = self.settings.depth if len(planned.requests) >= self.settings.overlap_rows else 0
             self.num_steps += 1
             self.num_rows += len(planned.requests)
             self.busy += duration
         elif not flight:
             assert planned.returned or not scheduler.has_work, "nothing will ever change"
-        for _ in range(max(len(flight) - self._depth, int(planned.is_empty and bool(flight)))):
-            self._commit(*flight.popleft())
+        # The tokens of all steps that are taken in at once are sent together, after the last of them.
+        num_due = max(len(flight) - self._depth, int(planned.is_empty and bool(flight)))
+        ends = flight[num_due - 1][2] if num_due else self.now
+        for _ in range(num_due):
+            taken, duration, _ = flight.popleft()
+            self._commit(taken, duration, ends)
         if planned.head_waits_for is not None:
             self.waits[planned.head_waits_for] += self.now - planned_at
         self.most_pages = max(self.most_pages, self.cache.pool.num_used)
@@ -244,7 +251,8 @@ class SimulatedReplica:
             if samples
         ]
         committed = self.scheduler.commit(plan, StepResult(plan.step, tokens))
-        gaps = self.steady_gaps if planned.num_tokens == len(planned.requests) else self.gaps
+        rows = len(planned.requests)
+        gaps = self.gaps[planned.num_tokens > rows, rows.bit_length()]
         gap, count = -1, 0
         for delta in committed.deltas:
             if not delta.token_ids:
@@ -336,7 +344,7 @@ class SimulatedReplica:
         self.num_steps += num_done
         self.num_rows += num_done * rows
         self.busy += _sum(base, more, num_done)
-        self.steady_gaps.add((now - before) // num_done, num_done * rows)
+        self.gaps[False, rows.bit_length()].add((now - before) // num_done, num_done * rows)
         gap = base + more * (num_done - 1)
         for request in running:
             journey = journeys[request.id]

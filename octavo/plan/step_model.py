@@ -26,6 +26,7 @@ PICOSECONDS = 10**12
 _KNOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 _OUTLIER = 3.0  # a sample that took so many times as long as the first fit says does not count
 _NOISE_PARTS = 64
+_LEAST_NOISE = 0.5  # no step takes less than this share of its time
 _CELL = 10  # samples of about one size, whose mean is compared with the model's
 AFTER_FIRST = 4
 """Steps after one that gave a request its first token take longer: meanwhile an API process begins its response. Each of so many has half of what the
@@ -49,6 +50,8 @@ class StepModel(msgspec.Struct, frozen=True):
     pair: float  # for each pair of a token and a position at or before it, in rows with several tokens
     # Steps with prompts take so many times as long as this says, one as often as another; 1 on average. Empty: no step differs.
     noise: list[float] = []
+    # … where they take so long; 0: all of them. What holds steps up comes at random times, so its share of a step falls with the root of the step's time.
+    noise_seconds: float = 0.0
     # The same of steps without prompts. They are many, and their differences cancel out over a request; of the times between tokens they decide
     # the longest, so only those are spread by it.
     steady_noise: list[float] = []
@@ -68,6 +71,7 @@ class StepModel(msgspec.Struct, frozen=True):
             self.pair,
             self.wake,
             self.first,
+            self.noise_seconds,
             *self.noise,
             *self.steady_noise,
         ]
@@ -110,6 +114,7 @@ class StepModel(msgspec.Struct, frozen=True):
             row=self.row * factor,
             context=self.context * factor,
             pair=self.pair * factor,
+            noise_seconds=self.noise_seconds * factor,
             wake=self.wake * factor,
             first=self.first * factor,
         )
@@ -136,6 +141,7 @@ class StepClock:
     def __init__(self, model: StepModel) -> None:
         self._model = model
         self._pair, self._noise = round(model.pair * PICOSECONDS), model.noise
+        self._noise_at = model.noise_seconds * PICOSECONDS
         self._wake = round(model.wake * PICOSECONDS)
         self._after_first = [round(model.first * PICOSECONDS / 2**at) for at in range(AFTER_FIRST)]
         self.has_firsts = model.first > 0
@@ -185,7 +191,8 @@ class StepClock:
         if not more_tokens or not self._noise:
             return steady
         at = (number * 0x9E3779B1 & 0xFFFFFFFF) * len(self._noise) >> 32
-        return round(steady * self._noise[at])
+        share = math.sqrt(self._noise_at / steady) if self._noise_at else 1.0
+        return round(steady * max(_LEAST_NOISE, 1 + (self._noise[at] - 1) * share))
 
 
 # ── fitting ─────────────────────────────────────────────────────────────────────────────────────────
@@ -266,12 +273,17 @@ def fit_model(samples: Sequence[MeasuredStep]) -> Fit:
     predicted = matrix @ found
     has_prompt = np.array([sample.shape.more_tokens > 0 for sample in samples])
     row, context, pair, wake, first = (float(each) for each in found[-5:])
-    noises = [_noise(seconds[which], predicted[which]) for which in (has_prompt, ~has_prompt)]
-    model = StepModel(knots, values, row, context, pair, noises[0], noises[1], wake=wake, first=first)
+    typical = float(np.exp(np.log(np.maximum(predicted[has_prompt], 1e-9)).mean())) if has_prompt.any() else 0.0
+    noise, steady_noise = (
+        _noise(seconds[each], predicted[each], at) for each, at in ((has_prompt, typical), (~has_prompt, 0.0))
+    )
+    model = StepModel(
+        knots, values, row, context, pair, noise, typical if noise else 0.0, steady_noise, wake=wake, first=first
+    )
     model = msgspec.structs.replace(model, margin=_margin(model, samples))
     errors = np.sort(_cell_errors(samples, predicted, seconds)) if len(samples) else np.zeros(1)
-    noise = float(np.median(np.abs(predicted / seconds - 1)))
-    return Fit(model, len(samples), noise, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
+    off = float(np.median(np.abs(predicted / seconds - 1)))
+    return Fit(model, len(samples), off, float(np.median(errors)), float(errors[int(0.9 * (len(errors) - 1))]))
 
 
 def _margin(model: StepModel, samples: Sequence[MeasuredStep]) -> float:
@@ -282,12 +294,16 @@ def _margin(model: StepModel, samples: Sequence[MeasuredStep]) -> float:
     return learned_spread([sample.seconds / costs.seconds(sample.shape) for sample in beside])
 
 
-def _noise(seconds: Numbers, predicted: Numbers) -> list[float]:
-    """How many times as long as predicted steps took: the middles of equal parts of them."""
+def _noise(seconds: Numbers, predicted: Numbers, typical: float) -> list[float]:
+    """How many times as long as predicted steps took: the middles of equal parts of them. `typical`: for steps that take so long; 0: for all."""
     if len(seconds) < _NOISE_PARTS:
         return []
-    ratios = seconds / np.maximum(predicted, 1e-9)
-    parts = np.quantile(ratios[ratios < _OUTLIER], (np.arange(_NOISE_PARTS) + 0.5) / _NOISE_PARTS)
+    predicted = np.maximum(predicted, 1e-9)
+    ratios = seconds / predicted
+    is_usual = ratios < _OUTLIER
+    if typical:
+        ratios = np.maximum(1 + (ratios - 1) * np.sqrt(predicted / typical), _LEAST_NOISE)
+    parts = np.quantile(ratios[is_usual], (np.arange(_NOISE_PARTS) + 0.5) / _NOISE_PARTS)
     return [round(float(each), 4) for each in parts / parts.mean()]
 
 

@@ -214,6 +214,7 @@ class Replay:
         self.num_steps = 0  # plans with something in them
         self.num_same = 0
         self.most_in_flight = 0
+        self.overlap_rows = 0  # the fewest rows of a step that was computed while the next plan was made
 
     def follow(self) -> Iterator[Happening]:
         """Raises ConfigError where the recording contradicts the scheduler's state."""
@@ -299,6 +300,8 @@ class Replay:
             return
         for outcome in outcomes:
             yield self._commit(record, outcome)
+        if self._flight and not plan.is_empty:
+            self.overlap_rows = min(self.overlap_rows or len(plan.rows), len(plan.rows))
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
 
     def _commit(self, record: Stepped, outcome: Outcome) -> ReplayedCommit:

@@ -63,6 +63,7 @@ class SimulatedRun:
     def run(self) -> RunStats:
         scheduler, tally = self._scheduler, self.tally
         flight: deque[Planned] = deque()
+        depth = 0
         while self._arrivals or not scheduler.is_idle:
             if scheduler.is_idle:
                 self._now = max(self._now, self._arrivals[0].seconds)
@@ -72,9 +73,10 @@ class SimulatedRun:
             tally.planned(scheduler, planned.plan)
             if not is_empty:
                 flight.append(planned)
+                depth = self._learned.depth if len(planned.requests) >= self._learned.overlap_rows else 0
             elif not flight and not planned.returned and not self._wait():
                 break  # nothing will ever change
-            for _ in range(max(len(flight) - self._learned.depth, int(is_empty and bool(flight)))):
+            for _ in range(max(len(flight) - depth, int(is_empty and bool(flight)))):
                 self._commit(flight.popleft())
         tally.end(scheduler)
         tally.queried_tokens, tally.hit_tokens = self._cache.queried_tokens, self._cache.hit_tokens

@@ -125,7 +125,8 @@ class Learned(NamedTuple):
     keys: dict[tuple[int, int], bytes]
     tally: RunStats  # of the recorded run
     samples: list[Sample]  # one of each step
-    depth: int
+    depth: int  # plans in flight while the next is made …
+    overlap_rows: int  # … where the last one has at least so many rows: a CPU's smaller steps are waited for
     start: float
     replay: Replay
 
@@ -164,7 +165,14 @@ def learn(recording: Recording, watch: Callable[[object], None] = lambda happeni
     tally.queried_tokens = replay.cache.queried_tokens - queried
     tally.hit_tokens = replay.cache.hit_tokens - hit
     return Learned(
-        list(requests.values()), replay.cache.known, tally, samples, min(replay.most_in_flight, 1), start, replay
+        list(requests.values()),
+        replay.cache.known,
+        tally,
+        samples,
+        min(replay.most_in_flight, 1),
+        replay.overlap_rows,
+        start,
+        replay,
     )
 
 

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from benchmarks.plan_check.goals import as_json, goals_of, line_of
+from benchmarks.plan_check.residuals import lines_of
+from octavo.plan.step_model import MeasuredStep, StepModel
+from octavo.schedule.step_costs import StepShape
 
 ROWS = [
     ("first token, mean, s", [0.040, 0.042], [0.040, 0.040], [0.040, 0.040]),  # +2.5 %
@@ -43,3 +46,24 @@ def test_goals_are_written_as_a_table_and_as_json():
     written = json.loads(json.dumps(as_json(goals)))
     assert [each["is_met"] for each in written] == [goal.is_met for goal in goals]
     assert written[1]["missed_by"] == pytest.approx(0.05) and written[1]["limit"] == 0.10
+
+
+def test_kinds_of_steps_that_take_most_of_the_time_come_first():
+    model = StepModel([1, 101], [0.01, 0.11], 0.0, 0.0, 0.0)  # 10 ms, and 1 ms for each further token
+    steps = [MeasuredStep(StepShape(3, 0, 60, 0), 0.010)] * 4
+    steps += [
+        MeasuredStep(StepShape(2, 99, 20, 5000), 0.220),
+        MeasuredStep(StepShape(1, 40, 0, 800), 0.050, wakes=True),
+    ]
+    first, second, third = (line.split(" | ") for line in lines_of("default, chat", model, steps))
+    assert first == [
+        "| default, chat",
+        "up to 2 rows, up to 128 tokens beside streams",
+        "1",
+        "71.0%",
+        "220.00 ms",
+        "110.00 ms",
+        "-50.0% |",
+    ]
+    assert second[1:3] == ["up to 1 rows, up to 64 tokens, woken", "1"] and second[-1] == "+0.0% |"
+    assert third[1:4] == ["up to 4 rows", "4", "12.9%"] and third[-1] == "+20.0% |"

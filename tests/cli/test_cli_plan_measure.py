@@ -3,9 +3,10 @@
 import json
 import random
 import signal
+from itertools import pairwise
 
 from octavo.cli.bench.sending import RequestResult
-from octavo.cli.planning.measure import Asked, Load, exercise, front_of, measure
+from octavo.cli.planning.measure import Asked, Exercised, Load, exercise, front_of, measure
 from octavo.plan.machine import read_costs
 from octavo.plan.recorded import Measured
 from octavo.plan.settings import Front
@@ -41,7 +42,9 @@ def test_each_request_is_compared_with_its_own_way_through_the_engine(tmp_path):
             asked.append(Asked(length, result))
         lengths = {each.prompt_len for each in asked}
         # One that the recording does not have says nothing.
-        front = front_of([*asked, Asked(8, RequestResult(0.0, 9.0, 9.0, response_id="another"))], measured.passages)
+        front = front_of(
+            Exercised([*asked, Asked(8, RequestResult(0.0, 9.0, 9.0, response_id="another"))], []), [measured]
+        )
         if min(lengths) <= 128 and max(lengths) > 128:
             checked += 1
             assert abs(front.seconds - 0.002) < 1e-6 and abs(front.token_seconds - 1e-6) < 1e-8
@@ -51,7 +54,8 @@ def test_each_request_is_compared_with_its_own_way_through_the_engine(tmp_path):
 
 def test_without_a_request_that_was_seen_twice_nothing_is_known(tmp_path):
     measured = measured_of(tmp_path, 1)
-    assert front_of([Asked(8, RequestResult(0.0, 9.0, 9.0, response_id="another"))], measured.passages) == Front()
+    other = [Asked(8, RequestResult(0.0, 9.0, 9.0, response_id="another"))]
+    assert front_of(Exercised(other, other), [measured]) == Front()
 
 
 async def test_requests_alone_have_answers_of_sixteen_tokens_or_more(monkeypatch):
@@ -60,13 +64,64 @@ async def test_requests_alone_have_answers_of_sixteen_tokens_or_more(monkeypatch
     monkeypatch.setattr(test_bench_serve, "GAP", 0.0)
     async with running() as (url, scripted):
         load = Load(url, "scripted", 1000, "")
-        alone = await exercise(load, max_rows=2, max_len=300, seconds=0.0)
+        alone, _ = await exercise(load, max_rows=2, max_len=300, seconds=0.0)
         await load.close()
     assert {each.prompt_len for each in alone} == {8, 16, 24, 32, 48, 64, 96, 128, 192, 256}
     assert all(
         each.result.output_tokens >= 16 and len(each.result.gaps) == each.result.output_tokens - 1 for each in alone
     )
     assert all(body["return_token_ids"] for body in scripted.bodies) and scripted.open_peak == 2
+
+
+def test_jitter_is_what_clients_see_of_steps_that_take_the_same_time(tmp_path):
+    """Every fourth token comes 2 ms late, with the next one right behind it."""
+    asked, measured = [], []
+    for seed in range(40):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        one = measured_of(folder, seed)
+        one.token_times = {f"{seed}-{name}": times for name, times in one.token_times.items()}
+        one.token_rows = {f"{seed}-{name}": rows for name, rows in one.token_rows.items()}
+        one.passages = {f"{seed}-{name}": passage for name, passage in one.passages.items()}
+        measured.append(one)
+        for name, times in one.token_times.items():
+            late = [time + 0.002 * (at % 4 == 2) for at, time in enumerate(times)]
+            gaps = [after - before for before, after in pairwise(late)]
+            asked.append(Asked(8, RequestResult(0.0, 9.0, 9.0, gaps=gaps, response_id=name)))
+    assert sum(len(each.result.gaps) for each in asked) > 500
+    kinds = front_of(Exercised(asked, asked), measured).jitter
+    assert {kind.with_prompt for kind in kinds} == {False, True} and len({kind.rows for kind in kinds}) > 1
+    for kind in kinds:
+        jitter = kind.seconds
+        assert abs(sum(jitter)) < 1e-6 and max(jitter) < 0.003 and min(jitter) > -0.003
+        assert all(0.05 < sum(sign * each > 0.0012 for each in jitter) / len(jitter) < 0.4 for sign in (-1, 1))
+    assert front_of(Exercised(asked, asked[:9]), measured).jitter == [], "a few times say nothing"
+
+
+async def test_servers_that_are_measured_at_once_begin_with_different_steps(monkeypatch):
+    monkeypatch.setattr(test_bench_serve, "FIRST", 0.0)
+    monkeypatch.setattr(test_bench_serve, "GAP", 0.0)
+    sent = []
+    for first in (0, 2):
+        async with running() as (url, scripted):
+            load = Load(url, "scripted", 1000, "")
+            await exercise(load, max_rows=2, max_len=300, seconds=0.0, first=first)
+            await load.close()
+            sent.append([len(body["prompt"]) for body in scripted.bodies])
+    assert sent[0][0] == 8 and sent[1][0] == 236, "rows with short contexts, and with long ones"
+    assert sorted(sent[0]) == sorted(sent[1])
+
+
+async def test_a_mixed_load_has_prompts_of_many_lengths(monkeypatch):
+    monkeypatch.setattr(test_bench_serve, "FIRST", 0.0)
+    monkeypatch.setattr(test_bench_serve, "GAP", 0.0)
+    async with running() as (url, scripted):
+        load = Load(url, "scripted", 1000, "")
+        alone, mixed = await exercise(load, max_rows=4, max_len=2048, seconds=2.0)
+        await load.close()
+    lengths = {each.prompt_len for each in mixed}
+    assert len(lengths - {each.prompt_len for each in alone}) > 5 and max(lengths) <= 512 + 256
+    assert len(mixed) < len(scripted.bodies) and scripted.open_peak >= 4
 
 
 def test_servers_that_share_a_machine_are_measured_at_once(tmp_path):
@@ -87,3 +142,5 @@ def test_servers_that_share_a_machine_are_measured_at_once(tmp_path):
     # Stretches in which others used the machine are left out.
     assert one.num_steps > 0 and (two.num_steps > 1.5 * one.num_steps or one.disturbed or two.disturbed)
     assert two.front.seconds > 0 and two.front.first_seconds > 0 and two.max_num_seqs == 2
+    # A CPU waits for steps with fewer than six rows before it makes the next plan.
+    assert one.depth == one.overlap_rows == 0

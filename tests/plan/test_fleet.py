@@ -5,6 +5,7 @@ import random
 from collections import Counter, defaultdict
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from octavo.messages import StepPlan
 from octavo.plan.arrivals import Lengths, Shape, trace_of
 from octavo.plan.figures import Figures, Levels
 from octavo.plan.fleet import Run, Simulation, simulate
-from octavo.plan.settings import Failure, FleetSettings, Front, ReplicaSettings
+from octavo.plan.settings import Failure, FleetSettings, Front, Jitter, ReplicaSettings
 from octavo.plan.step_model import StepModel
 from octavo.plan.trace import Trace, TraceRequest
 
@@ -67,7 +68,7 @@ def seen(result: Run) -> list[tuple[int, ...]]:
 def test_a_fleet_with_jumps_makes_the_same_plans_at_the_same_times(seed):
     r = random.Random(seed)
     trace = random_trace(r, r.randrange(1, 25))
-    fleet = fleet_of(r.choice([1, 2, 3]), r.choice([0, 1]), r.choice([70, 150, 400]))
+    fleet = fleet_of(r.choice([1, 2, 3]), r.choice([0, 1]), r.choice([70, 150, 400]), overlap_rows=r.choice([0, 2, 4]))
     fleet = msgspec.structs.replace(fleet, model=r.choice([MODEL, NOISY, DRAFTING, HOSTED]))
     failures = [Failure(r.random() * 2, 1, r.random() < 0.7)] if r.random() < 0.3 and fleet.num_replicas > 1 else []
     without, plans = run(trace, fleet, False, failures)
@@ -249,6 +250,54 @@ def test_noise_of_steady_steps_is_in_the_times_between_tokens_alone():
     assert seen(before) == seen(after)
     assert abs(after.figures.itl.mean / before.figures.itl.mean - 1) < 1e-9
     assert after.figures.itl.p99 > 2 * before.figures.itl.p99 and after.figures.itl.p50 < before.figures.itl.p50
+
+
+def test_steps_with_few_rows_end_before_the_next_plan():
+    """A request that comes during the first of two steps of a prompt is in the second one, unless that was planned already."""
+    trace = Trace("two", [TraceRequest(0.0, 100, 20), TraceRequest(0.001, 20, 20)])
+    rows = {}
+    for overlap_rows in (0, 2):
+        _, plans = run(trace, fleet_of(depth=1, overlap_rows=overlap_rows), False, [])
+        rows[overlap_rows] = [len(plan.rows) for plan in plans[0].values()]
+    assert rows[0][:3] == [1, 1, 2] and rows[2][:2] == [1, 2]
+
+
+def test_tokens_of_steps_that_are_taken_in_at_once_come_together():
+    """Two rows are computed while the next plan is made; with one row left, the engine waits for both steps before it sends their tokens."""
+    trace = Trace("two", [TraceRequest(0.0, 4, 12), TraceRequest(0.0, 4, 30)])
+    result, _ = run(trace, fleet_of(depth=1, overlap_rows=2), False, [])
+    waited, _ = run(trace, fleet_of(), False, [])
+    longest, usual = (max(each.longest_gap for each in one.journeys) for one in (result, waited))
+    assert 1.7 < longest / usual < 2.1 and result.figures.itl.mean < 1.1 * waited.figures.itl.mean
+
+
+def test_jitter_is_in_the_times_between_tokens_alone():
+    plain = fleet_of()
+    jittered = msgspec.structs.replace(plain, front=Front(jitter=[Jitter(1, False, [0.0] * 18 + [-0.003, 0.003])]))
+    trace = Trace("one", [TraceRequest(0.0, 50, 300)])
+    before, after = Simulation(trace, plain).run(), Simulation(trace, jittered).run()
+    assert seen(before) == seen(after)
+    itl, found = before.figures.itl, after.figures.itl
+    assert abs(found.mean / itl.mean - 1) < 1e-9 and abs(found.p50 / itl.p50 - 1) < 0.01
+    assert abs(found.p99 - itl.p50 - 0.003) < 1e-4
+
+
+def test_jitter_is_that_of_steps_with_about_as_many_rows():
+    kinds = [Jitter(rows, with_prompt, [float(rows), -float(rows)]) for rows in (2, 8) for with_prompt in (False, True)]
+    front = Front(jitter=kinds)
+    assert [front.jitter_of(rows, True)[0] for rows in (1, 2, 4, 8, 64)] == [2, 2, 2, 8, 8]
+    for wrong in ([Jitter(2, True, [0.1]), *kinds], [2e6, 0.0], []):
+        with pytest.raises(ValueError, match="jitter must"):
+            Front(jitter=wrong) if wrong and isinstance(wrong[0], Jitter) else Jitter(1, True, wrong)
+    assert Front(jitter=kinds[:1]).jitter_of(8, True) == [2, -2] and Front().jitter_of(1, False) == []
+
+
+def test_draws_differ_in_the_noise_and_in_nothing_else():
+    trace = Trace("some", [TraceRequest(float(at), 50, 20) for at in range(8)])
+    noisy = msgspec.structs.replace(fleet_of(), model=NOISY)
+    assert simulate(trace, fleet_of(), draw=3) == simulate(trace, fleet_of())
+    firsts = {simulate(trace, noisy, draw=draw).ttft.mean for draw in range(4)}
+    assert len(firsts) > 1
 
 
 def test_a_slow_machine_slows_steps_down_while_it_is_slow():

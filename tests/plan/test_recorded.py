@@ -88,3 +88,18 @@ def test_steps_of_a_recording_have_their_times(tmp_path):
     for rows, more in ((1, 0), (4, 0), (2, 20)):
         seconds = found.model.products(rows + more) + found.model.row * rows
         assert abs(seconds / (2e-5 * rows + 1e-5 * more) - 1) < 0.1, (rows, more)
+
+
+def test_a_recording_says_from_how_many_rows_on_plans_are_made_ahead(tmp_path):
+    found = set()
+    for seed in range(30):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        recorded(folder, seed, False)
+        recording = read(folder)
+        learned = Measured(recording).learned
+        assert (learned.overlap_rows > 0) == (
+            learned.depth > 0
+        ) and learned.overlap_rows <= recording.header.report.max_num_seqs
+        found.add(learned.overlap_rows)
+    assert 0 in found and 1 in found

@@ -1,5 +1,6 @@
 """Fitting step times, the clock, and estimates for chips."""
 
+import math
 import random
 
 import msgspec
@@ -10,7 +11,7 @@ from octavo.plan.chips import CHIPS, chip_of, estimate
 from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.settings import Front
-from octavo.plan.step_model import MeasuredStep, StepClock, StepModel, fit_model, without_slow_stretches
+from octavo.plan.step_model import PICOSECONDS, MeasuredStep, StepClock, StepModel, fit_model, without_slow_stretches
 from octavo.schedule.step_costs import MOST_SPREAD, StepShape
 
 TRUE = StepModel([1, 8, 32, 512], [0.006, 0.008, 0.02, 0.2], 3e-4, 3e-7, 2e-7)
@@ -46,6 +47,27 @@ def test_stretches_in_which_others_used_the_machine_are_left_out():
     model = fit_model(kept).model
     off = [abs(model.step_seconds(sample.shape) / sample.seconds - 1) for sample in samples_of(TRUE, 0.0, seed=1)]
     assert max(off) < 0.06
+
+
+def test_long_steps_scatter_less_than_short_ones():
+    """What holds a step up comes at random times: its share of a step falls with the root of the step's time."""
+    dice = random.Random(6)
+    steps = []
+    for _ in range(2000):
+        shape = StepShape(1, dice.choice([15, 63, 127, 511]), 0, dice.randrange(1, 1500))
+        seconds = TRUE.step_seconds(shape)
+        steps.append(MeasuredStep(shape, seconds * (1 + dice.choice([-0.2, 0.2]) * math.sqrt(0.01 / seconds))))
+    model = fit_model(steps).model
+    clock = StepClock(model)
+    for more in (15, 127, 511):
+        shape = StepShape(1, more, 0, 100)
+        seconds = TRUE.step_seconds(shape)
+        times = sorted(clock.step(shape, number) / PICOSECONDS for number in range(512))
+        off = 0.2 * math.sqrt(0.01 / seconds)
+        assert abs(times[64] / seconds - 1 + off) < 0.03 and abs(times[-64] / seconds - 1 - off) < 0.03, more
+    old = msgspec.structs.replace(model, noise_seconds=0.0)
+    spread = [StepClock(old).step(StepShape(1, 511, 0, 100), number) for number in range(512)]
+    assert max(spread) / min(spread) > 1.1, "costs of earlier versions scatter alike at every length"
 
 
 def test_what_wakes_an_engine_and_follows_a_first_token_is_told_from_the_steps():

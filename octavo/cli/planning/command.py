@@ -263,6 +263,7 @@ def _measured(arguments: argparse.Namespace, config: Config, shape: ModelShape, 
     replica = _replica(
         config, shape, num_pages, costs.is_cpu, costs.depth, costs.max_num_seqs, costs.max_num_batched_tokens
     )
+    replica = msgspec.structs.replace(replica, overlap_rows=costs.overlap_rows)
     error = max(_LEAST_ERROR, costs.p90_error) if is_same else max(0.12, costs.p90_error)
     kind = "measured" if is_same else f"measured with {costs.shape.name} and scaled to this model"
     if costs.num_servers > 1:

@@ -10,7 +10,9 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -24,8 +26,8 @@ from octavo.cli.planning.check import EVERY_TOKEN
 from octavo.errors import ConfigError, RequestFailed
 from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import read_shape
-from octavo.plan.recorded import Measured, Passage
-from octavo.plan.settings import Front
+from octavo.plan.recorded import Measured
+from octavo.plan.settings import JITTER_PARTS, Front, Jitter
 from octavo.plan.step_model import fit_model, without_slow_stretches
 from octavo.recording.format import Recording, read
 from octavo.recording.recorder import FLUSH_SECONDS
@@ -37,11 +39,19 @@ _SHORT = 128  # prompt tokens, up to which a request's way in is taken for the c
 _TOKENS = 24  # of a row in the ladder of rows
 _ANSWER = 16  # tokens of a request that is alone: the first steps after a prompt take longer than those that follow
 _PAUSE = 0.05  # seconds for which the engine is idle before it
+_USERS = (1, 2, 4, 8, 16)  # of the mixed load, one number after the other
+_USER_PROMPT, _USER_ANSWER = (16, 1024), (4, 64)  # tokens, log-uniform
+_PREFIX_SHARE = 0.25  # of its requests begin with the same tokens
 
 
 class Asked(NamedTuple):
     prompt_len: int
     result: RequestResult
+
+
+class Exercised(NamedTuple):
+    alone: list[Asked]  # requests that were alone
+    mixed: list[Asked]  # … and those of a mixed load
 
 
 class Load:
@@ -50,11 +60,14 @@ class Load:
     def __init__(self, url: str, model: str, vocab_size: int, key: str, seed: int = 0) -> None:
         self._client = Client(Target.parse(url), key)
         self._model, self._vocab_size = model, vocab_size
-        self._dice = random.Random(seed)
+        self.dice = random.Random(seed)
 
     def prompt(self, length: int) -> list[int]:
         lowest = min(1000, self._vocab_size // 2)
-        return [self._dice.randrange(lowest, self._vocab_size) for _ in range(length)]
+        return [self.dice.randrange(lowest, self._vocab_size) for _ in range(length)]
+
+    def log_uniform(self, least: int, most: int) -> int:
+        return round(math.exp(self.dice.uniform(math.log(least), math.log(most))))
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Asked:
         options = argparse.Namespace(
@@ -73,35 +86,98 @@ class Load:
         await self._client.close()
 
 
-async def exercise(load: Load, max_rows: int, max_len: int, seconds: float) -> list[Asked]:
-    """Steps of every size that the limit of time allows. Returns requests that were alone, for what they take outside the engine."""
+async def exercise(load: Load, max_rows: int, max_len: int, seconds: float, first: int = 0) -> Exercised:
+    """Steps of every size that the limit of time allows, and half of the time a mixed load: there steps come in the order, with the pauses and beside
+    the work of other processes that servers have. `first`: section to begin with. Servers that are measured at once have different ones, so that the
+    steps of each run beside all kinds of steps of others, as in a fleet."""
     alone: list[Asked] = []
+    mixed: list[Asked] = []
     ends = time.monotonic() + seconds
+    sections = [_rows, _alone, _long_rows, _behind_prefix, _beside_streams]
+    sections = sections[first % len(sections) :] + sections[: first % len(sections)]
     rounds = 0
     while time.monotonic() < ends or not rounds:
-        for rows in (count for count in _ROWS if count <= max_rows):  # rows, short contexts
-            await load.ask_all([load.prompt(8) for _ in range(rows)], _TOKENS)
+        for section in sections:
+            began = time.monotonic()
+            alone += await section(load, max_rows, max_len)
             if time.monotonic() > ends and rounds:
-                return alone
-        for length in (count for count in _PROMPTS if count + _ANSWER <= max_len):  # prompts alone
-            for _ in range(2 if length <= 512 else 1):
-                prompt = load.prompt(length)
-                await asyncio.sleep(_PAUSE)
-                alone.append(await load.ask(prompt, _ANSWER))
-        long = min(2048, max_len - 64)
-        for rows in (count for count in (1, 4, 8) if count <= max_rows):  # rows with long contexts
-            await load.ask_all([load.prompt(long)] * 1 + [load.prompt(long // 2) for _ in range(rows - 1)], 32)
-        for prefix in (256, 1024):  # prompts behind a cached prefix
-            shared = load.prompt(min(prefix, max_len // 2))
-            await load.ask(shared, 1)
-            for length in (16, 32, 64, 96, 160, 256):
-                if len(shared) + length + _ANSWER <= max_len:
-                    await load.ask(shared + load.prompt(length), _ANSWER)
-        for streams in (count for count in (2, 8, 24) if count < max_rows):  # prompts beside streams
-            beside = [length for length in (24, 32, 64, 128, 400) if length + 2 <= max_len]
-            await asyncio.gather(load.ask_all([load.prompt(32) for _ in range(streams)], 64), _one_by_one(load, beside))
+                return Exercised(alone, mixed)
+            left = seconds / (2 * len(sections)) if not rounds else time.monotonic() - began
+            mixed += await _mixed(load, max_rows, max_len, left)
         rounds += 1
+    return Exercised(alone, mixed)
+
+
+async def _rows(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Rows with short contexts."""
+    for rows in (count for count in _ROWS if count <= max_rows):
+        await load.ask_all([load.prompt(8) for _ in range(rows)], _TOKENS)
+    return []
+
+
+async def _alone(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Prompts alone."""
+    alone = []
+    for length in (count for count in _PROMPTS if count + _ANSWER <= max_len):
+        for _ in range(2 if length <= 512 else 1):
+            prompt = load.prompt(length)
+            await asyncio.sleep(_PAUSE)
+            alone.append(await load.ask(prompt, _ANSWER))
     return alone
+
+
+async def _long_rows(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Rows with long contexts."""
+    long = min(2048, max_len - 64)
+    for rows in (count for count in (1, 4, 8) if count <= max_rows):
+        await load.ask_all([load.prompt(long)] * 1 + [load.prompt(long // 2) for _ in range(rows - 1)], 32)
+    return []
+
+
+async def _behind_prefix(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Prompts behind a cached prefix."""
+    for prefix in (256, 1024):
+        shared = load.prompt(min(prefix, max_len // 2))
+        await load.ask(shared, 1)
+        for length in (16, 32, 64, 96, 160, 256):
+            if len(shared) + length + _ANSWER <= max_len:
+                await load.ask(shared + load.prompt(length), _ANSWER)
+    return []
+
+
+async def _beside_streams(load: Load, max_rows: int, max_len: int) -> list[Asked]:
+    """Prompts beside streams."""
+    for streams in (count for count in (2, 8, 24) if count < max_rows):
+        beside = [length for length in (24, 32, 64, 128, 400) if length + 2 <= max_len]
+        await asyncio.gather(load.ask_all([load.prompt(32) for _ in range(streams)], 64), _one_by_one(load, beside))
+    return []
+
+
+async def _mixed(load: Load, max_rows: int, max_len: int, seconds: float) -> list[Asked]:
+    """Users who read an answer for as long as they have waited for it, then ask again. A faster machine gets more requests: the load is as large a
+    share of what it can do."""
+    numbers = [count for count in _USERS if count <= max_rows]
+    shared = load.prompt(min(256, max_len // 4))
+    found: list[Asked] = []
+    for count in numbers:
+        ends = time.monotonic() + seconds / len(numbers)
+        for asked in await asyncio.gather(*(_user(load, shared, max_len, ends) for _ in range(count))):
+            found += asked
+    return found
+
+
+async def _user(load: Load, shared: list[int], max_len: int, ends: float) -> list[Asked]:
+    found: list[Asked] = []
+    reads = _PAUSE
+    while (now := time.monotonic()) < ends:
+        await asyncio.sleep(min(load.dice.expovariate(1 / reads), ends - now))
+        began = time.monotonic()
+        prefix = shared if load.dice.random() < _PREFIX_SHARE else []
+        length = min(load.log_uniform(*_USER_PROMPT), max_len // 4)
+        length_of_answer = min(load.log_uniform(*_USER_ANSWER), max_len // 4)
+        found.append(await load.ask(prefix + load.prompt(length), length_of_answer))
+        reads = time.monotonic() - began
+    return found
 
 
 async def _one_by_one(load: Load, lengths: Sequence[int]) -> None:
@@ -127,7 +203,7 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
         key = os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             urls = [(server.record.url, server.record.model) for server in servers]
-            alone = runner.run(_exercise_all(urls, folders, shape.vocab_size, key, seconds))
+            asked = runner.run(_exercise_all(urls, folders, shape.vocab_size, key, seconds))
         recordings = [recording_of(each) for each in folders]
     recording = recordings[0]
     measured = [Measured(each) for each in recordings]
@@ -153,7 +229,7 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
         max_num_batched_tokens=report.max_num_batched_tokens,
         depth=measured[0].learned.depth,
         step=found.model,
-        front=front_of(alone, {name: way for each in measured for name, way in each.passages.items()}),
+        front=front_of(asked, measured),
         start_seconds=start_seconds,
         num_steps=found.num_samples,
         median_error=found.median_error,
@@ -162,6 +238,7 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
         flags=list(flags),
         disturbed=disturbed,
         num_servers=num_servers,
+        overlap_rows=measured[0].learned.overlap_rows,
     )
     write_costs(path, costs)
     return costs
@@ -169,17 +246,22 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
 
 async def _exercise_all(
     servers: Sequence[tuple[str, str]], folders: Sequence[Path], vocab_size: int, key: str, seconds: float
-) -> list[Asked]:
+) -> Exercised:
     """`servers`: URL and model of each."""
     loads = [Load(url, model, vocab_size, key, seed) for seed, (url, model) in enumerate(servers)]
     await asyncio.gather(*(load.ask(load.prompt(16), 4) for load in loads))
     limits = recording_of(folders[0]).header.report
     found = await asyncio.gather(
-        *(exercise(load, limits.max_num_seqs, limits.max_model_len, seconds) for load in loads)
+        *(
+            exercise(load, limits.max_num_seqs, limits.max_model_len, seconds, 2 * number)
+            for number, load in enumerate(loads)
+        )
     )
     for load in loads:
         await load.close()
-    return [asked for each in found for asked in each]
+    return Exercised(
+        [asked for each in found for asked in each.alone], [asked for each in found for asked in each.mixed]
+    )
 
 
 def _leave(number: int, frame: object) -> None:
@@ -195,14 +277,15 @@ def recording_of(folder: Path) -> Recording:
     return read(found[-1])
 
 
-def front_of(asked: Sequence[Asked], passages: Mapping[str, Passage]) -> Front:
-    """What requests took outside the engine, each compared with its own way through it. The way in is a constant and so much for each prompt token:
+def front_of(asked: Exercised, measured: Sequence[Measured]) -> Front:
+    """What requests that were alone took outside the engine, each compared with its own way through it. The way in is a constant and so much for each prompt token:
     middle ones, because a request that comes during a step waits for its end. The way back is a mean: how long a first token takes depends
     on which core its process finds free, and means of first tokens are what a plan is compared with."""
+    passages = {name: way for each in measured for name, way in each.passages.items()}
     inward: list[tuple[int, float]] = []
     first: list[float] = []
     last: list[float] = []
-    for each in asked:
+    for each in asked.alone:
         passage, result = passages.get(each.result.response_id), each.result
         if passage is None or passage.first == math.inf:
             continue
@@ -214,7 +297,34 @@ def front_of(asked: Sequence[Asked], passages: Mapping[str, Passage]) -> Front:
         return Front()
     constant = median([seconds for length, seconds in inward if length <= _SHORT] or [min(inward)[1]])
     slopes = [(seconds - constant) / length for length, seconds in inward if length > _SHORT]
-    return Front(constant, max(0.0, median(slopes)) if slopes else 0.0, fmean(first), fmean(last or first))
+    return Front(
+        constant,
+        max(0.0, median(slopes)) if slopes else 0.0,
+        fmean(first),
+        fmean(last or first),
+        _jitter(asked.mixed, measured),
+    )
+
+
+def _jitter(asked: Sequence[Asked], measured: Sequence[Measured]) -> list[Jitter]:
+    """Of each kind of step with enough times between tokens: the middles of equal parts of what was found."""
+    found: defaultdict[tuple[bool, int], list[float]] = defaultdict(list)
+    for each in measured:
+        for _, result in asked:
+            times: Sequence[float] = each.token_times.get(result.response_id, ())
+            if len(times) != len(result.gaps) + 1:
+                continue
+            rows = each.token_rows[result.response_id][1:]
+            for gap, (before, after), num_rows in zip(result.gaps, pairwise(times), rows, strict=True):
+                found[num_rows < 0, abs(num_rows).bit_length()].append(gap - (after - before))
+    kinds = []
+    for (with_prompt, power), several in sorted(found.items()):
+        if len(several) >= JITTER_PARTS:
+            ordered = sorted(several)
+            middles = [ordered[int((part + 0.5) / JITTER_PARTS * len(ordered))] for part in range(JITTER_PARTS)]
+            mean = fmean(middles)
+            kinds.append(Jitter(1 << (power - 1), with_prompt, [round(each - mean, 9) for each in middles]))
+    return kinds
 
 
 def _machine(device: str) -> str:
