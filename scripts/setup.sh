@@ -79,5 +79,6 @@ trap 'kill "$build" 2>/dev/null' EXIT
 requirements >"$venv/requirements.txt" || fail "cannot read pyproject.toml"
 install --requirement "$venv/requirements.txt"
 wait "$build"
+trap - EXIT
 # A plain path entry (compat): the default import hook loses to a folder named octavo next to the caller's script.
 install --config-settings editable_mode=compat --editable "$what"
