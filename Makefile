@@ -41,13 +41,13 @@ test-arm: $(TEST_READY)  ## compile the native kernels for aarch64 and run them 
 
 # mypy takes as long as all others together, and one core: it runs beside them.
 check: $(TEST_READY)  ## linter, formatter, type checker, architecture, documentation, sizes
-	@echo "── ruff" && $(BIN)/ruff check && $(BIN)/ruff format --check
 	@mkdir -p build; $(BIN)/mypy >build/mypy.log 2>&1 & mypy=$$!; \
-	( echo "── architecture" && $(BIN)/python -m pytest -q tests/test_architecture.py && \
+	( echo "── ruff" && $(BIN)/ruff check && $(BIN)/ruff format --check && \
+	echo "── architecture" && $(BIN)/python -m pytest -q tests/test_architecture.py && \
 	echo "── reference" && $(BIN)/python -m scripts.reference --check && \
+	echo "── sizes" && $(BIN)/python -m scripts.sizes && \
 	echo "── docs" && $(MKDOCS) build --strict --quiet ); others=$$?; \
 	wait $$mypy; types=$$?; echo "── mypy"; cat build/mypy.log; [ $$types -eq 0 ] && [ $$others -eq 0 ]
-	@echo "── sizes" && $(BIN)/python -m scripts.sizes
 
 docs: $(TEST_READY)  ## build the documentation: build/site/index.html
 	@$(MKDOCS) build --strict --quiet

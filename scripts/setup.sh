@@ -33,15 +33,27 @@ make_venv() {
     fail "cannot create $venv: $(tail -1 <<<"$log")"
 }
 
-# pip's output goes to a log; on a terminal one line shows its progress.
+# What pyproject.toml lists for $what, line by line.
+requirements() {
+    "$venv/bin/python" - "$what" <<'END'
+import sys
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+print(*project["dependencies"], sep="\n")
+for extra in filter(None, sys.argv[1].partition("[")[2].rstrip("]").split(",")):
+    print(*project["optional-dependencies"][extra], sep="\n")
+END
+}
+
+# pip's output goes to a log; on a terminal one line shows its progress. Arguments: what to install.
 install() {
     local log=$venv/install.log show='1 == 0'
     [ -t 2 ] && show='/^ *(Collecting|Downloading|Building|Installing)/'
-    # A plain path entry (compat): the default import hook loses to a folder named octavo next to the caller's script.
     # shellcheck disable=SC2086  # PIP_ARGS is a list of words
-    "$venv/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} \
-        --config-settings editable_mode=compat --editable "$what" 2>&1 \
-        | tee "$log" | awk "$show"' { gsub(/^ +/, ""); printf "\r\033[K  %s", substr($0, 1, 76) > "/dev/stderr"; fflush() }'
+    "$venv/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} "$@" 2>&1 \
+        | tee -a "$log" | awk "$show"' { gsub(/^ +/, ""); printf "\r\033[K  %s", substr($0, 1, 76) > "/dev/stderr"; fflush() }'
     local code=${PIPESTATUS[0]}
     [ -t 2 ] && printf '\r\033[K' >&2
     if [ "$code" -ne 0 ]; then
@@ -58,6 +70,15 @@ if "$venv/bin/python" -c 'import torch' 2>/dev/null; then
 else
     say "installing Octavo and what it needs into $venv (this takes minutes: torch is large)"
 fi
-# Built before pip runs, which then finds it built: pip would hide the progress and the errors of the build.
-"$venv/bin/python" -P octavo/kernels/cpu/build.py
-install
+# The kernels are compiled while pip installs what Octavo needs, and before it installs Octavo: it then finds them compiled, and would
+# hide the progress and the errors.
+: >"$venv/install.log"
+"$venv/bin/python" -P octavo/kernels/cpu/build.py &
+build=$!
+trap 'kill "$build" 2>/dev/null' EXIT
+requirements >"$venv/requirements.txt" || fail "cannot read pyproject.toml"
+install --requirement "$venv/requirements.txt"
+wait "$build"
+trap - EXIT
+# A plain path entry (compat): the default import hook loses to a folder named octavo next to the caller's script.
+install --config-settings editable_mode=compat --editable "$what"

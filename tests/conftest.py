@@ -1,8 +1,11 @@
 """Setup for every test: the CPU, threads that spin briefly, and no settings from the user's own environment."""
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +36,21 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """Collecting makes millions of objects that stay, which the garbage collector would scan again and again. In a fresh clone pytest
+    compiles every test file: of two processes the second begins with the last files, so that each compiles half."""
+    gc.disable()
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
+        return
+    for argument in reversed(session.config.args):
+        for path in sorted(Path(argument).rglob("test_*.py"), reverse=True):
+            sys.path.insert(0, str(path.parent))  # as pytest does
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest's own import comes later, and says it
+                importlib.import_module(path.stem)
+            sys.path.remove(str(path.parent))
+
+
 def pytest_collection_modifyitems(items):
     import torch
 
@@ -43,9 +61,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Freeze the imported objects, so that the garbage collector does not scan them again and again."""
+    """Freeze the imported objects, so that the garbage collector does not scan them either."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

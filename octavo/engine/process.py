@@ -24,11 +24,11 @@ from octavo import __version__
 from octavo.admission.queue_limit import QueueLimit
 from octavo.engine.build import Engine, start_engine
 from octavo.engine.driver import Driver, Inbox
-from octavo.engine.lazy_torch import can_be_lazy, lazy_torch
 from octavo.engine.pin_files import PinFiles
 from octavo.errors import ConfigError
 from octavo.ipc.heartbeat import PULSE_SECONDS, Heartbeat
 from octavo.ipc.launch import EngineLaunch
+from octavo.ipc.lazy_torch import can_be_lazy, lazy_torch
 from octavo.ipc.memory_trim import drop_library_pages, keep_one_heap
 from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.messages import FromEngine, Hello, ToEngine

@@ -5,10 +5,14 @@ Standard input stays open for as long as the supervisor lives: end of file means
 standard output when it accepts requests. Exit codes: 0 stopped in order, 1 responses were cut off or the engine was lost, 2 a
 start-up error."""
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # a start makes two hundred thousand objects that stay: collecting meanwhile would find nothing
+
 import asyncio
 import contextlib
 import functools
-import gc
 import logging
 import os
 import shutil
@@ -178,6 +182,7 @@ def settle_collector() -> None:
     # The objects alive now stay alive: exempt them from collection.
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 20, 100)  # the objects of a token form no cycles, so collect rarely; see _beat()
 
 

