@@ -1,4 +1,5 @@
-"""A cluster without Ray: a placer whose places are all on this machine. Everything else of a cluster is the real thing: relays, agents, engines.
+"""A cluster without Ray: a placer whose places are all on this machine. Everything else of a cluster is the real thing: relays, agents, engines
+(which pause while a test asks for it).
 
 `python -m tests.cluster.local_placer serve …` serves; without arguments this is the placer. The file that CLUSTER_TEST_ROOM names says how many
 replicas have room; without one all do."""
@@ -27,6 +28,7 @@ from octavo.cluster.messages import (
 )
 
 ROOM = "CLUSTER_TEST_ROOM"
+AGENT, CALM_AGENT = "octavo.cluster.agent", "tests.cluster.calm_agent"
 
 
 class Lease:
@@ -61,7 +63,8 @@ class Lease:
                 raise EOFError
 
     def _run(self, command: RunAgent) -> None:
-        agent = subprocess.Popen([sys.executable, *command.arguments], env=os.environ | command.environment)
+        arguments = [CALM_AGENT if each == AGENT else each for each in command.arguments]
+        agent = subprocess.Popen([sys.executable, *arguments], env=os.environ | command.environment)
         self._agents.append(agent)
 
         def wait() -> None:

@@ -11,29 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.local_placer import ROOM
+from tests.cluster.local_placer import CALM_AGENT, ROOM
 from tests.e2e.servers import Server
-from tests.e2e.test_e2e_recovery import stories
+from tests.e2e.test_e2e_recovery import in_calm_steps, stories
 from tests.processes import children_of, is_alive
 
 pytestmark = pytest.mark.model
 
 NUM_STREAMS = 8
-LONG = 120  # tokens
 ARGUMENTS = ("--kv-cache-memory-bytes", "64M", "--record-bytes", "0", "--cpu-threads", "1")
 RAY = ("--distributed-executor-backend", "ray")
 
 
 @pytest.fixture(scope="module")
-def short_and_long():
-    """The same answers at two lengths. Clients on a busy machine see the first events late: long ones are still far from their ends then."""
+def untroubled():
     with Server(*ARGUMENTS, "--api-processes", "1") as server:
-        return [asyncio.run(stories(server, num_streams=NUM_STREAMS, max_tokens=length)) for length in (40, LONG)]
+        return asyncio.run(stories(server, num_streams=NUM_STREAMS))
 
 
-@pytest.fixture(scope="module")
-def untroubled(short_and_long):
-    return short_and_long[1]
+@pytest.fixture(scope="module", autouse=True)
+def calm(tmp_path_factory):
+    os.environ["OCTAVO_TEST_CALM"] = str(tmp_path_factory.mktemp("calm") / "calm")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def wait_for(server: Server, *statuses: str) -> None:
 
 
 def agents(server: Server) -> list[int]:
-    return sorted(pid for pid, name in tree(server.process.pid).items() if "octavo.cluster.agent" in name)
+    return sorted(pid for pid, name in tree(server.process.pid).items() if CALM_AGENT in name)
 
 
 def test_the_start_says_where_replicas_are(server: Server) -> None:
@@ -117,7 +115,7 @@ def test_streams_survive_a_node_that_is_cut_off(server: Server, untroubled: list
         for pid in victims:  # all at once, as a power cut
             os.kill(pid, signal.SIGKILL)
 
-    answers = asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS, is_early=True, max_tokens=LONG))
+    answers = asyncio.run(stories(server, in_calm_steps(fault), NUM_STREAMS, num_streams=NUM_STREAMS))
     assert answers == untroubled
     # Whichever is noticed first: the connection's end, or that of the actor.
     lost = re.compile(
@@ -140,7 +138,7 @@ def test_streams_survive_a_node_that_is_stopped_and_none_is_answered_twice(
         for pid in victims:
             os.kill(pid, signal.SIGSTOP)
 
-    answers = asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS, is_early=True, max_tokens=LONG))
+    answers = asyncio.run(stories(server, in_calm_steps(fault), NUM_STREAMS, num_streams=NUM_STREAMS))
     assert answers == untroubled
     for pid in victims:
         if is_alive(pid):
@@ -172,7 +170,7 @@ def test_a_replica_without_room_waits_for_a_node(server: Server, room: Path, unt
     "sizes", [("--pipeline-parallel-size", "2"), ("--tensor-parallel-size", "3")], ids=["pp", "tp"]
 )
 def test_a_replica_over_several_nodes_gives_the_same_bytes_and_survives_a_rank(
-    sizes: tuple[str, str], short_and_long: list[list[tuple]]
+    sizes: tuple[str, str], untroubled: list[tuple]
 ) -> None:
     """Slices of packed weights round their inputs otherwise than the whole: with tensor parallelism, its own tokens are the measure."""
     arguments = (*ARGUMENTS, *RAY, *sizes, "--api-processes", "1")
@@ -185,8 +183,8 @@ def test_a_replica_over_several_nodes_gives_the_same_bytes_and_survives_a_rank(
         is_tensor = sizes[0] == "--tensor-parallel-size"
         # Three ranks on two cores take long for a step: fewer of them.
         options = {"num_streams": NUM_STREAMS, "max_tokens": 12 if is_tensor else 40}
-        expected = asyncio.run(stories(server, **options)) if is_tensor else short_and_long[0]
-        assert asyncio.run(stories(server, fault, NUM_STREAMS, is_early=True, **options)) == expected
+        expected = asyncio.run(stories(server, **options)) if is_tensor else untroubled
+        assert asyncio.run(stories(server, in_calm_steps(fault), NUM_STREAMS, **options)) == expected
         assert any("rank" in line and "killed by signal 9" in line for line in server.lines), server.lines
         assert server.terminate() == 0, server.lines
 

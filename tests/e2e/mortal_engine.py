@@ -23,6 +23,11 @@ SLOW_SECONDS = 15.0
 CALM_SECONDS = 0.2
 
 
+def pause_if_calm() -> None:
+    if os.path.exists(os.environ.get("OCTAVO_TEST_CALM", "")):
+        time.sleep(CALM_SECONDS)
+
+
 def load_executor(config: Config, source: ModelSource) -> Executor:
     from octavo.executor.local import LocalExecutor  # brings torch, which the supervisor can do without
 
@@ -34,8 +39,7 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
                 until = time.monotonic() + SLOW_SECONDS * holds(entering.token_ids, slow)
                 while time.monotonic() < until and not os.path.exists(enough):  # as a kernel that goes round in circles
                     pass
-            if os.path.exists(calm):
-                time.sleep(CALM_SECONDS)
+            pause_if_calm()
             super().submit(plan)
 
         def prepare(self, grammar: str, forgets: list[str], done: Callable[[int], None]) -> None:
@@ -46,8 +50,7 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
     def holds(ids: list[int], word: list[int]) -> bool:
         return any(ids[at : at + len(word)] == word for at in range(len(ids)))
 
-    text = load_text(source.path)
-    enough, calm = (os.environ.get(f"OCTAVO_TEST_{name}", "") for name in ("ENOUGH", "CALM"))
+    text, enough = load_text(source.path), os.environ.get("OCTAVO_TEST_ENOUGH", "")
     deadly, slow = text.encode(DEADLY), text.encode(SLOW)
     return MortalExecutor(config, source)
 

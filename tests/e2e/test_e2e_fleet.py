@@ -15,7 +15,7 @@ import pytest
 from tests.adapters import write_model
 from tests.e2e.mortal_engine import DEADLY
 from tests.e2e.servers import Server
-from tests.e2e.test_e2e_recovery import stories
+from tests.e2e.test_e2e_recovery import in_calm_steps, stories
 
 pytestmark = pytest.mark.model
 
@@ -23,7 +23,8 @@ NUM_STREAMS = 10
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(tmp_path_factory):
+    os.environ["OCTAVO_TEST_CALM"] = str(tmp_path_factory.mktemp("mortal") / "calm")
     arguments = ("--data-parallel-size", "2", "--kv-cache-memory-bytes", "256M", "--api-processes", "2")
     with Server(*arguments, "--record-bytes", "0", module="tests.e2e.mortal_engine") as server:
         yield server
@@ -68,7 +69,7 @@ def test_streams_go_on_at_the_other_replica(server, untroubled, number):
         victims.append(pids[busiest])
         os.kill(victims[0], number)
 
-    answers = asyncio.run(stories(server, fault, NUM_STREAMS, num_streams=NUM_STREAMS))
+    answers = asyncio.run(stories(server, in_calm_steps(fault), NUM_STREAMS, num_streams=NUM_STREAMS))
     assert answers == untroubled
     assert server.get("/health")[0] == 200
     found = json.loads(server.get("/v1/requests?state=finished&limit=1000")[1])["data"]
@@ -118,7 +119,7 @@ def test_replicas_are_removed_added_and_started_again_under_streams(server, untr
         worker[0].start()
 
     worker: list[threading.Thread] = []
-    answers = asyncio.run(stories(server, change, NUM_STREAMS, num_streams=NUM_STREAMS))
+    answers = asyncio.run(stories(server, in_calm_steps(change), NUM_STREAMS, num_streams=NUM_STREAMS))
     worker[0].join()
     assert answers == untroubled
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
@@ -167,6 +168,8 @@ def test_fewer_replicas_during_a_rolling_restart_leave_one_that_takes_requests(s
         assert time.monotonic() < deadline, server.lines[first:]
         time.sleep(0.01)
     try:
+        # At once: before a command has started, the second one's turn may have come.
+        assert server.post("/v1/fleet", {"replicas": 1})[0] == 202
         done = scale(server, "1")
         assert done.returncode == 0 and "0 of" not in done.stderr, done.stderr
         said = "\n".join(server.lines[first:])

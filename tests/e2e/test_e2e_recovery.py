@@ -29,8 +29,8 @@ def server(tmp_path_factory):
     """Two API processes; an engine that does not turn for two seconds is killed. What it does is recorded with its tokens."""
     arguments = ("--kv-cache-memory-bytes", "512M", "--api-processes", "2", "--step-timeout", "20", "--record-tokens")
     arguments += ("--slow-step-seconds", "1", "--record-folder", str(tmp_path_factory.mktemp("recordings")))
-    for name in ("ENOUGH", "CALM"):
-        os.environ[f"OCTAVO_TEST_{name}"] = str(tmp_path_factory.mktemp("mortal") / name)
+    os.environ["OCTAVO_TEST_ENOUGH"] = str(tmp_path_factory.mktemp("mortal") / "enough")
+    os.environ["OCTAVO_TEST_CALM"] = str(tmp_path_factory.mktemp("mortal") / "calm")
     with Server(*arguments, module="tests.e2e.mortal_engine") as server:
         yield server
         assert server.terminate() == 0, server.lines
@@ -74,19 +74,17 @@ async def stories(
     at: int = 0,
     num_streams: int = NUM_STREAMS,
     keeps_errors: bool = False,
-    is_early: bool = False,
     max_tokens: int = 40,
 ) -> list[tuple]:
-    """The first of them; `fault` comes when every stream has begun and all together have had `at` events. `is_early`: it does not wait
-    for the last ones to begin, and comes before any has ended."""
+    """The first of them; `fault` comes when every stream has begun and all together have had `at` events, and before the last has ended."""
     begun = [0] * num_streams
     async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=120) as client:
         tasks = [asyncio.create_task(story(client, number, begun, max_tokens)) for number in range(num_streams)]
         if fault is not None:
-            while not ((all(begun) or is_early) and sum(begun) >= at):
+            while not (all(begun) and sum(begun) >= at):
                 assert not any(task.done() and task.exception() for task in tasks)
                 await asyncio.sleep(0.01)
-            assert sum(task.done() for task in tasks) < (1 if is_early else num_streams)
+            assert sum(task.done() for task in tasks) < num_streams
             fault()
         return await asyncio.gather(*tasks, return_exceptions=keeps_errors)
 

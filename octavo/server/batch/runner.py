@@ -363,8 +363,10 @@ class _Run:
     def _decide(self, outcome: Status, reasons: list[BatchError]) -> None:
         """Save the outcome. A process that resumes the batch after this keeps it."""
         now = int(time.time())
+        known = {"request_counts": self._counts(), "usage": self._usage()} if self._knows_all else {}
         self._change(
             **({} if outcome == "completed" else {f"{outcome}_at": now}),
+            **known,
             status="finalizing",
             finalizing_at=now,
             cancelling_at=self._batches.get(self._batch.id).cancelling_at,
