@@ -88,7 +88,7 @@ def named_ranks(text: str) -> int | None:
 def is_auto(text: str) -> bool:
     """Whether nobody asked for drafts by name: they come where they can only win."""
     values = read_json_object(text, FLAG)
-    return values.get("method", "draft_model" if "model" in values else "auto") == "auto"
+    return bool(values.get("method", "draft_model" if "model" in values else "auto") == "auto")
 
 
 def names_method(text: str) -> bool:
