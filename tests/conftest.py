@@ -61,9 +61,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Freeze the imported objects, so that the garbage collector does not scan them either."""
+    """Freeze the imported objects, so that the garbage collector does not scan them either; and let it scan the others rarely, as
+    our own processes do."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
     gc.enable()
 
 
