@@ -303,7 +303,7 @@ class Simulation:
         noise, front = self._settings.model.steady_noise, self._settings.front
         for (with_prompt, power), histogram in by_kind.items():
             histogram = histogram.spread_by([1.0] * len(noise) if with_prompt else noise)
-            gaps.merge(histogram.shifted_by(front.jitter_of(1 << (power - 1), with_prompt)))
+            gaps.merge(histogram.shifted_by(front.jitter_of((1 << power) >> 1, with_prompt)))
         limits = [*self._levels.limits.items()]
         num_good = sum(is_good(journey, limits) for journey in done)
         output = sum(journey.output_len for journey in done)

@@ -1,4 +1,4 @@
-"""The engine process on a node. While there is the file that OCTAVO_TEST_CALM names, it pauses before each step, so that a client on a busy
+"""The engine process on a node. While there is the file that CALM_TEST_FILE names, it pauses before each step, so that a client on a busy
 machine keeps up."""
 
 import runpy

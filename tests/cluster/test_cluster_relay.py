@@ -31,7 +31,7 @@ def untroubled():
 
 @pytest.fixture(scope="module", autouse=True)
 def calm(tmp_path_factory):
-    os.environ["OCTAVO_TEST_CALM"] = str(tmp_path_factory.mktemp("calm") / "calm")
+    os.environ["CALM_TEST_FILE"] = str(tmp_path_factory.mktemp("calm") / "calm")
 
 
 @pytest.fixture(scope="module")

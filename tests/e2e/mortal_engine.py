@@ -1,5 +1,5 @@
 """A server whose engine ends, as by a fault of its own, when a prompt or a grammar holds the word DEADLY, and takes SLOW_SECONDS for a step with the
-word SLOW, or until there is the file that OCTAVO_TEST_ENOUGH names; while there is the file that OCTAVO_TEST_CALM names, it pauses before each
+word SLOW, or until there is the file that OCTAVO_TEST_ENOUGH names; while there is the file that CALM_TEST_FILE names, it pauses before each
 step, so that a client on a busy machine keeps up. All else is the real thing.
 `python -m tests.e2e.mortal_engine serve …` serves; without arguments this is the engine process."""
 
@@ -24,7 +24,7 @@ CALM_SECONDS = 0.2
 
 
 def pause_if_calm() -> None:
-    if os.path.exists(os.environ.get("OCTAVO_TEST_CALM", "")):
+    if os.path.exists(os.environ.get("CALM_TEST_FILE", "")):
         time.sleep(CALM_SECONDS)
 
 

@@ -24,7 +24,7 @@ NUM_STREAMS = 10
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    os.environ["OCTAVO_TEST_CALM"] = str(tmp_path_factory.mktemp("mortal") / "calm")
+    os.environ["CALM_TEST_FILE"] = str(tmp_path_factory.mktemp("mortal") / "calm")
     arguments = ("--data-parallel-size", "2", "--kv-cache-memory-bytes", "256M", "--api-processes", "2")
     with Server(*arguments, "--record-bytes", "0", module="tests.e2e.mortal_engine") as server:
         yield server

@@ -45,7 +45,7 @@ def test_sigterm_finishes_what_runs_and_a_new_server_takes_the_port():
     answers: list[str] = []
     with Server("--kv-cache-memory-bytes", "256M") as server:
         port = server.base.rsplit(":", 1)[1]
-        threads = [threading.Thread(target=stream_story, args=(server, 100, answers)) for _ in range(6)]
+        threads = [threading.Thread(target=stream_story, args=(server, 400, answers)) for _ in range(6)]
         for thread in threads:
             thread.start()
         server.wait_until_running(6)

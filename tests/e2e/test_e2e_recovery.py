@@ -30,7 +30,7 @@ def server(tmp_path_factory):
     arguments = ("--kv-cache-memory-bytes", "512M", "--api-processes", "2", "--step-timeout", "20", "--record-tokens")
     arguments += ("--slow-step-seconds", "1", "--record-folder", str(tmp_path_factory.mktemp("recordings")))
     os.environ["OCTAVO_TEST_ENOUGH"] = str(tmp_path_factory.mktemp("mortal") / "enough")
-    os.environ["OCTAVO_TEST_CALM"] = str(tmp_path_factory.mktemp("mortal") / "calm")
+    os.environ["CALM_TEST_FILE"] = str(tmp_path_factory.mktemp("mortal") / "calm")
     with Server(*arguments, module="tests.e2e.mortal_engine") as server:
         yield server
         assert server.terminate() == 0, server.lines
@@ -101,7 +101,7 @@ def watch_health(server: Server) -> list[tuple[int, str]]:
 
 def in_calm_steps(fault: Callable[[], object]) -> Callable[[], None]:
     """The engine pauses before each step until `fault` has come: so it comes early in all streams, as slow as their client may be."""
-    calm = Path(os.environ["OCTAVO_TEST_CALM"])
+    calm = Path(os.environ["CALM_TEST_FILE"])
     calm.touch()
 
     def act() -> None:
