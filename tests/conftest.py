@@ -25,11 +25,11 @@ os.environ.pop("OCTAVO_API_KEY", None)
 
 
 def pytest_configure(config):
+    """Hide the GPU unless the tests for one are selected: `pytest -m gpu`."""
     if hasattr(config, "workerinput"):
         # The system shares cores among sessions, and each server that is tested has one: so has each process with clients.
         with contextlib.suppress(OSError):
             os.setsid()
-    """Hide the GPU unless the tests for one are selected: `pytest -m gpu`."""
     if config.getoption("markexpr", "") in ("", "not gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: kernels run on the CPU
