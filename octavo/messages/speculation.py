@@ -86,7 +86,7 @@ def named_ranks(text: str) -> int | None:
 
 
 def is_auto(text: str) -> bool:
-    """Whether nobody asked for drafts by name: they come where they can only win."""
+    """Whether no method is named, or `auto` is. A server that cannot draft then starts without drafts."""
     values = read_json_object(text, FLAG)
     return bool(values.get("method", "draft_model" if "model" in values else "auto") == "auto")
 

@@ -82,10 +82,6 @@ def test_every_process_and_the_next_engine(place: Path) -> None:
         expected = asyncio.run(answers(server))
         assert len(set(expected)) == 3
         assert asyncio.run(answers(server, lambda: os.kill(server.engine(), signal.SIGKILL))) == expected
-        while (
-            server.get("/health")[0] != 200
-        ):  # a client on a busy machine may have read all before the engine was killed
-            time.sleep(0.05)
         assert server.metric("octavo:restarts_total") == 1
         assert server.post("/v1/unload_lora_adapter", {"lora_name": "poet"})[0] == 200
         assert [server.post("/v1/completions", ask("poet"))[0] for _ in range(4)] == [404] * 4

@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -65,8 +66,8 @@ def test_stage_times_sum_to_what_the_client_waited(small: Server, answers: list[
         # The last stage ends when the server has noted that the last byte left; the client may already have it by then.
         assert total <= seconds + 0.05
         gaps.append((seconds - total) / seconds)
-    # Time that no stage names would be missing from all; on a busy machine the system runs most threads of a client late.
-    assert min(gaps) < 0.02, gaps
+    # Time that no stage names would be missing from all; a client's thread that the system runs late is one of many.
+    assert statistics.median(gaps) < 0.02, gaps
 
 
 def test_preempted_requests_tell_their_story(small: Server, answers: list[tuple[dict[str, Any], float]]) -> None:

@@ -1,4 +1,4 @@
-"""The torch of our own processes is imported without parts it does not use, and whoever asks for one of them later gets all of it."""
+"""Engines and ranks import torch without parts that they do not use. Code that asks for such a part later gets the whole of it."""
 
 import subprocess
 import sys
