@@ -78,7 +78,11 @@ JSON = [
     f"Invent three people who work in a {place}. Answer in JSON."
     for place in ("bakery", "library", "shipyard", "clinic")
 ]
+OBJECT = [
+    f"Invent a person who works in a {place}. Answer in JSON." for place in ("bakery", "library", "shipyard", "clinic")
+]
 SIDES = {"none": '{"method": "none"}', "auto": "", "ngram": '{"method": "ngram"}', "suffix": '{"method": "suffix"}'}
+SIDES["text"] = '{"method": "ngram", "grammar": false}'  # without what grammars force
 
 
 class Work(NamedTuple):
@@ -91,6 +95,7 @@ WORKS = {
     "chat": Work(CHAT, SamplingParams(temperature=0.7, seed=1, max_tokens=192)),
     "code": Work(TASKS, SamplingParams(temperature=0.0, max_tokens=256)),
     "json": Work(JSON, SamplingParams(temperature=0.0, max_tokens=1024, structured_outputs={"json": PEOPLE})),
+    "object": Work(OBJECT, SamplingParams(temperature=0.0, max_tokens=512, structured_outputs={"json": PERSON})),
 }
 
 

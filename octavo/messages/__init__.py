@@ -20,6 +20,7 @@ from octavo.messages.params import (
     StructuredOutputsParams,
 )
 from octavo.messages.plans import (
+    FROM_GRAMMAR,
     FROM_MODEL,
     NO_INPUT,
     Allocate,
@@ -97,6 +98,7 @@ from octavo.messages.requests import (
 __all__ = [
     "ASLEEP",
     "AWAKE",
+    "FROM_GRAMMAR",
     "FROM_MODEL",
     "MAX_LOGPROBS",
     "NO_INPUT",

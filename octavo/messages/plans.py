@@ -164,12 +164,14 @@ class Draft(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step, and it samples after each of them, too."""
 
     at: int  # index of the row in the plan's columns
-    tokens: list[int]  # at least one; all FROM_MODEL: the draft model proposes as many, or none
+    tokens: list[int]  # at least one; all FROM_MODEL or all FROM_GRAMMAR: the worker proposes as many, fewer or none
     catch_up: int = 0  # tokens of the row, before its last, that the draft model may compute first where it lacks them
 
 
 FROM_MODEL = -1
 """In place of a drafted token that the worker's draft model proposes."""
+FROM_GRAMMAR = -2
+"""In place of a drafted token that the row's grammar leaves as the only way to go on, if there is such a one."""
 MIN_SAMPLES = 16
 
 
@@ -259,7 +261,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     # For each of the plan's drafts: how many tokens the row got, 1 to 1 + drafted. All but the last of them equal the draft. An index
     # of `failures`, `last` or `late` is never that of a run of several.
     runs: list[int] = []
-    # For each of the plan's drafts: how many tokens there were; 0: the draft model has not caught up with the row yet. Empty: the plan
-    # had all of them.
+    # For each of the plan's drafts: how many tokens there were; 0: the draft model has not caught up with the row yet, or the grammar
+    # leaves a choice. Empty: the plan had all of them.
     drafted: list[int] = []
     draft_work: DraftWork | None = None  # None: no draft model was asked

@@ -19,7 +19,16 @@ MAX_DRAFT = MIN_SAMPLES - 1
 MAX_NGRAM = 16
 _MOST_RANKS = 1024
 MAX_PREDICTION = 16384  # tokens
-_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive", _RANKS)
+_KEYS = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "adaptive",
+    "grammar",
+    _RANKS,
+)
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
@@ -30,6 +39,7 @@ class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
     is_adaptive: bool = True  # False: as many as can be had, whatever they cost
     model: str = ""  # the draft model or the EAGLE-3 head: a folder, a .gguf file or a hub id
     max_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: any number
+    asks_grammars: bool = True  # draft what a request's grammar leaves as the only way to go on
 
     @property
     def is_by_model(self) -> bool:
@@ -71,12 +81,10 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
         least = min(least, most)
     if least > most:
         raise ConfigError(f"{FLAG}: prompt_lookup_min ({least}) is more than prompt_lookup_max ({most})")
-    is_adaptive = values.get("adaptive", True)
-    if type(is_adaptive) is not bool:
-        raise ConfigError(f"{FLAG}: adaptive must be true or false, got {quote(is_adaptive)}")
+    is_adaptive, asks_grammars = _bool(values, "adaptive"), _bool(values, "grammar")
     num_tokens = _number(values, "num_speculative_tokens", 8, MAX_DRAFT)
     chosen: Method = "ngram" if method == "auto" else method
-    return SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model)
+    return SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model, asks_grammars=asks_grammars)
 
 
 def named_ranks(text: str) -> int | None:
@@ -97,6 +105,14 @@ def names_method(text: str) -> bool:
 
 
 _METHODS = "use auto, ngram, suffix, draft_model, eagle3, mtp or none"
+
+
+def _bool(values: dict[str, Any], name: str) -> bool:
+    """True if it is not there."""
+    value = values.get(name, True)
+    if type(value) is not bool:
+        raise ConfigError(f"{FLAG}: {name} must be true or false, got {quote(value)}")
+    return value
 
 
 def _number(values: dict[str, Any], name: str, default: int, most: int) -> int:

@@ -102,7 +102,7 @@ class _UnknownText:
     def drafts(self, most: int) -> Offer:
         return Offer([], [])
 
-    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int, source: int = 0) -> None:
         pass
 
 

@@ -23,6 +23,7 @@ class Request:
     __slots__ = (
         "capacity",
         "computed",
+        "draft_source",
         "drafted",
         "drafter",
         "epoch",
@@ -83,6 +84,7 @@ class Request:
         self.computed = 0
         self.pending = 0  # tokens sampled by a plan in flight: they exist on the device, not here
         self.drafted = 0  # of `computed`: the last so many are a draft in flight, of which some may count
+        self.draft_source = 0  # of that draft: FROM_MODEL, FROM_GRAMMAR; 0: its tokens came with the plan
         self.drafter: Drafter | None = None  # None: it does not speculate
         self.num_drafted = self.num_accepted = 0  # tokens so far; no plan depends on them
         self.epoch = 0  # times it left its row; results of an older epoch own no pages

@@ -735,7 +735,7 @@ class Scheduler:
         if tokens:
             draft.drafts.append(Draft(wanted.at, tokens, catch_up))
             draft.counts[wanted.at] += len(tokens)
-            request.drafted = len(tokens)
+            request.drafted, request.draft_source = len(tokens), min(tokens[0], 0)
             request.computed += len(tokens)
 
     def _commit_run(
@@ -776,7 +776,7 @@ class Scheduler:
             if finish is not None:
                 break
         if request.drafter is not None:
-            request.drafter.verified(len(request.tokens), num_drafted, len(run) - 1)
+            request.drafter.verified(len(request.tokens), num_drafted, len(run) - 1, request.draft_source)
         if self.fairness is not None:
             self.fairness.charge_drafts(request, len(taken) - 1)
         if is_current:

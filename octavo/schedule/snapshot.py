@@ -14,6 +14,8 @@ from octavo.cache.snapshot import take as take_cache
 from octavo.messages import Candidates, PoolingParams, SamplingParams
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.beams.search import BeamSearch, Ended, Path
+from octavo.schedule.drafts.grammar import GrammarDrafter
+from octavo.schedule.drafts.grammar import State as GrammarDrafterState
 from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.model import State as DrafterState
 from octavo.schedule.fairness import Fairness, FairnessState
@@ -61,7 +63,9 @@ class RequestState(msgspec.Struct, array_like=True, gc=False):
     gives_way: bool = False
     # Of engines that tell tenants apart (decision 053): number, weight, and num_charged.
     tenant: tuple[int, float, int] = (0, 1.0, 0)
-    drafter: DrafterState | None = None  # of a request for which a draft model drafts; others follow from the tokens
+    # Of a request for which a draft model drafts, and of one that its grammar drafts for; what is drafted from text follows from the tokens.
+    drafter: DrafterState | None = None
+    grammar_drafter: GrammarDrafterState | None = None
 
 
 class Node(msgspec.Struct, array_like=True, gc=False):
@@ -171,6 +175,8 @@ def restore(
             scheduler.speculation.attach(request)
             if isinstance(request.drafter, ModelDrafter) and request_state.drafter is not None:
                 request.drafter.state = request_state.drafter
+            if isinstance(request.drafter, GrammarDrafter) and request_state.grammar_drafter is not None:
+                request.drafter.state = request_state.grammar_drafter
         scheduler._open.setdefault(request.id, []).append(request)
         if scheduler.fairness is not None:
             scheduler.fairness.join(request, *request_state.tenant[:2])
@@ -209,6 +215,7 @@ def _request_state(request: Request, manner: Manner, fairness: Fairness | None) 
         if tenant is None or fairness is None
         else (tenant.number, tenant.weight, fairness.charged_until(request, request.computed)),
         request.drafter.state if isinstance(request.drafter, ModelDrafter) else None,
+        request.drafter.state if isinstance(request.drafter, GrammarDrafter) else None,
     )
 
 
@@ -219,7 +226,7 @@ def _request(state: RequestState, params: SamplingParams, tokens: list[int]) -> 
     request.params, request.tokens = params, tokens
     request.late_steps, request.late_at, request.sits_out = state.late
     request.pending, request.is_finished = 0, False
-    request.drafted, request.drafter = 0, None
+    request.drafted, request.draft_source, request.drafter = 0, 0, None
     request.num_drafted = request.num_accepted = 0  # no plan depends on them
     request.miss = ""
     request.prompt_logprobs = []  # no plan depends on them

@@ -147,7 +147,7 @@ class DraftModel:
         """→ the plan with tokens in all of its drafts. A draft that has none has not caught up with its row. None: it has nothing to
         propose. `rows` must be updated with the plan already."""
         self.filled.written(plan)
-        wanted = [draft for draft in plan.drafts if draft.tokens[0] == FROM_MODEL]
+        wanted = [draft for draft in plan.drafts if draft.tokens[:1] == [FROM_MODEL]]
         if not wanted:
             return plan, None
         started = time.perf_counter()

@@ -3,7 +3,24 @@
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from octavo.messages import StepPlan
+import msgspec
+
+from octavo.messages import FROM_GRAMMAR, Draft, StepPlan
+from octavo.sampling.grammar.masks import Grammars
+
+
+def fill_forced(plan: StepPlan, grammars: Grammars) -> StepPlan:
+    """→ the plan with tokens in the drafts that it leaves to grammars, as far as these force any."""
+    wanted = [draft for draft in plan.drafts if draft.tokens[:1] == [FROM_GRAMMAR]]
+    if not wanted:
+        return plan
+    found = grammars.forced([plan.rows[each.at] for each in wanted], [plan.starts[each.at] + 1 for each in wanted])
+    counts, drafts = plan.counts[:], {draft.at: draft for draft in plan.drafts}
+    for draft, forced in zip(wanted, found, strict=True):
+        tokens = forced[: len(draft.tokens)]
+        counts[draft.at] -= len(draft.tokens) - len(tokens)
+        drafts[draft.at] = Draft(draft.at, tokens)
+    return msgspec.structs.replace(plan, counts=counts, drafts=list(drafts.values()))
 
 
 class Drafted(NamedTuple):

@@ -533,6 +533,8 @@ class Loader:
         limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size
         staging = Staging(self.device)
         vocabulary = functools.partial(_vocabulary, self.source, self.config.model.tokenizer)
+        speculation = speculation_of(self.config.scheduler.speculative_config, self.device.is_cuda)
+        num_forced = speculation.most if speculation is not None and speculation.asks_grammars else 0
         rows = RowState(
             limits.max_num_seqs,
             max_model_len,
@@ -551,6 +553,7 @@ class Loader:
                     2 * self.config.budget.grammar_seconds,
                     self.config.scheduler.grammar_step_seconds,
                     2 * int(self.config.budget.grammar_memory_bytes),
+                    num_forced=num_forced,
                 ),
                 self.group.highest if self.group.size > 1 else None,
             ),

@@ -16,7 +16,7 @@ from octavo.worker.adapters import RankAdapters
 from octavo.worker.assemble import Assembled, Columns, TokenRows, adapters_of, assemble, shared_in
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.draft_model import DraftModel
-from octavo.worker.drafts import Drafted
+from octavo.worker.drafts import Drafted, fill_forced
 from octavo.worker.graphs import Graphs
 from octavo.worker.pages import Pages
 from octavo.worker.pooling import take_pooled
@@ -107,8 +107,9 @@ class Runner:
             if plan.inputs and self.model.stage.is_first:
                 self.rows.take_inputs(plan)
             self.rows.sampling.grammars.drafts = {}
-            # A draft model has yet to fill its drafts in, and must know of rows that enter.
-            may_repeat = not plan.enters and (self.draft is None or not plan.drafts)
+            # Drafts that a draft model or a grammar has yet to fill in need to know of rows that enter.
+            has_gaps = any(draft.tokens[0] < 0 for draft in plan.drafts)
+            may_repeat = not plan.enters and not has_gaps and (self.draft is None or not plan.drafts)
             if may_repeat and (tokens := self._captured(plan, len(plan.page_rows))) is not None:
                 changes = self.rows.note_pages(plan)
                 if self.draft is not None:
@@ -116,6 +117,8 @@ class Runner:
                 return self._repeat(plan, tokens, changes)
             self.rows.update(plan)
             work: DraftWork | None = None
+            if has_gaps:
+                plan = fill_forced(plan, self.rows.sampling.grammars)
             if self.draft is not None:
                 plan, work = self.draft.propose(plan)
             if not plan.rows:
@@ -127,7 +130,7 @@ class Runner:
                 self._note_drafts(plan)
                 step = self._send_home(plan.step, *self.compute(Columns.of(plan)))
                 step.drafted = Drafted.of(plan, self.rows.pooling)
-            step.draft_work = work
+            step.has_filled_drafts, step.draft_work = has_gaps, work
             return step
 
     def _captured(self, plan: StepPlan, num_changes: int = 0) -> TokenRows | None:

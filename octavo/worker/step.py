@@ -43,7 +43,8 @@ class LaunchedStep:
     ) -> None:
         self._number, self._tokens, self._done, self._extras = number, tokens, done, extras
         self.drafted: Drafted | None = None  # None: each row sampled one token at most
-        self.draft_work: DraftWork | None = None  # None: the drafts, if there are any, came with the plan
+        self.has_filled_drafts = False  # the plan left tokens of its drafts to the worker
+        self.draft_work: DraftWork | None = None  # None: no draft model was asked
 
     def is_done(self) -> bool:
         return self._done is None or self._done.is_done()
@@ -84,7 +85,7 @@ class LaunchedStep:
         if self.drafted is None:
             return result
         verified = _verified(result, self.drafted, extras.scored)
-        if self.draft_work is None:
+        if not self.has_filled_drafts:
             return verified
         counts = [len(draft) for draft in self.drafted.tokens]
         return msgspec.structs.replace(verified, drafted=counts, draft_work=self.draft_work)

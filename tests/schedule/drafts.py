@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from octavo.messages import FROM_MODEL, Draft
+from octavo.messages import FROM_GRAMMAR, FROM_MODEL, Draft
 from octavo.schedule.drafts.base import Offer
 from octavo.schedule.request import Request
 from octavo.schedule.stall_limit import StallLimit
@@ -28,7 +28,7 @@ class Continuation:
             output = reference(prompt, request.seed, request.max_len - request.prompt_len, [], 0, self._windows)
             self._all = prompt + output
 
-    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int, source: int = 0) -> None:
         assert num_tokens == len(self._request.tokens) and 0 <= num_right <= num_drafted, (
             "other tokens than those that came"
         )
@@ -40,7 +40,7 @@ class Continuation:
 
 class DiceSpeculation:
     def __init__(self, dice: random.Random, windows: tuple[int, ...], is_model: bool = False) -> None:
-        """`is_model`: the device proposes the tokens of most drafts."""
+        """`is_model`: the device proposes the tokens of most drafts. Of requests with a grammar it does so in any case."""
         self._dice, self._windows, self._is_model = dice, windows, is_model
 
     def attach(self, request: Request) -> None:
@@ -63,7 +63,10 @@ class DiceSpeculation:
             request.drafter.learn(request.tokens)
             offer = request.drafter.drafts(most)
             tokens = [token if dice.random() < 0.7 else dice.randrange(VOCABULARY) for token in offer.tokens]
-            tokens = [FROM_MODEL] * len(tokens) if self._is_model and dice.random() < 0.8 else tokens
+            if request.params.grammar and dice.random() < 0.4:
+                tokens = [FROM_GRAMMAR] * len(tokens)
+            elif self._is_model and dice.random() < 0.8:
+                tokens = [FROM_MODEL] * len(tokens)
             if tokens:
                 room -= len(tokens)
                 found.append(Draft(at, tokens))

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from octavo.messages import (
+    FROM_GRAMMAR,
     FROM_MODEL,
     NO_INPUT,
     Candidates,
@@ -197,16 +198,20 @@ class OracleDevice:
         )
 
     def _propose(self, plan: StepPlan) -> tuple[StepPlan, list[int], DraftWork | None]:
-        """The plan with drafts that are right, wrong, right for a while, or not there, where it leaves them to a draft model."""
-        if not any(draft.tokens[0] == FROM_MODEL for draft in plan.drafts):
+        """The plan with drafts that are right, wrong, right for a while, or not there, where it leaves them to a draft model or a grammar."""
+        if all(draft.tokens[0] >= 0 for draft in plan.drafts):
             return plan, [], None
         assert self._dice is not None
         drafts, counts = [], plan.counts[:]
         for draft in plan.drafts:
-            if draft.tokens[0] != FROM_MODEL:
+            if draft.tokens[0] >= 0:
                 drafts.append(draft)
                 continue
-            assert {*draft.tokens} == {FROM_MODEL} and draft.catch_up > 0, "it could never catch up"
+            assert len({*draft.tokens}) == 1, "all from one source"
+            if draft.tokens[0] == FROM_GRAMMAR:
+                assert plan.rows[draft.at] in self.known and not draft.catch_up, "it has no grammar"
+            else:
+                assert draft.catch_up > 0, "it could never catch up"
             row, start, tokens = plan.rows[draft.at], plan.starts[draft.at], []
             for position in range(start, start + (len(draft.tokens) if self._dice.random() < 0.8 else 0)):
                 states = {(row, position): self.tokens[row][position]}
@@ -221,7 +226,10 @@ class OracleDevice:
             drafts.append(Draft(draft.at, tokens))
             counts[draft.at] += len(tokens) - len(draft.tokens)
         drafted = [len(draft.tokens) for draft in drafts]
-        work = DraftWork(max(drafted), sum(drafted), 0, 0, 1e-6 * max(drafted))
+        by_model = [
+            len(done.tokens) for done, asked in zip(drafts, plan.drafts, strict=True) if asked.tokens[0] == FROM_MODEL
+        ]
+        work = DraftWork(max(by_model), sum(by_model), 0, 0, 1e-6 * max(by_model)) if by_model else None
         return msgspec.structs.replace(plan, counts=counts, drafts=drafts), drafted, work
 
     def _verify(

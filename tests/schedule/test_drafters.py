@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from octavo.cache import KVCache
-from octavo.messages import FROM_MODEL, GenerateRequest, SamplingParams, StepPlan, StepResult
+from octavo.messages import FROM_GRAMMAR, FROM_MODEL, GenerateRequest, SamplingParams, StepPlan, StepResult
 from octavo.messages.speculation import SpeculationSettings
 from octavo.schedule import Scheduler
 from octavo.schedule.drafts import ngram, suffix
 from octavo.schedule.drafts.base import Offer
+from octavo.schedule.drafts.grammar import GrammarDrafter
 from octavo.schedule.drafts.lengths import CostSpeculation
 from octavo.schedule.drafts.luck import Luck
 from octavo.schedule.drafts.model import ModelDrafter
@@ -128,7 +129,7 @@ class Certain:
     def drafts(self, most: int) -> Offer:
         return Offer([5] * len(self._chances[:most]), self._chances[:most])
 
-    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int, source: int = 0) -> None:
         pass
 
 
@@ -411,5 +412,61 @@ def test_who_drafts():
         speculation.attach(request)
         return request.drafter is not None
 
-    assert drafts() and drafts(prediction_ids=(4, 5))
+    assert drafts() and drafts(prediction_ids=(4, 5)) and drafts(grammar="start: /a/")
     assert not drafts(use_speculation=False) and not drafts(use_beam_search=True)
+
+
+def by_grammar(text: Offer) -> GrammarDrafter:
+    class Text(Certain):
+        def drafts(self, most: int) -> Offer:
+            return text
+
+    return GrammarDrafter(Text())
+
+
+def test_the_text_comes_before_the_grammar_where_it_is_likely():
+    nothing, likely, unlikely = Offer([], []), Offer([5, 6], [0.9, 0.9]), Offer([5, 6], [0.2, 0.9])
+    assert by_grammar(likely).forced(3, 10, likely) is likely
+    for offer in (nothing, unlikely):
+        drafter = by_grammar(offer)
+        assert drafter.forced(3, 10, offer) == Offer([FROM_GRAMMAR] * 3, [drafter.chance] * 3)
+        assert drafter.forced(0, 10, offer) is offer
+
+
+def test_a_grammar_that_leaves_a_choice_is_asked_less_often():
+    drafter, nothing, length = by_grammar(Offer([], [])), Offer([], []), 10
+    num_asked, pauses = 0, []
+    while length < 1200:
+        asked_at = length
+        while not drafter.forced(4, length, nothing).tokens:
+            length += 1
+        pauses.append(length - asked_at)
+        num_asked += 1
+        drafter.verified(length, 0, 0, FROM_GRAMMAR)
+    assert pauses[:16] == [0] * 16 and max(pauses) == 8 and num_asked < 300, pauses
+    before = drafter.chance
+    drafter.verified(length + 5, 4, 4, FROM_GRAMMAR)
+    assert drafter.chance > before and drafter.forced(4, length + 5, nothing).tokens, "it is asked at once again"
+    other = by_grammar(nothing)
+    other.state = drafter.state
+    assert other.state == drafter.state and other.forced(2, 999, nothing) == drafter.forced(2, 999, nothing)
+
+
+def test_drafts_of_grammars_follow_what_they_were_worth():
+    drafter = by_grammar(Offer([], []))
+    for _ in range(40):
+        drafter.verified(10, 3, 0, FROM_GRAMMAR)
+    assert drafter.chance < 0.1, "the first was wrong each time"
+    for _ in range(200):
+        drafter.verified(10, 3, 3, FROM_GRAMMAR)
+    assert drafter.chance > 0.9 and drafter.share > 0.9
+
+
+def test_no_plan_waits_for_what_a_grammar_might_force():
+    """It is known only in the worker: plans that are made meanwhile go on, and where drafts are looked for anyway it is asked."""
+    speculation = CostSpeculation(SpeculationSettings("ngram"))
+    requests = [request_with(by_grammar(Offer([], [])), number) for number in range(2)]
+    shape = StepShape(2, 0, 20, 0)
+    assert not speculation.wants_drain(16, requests, shape, CPU)
+    drafts = speculation.choose(list(enumerate(requests)), shape, CPU, 15)
+    assert [draft.tokens[0] for draft in drafts] == [FROM_GRAMMAR] * 2

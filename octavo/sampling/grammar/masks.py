@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
 
 _LEAST_WAIT = 0.005  # seconds that any step waits for its masks; most are there earlier
+_FORCED_WAIT = 0.001  # seconds that a step waits for what a grammar forces, before it is computed
 _WAIT_SHARE = 0.1  # of the time: steps together wait for no longer than this, beyond the least
 _WAIT_ALONE = 0.05  # seconds that a step waits if all of its rows are late already
 _ELSEWHERE = "on another rank, the grammar takes too long (--grammar-step-seconds), or its process has ended"
@@ -192,6 +193,18 @@ class Grammars:
         for _, row, _ in own:
             row.drafts = []
         self._ask_for_masks(own)
+
+    def forced(self, rows: Sequence[int], lens: Sequence[int]) -> list[list[int]]:
+        """For each of these rows, which hold `lens` tokens: those that its grammar forces next; none if it leaves a choice, or if its mask does
+        not come within a moment."""
+        self.begin_drafts(rows, lens)
+        found = [(-1, self.rows[row], length) for row, length in zip(rows, lens, strict=True) if row in self.rows]
+        self._await(_Step(found, [], 0), [row for _, row, _ in found], time.monotonic() + _FORCED_WAIT)
+        states = [self._draft_state(row, length) for _, row, length in found]
+        if self._agree is not None and states:  # ranks that know more than others may not draft more
+            states = self._agree(states)
+        forced = {row.number: row.forced for (_, row, _), state in zip(found, states, strict=True) if state == IN_TIME}
+        return [forced.get(self.rows[row].number, []) if row in self.rows else [] for row in rows]
 
     def add_drafts(self, tokens: dict[int, int]) -> None:
         """A draft model has proposed one more token for each of these rows, by the mask that draft_masks() gave it. Ask for the masks behind
@@ -363,7 +376,8 @@ class Grammars:
         for _, row, length in own:
             if row.filled == row.asked == length - 1 and self._goes_on(row):  # the usual case
                 row.num_sent, row.asked, row.num_unanswered, row.is_ahead_asked = row.num_sent + 1, length, 1, False
-                asked[row.process].append(RowToFill(row.number, row.tokens[-1:], length))
+                num_forced = self._limits.num_forced if row.params.use_speculation else 0
+                asked[row.process].append(RowToFill(row.number, row.tokens[-1:], length, num_forced=num_forced))
                 continue
             if length < row.prompt_len + len(row.tokens):
                 self._processes.rewind(row, length)
@@ -379,7 +393,9 @@ class Grammars:
                 row.is_ahead_asked = True
                 continue
             row.num_unanswered += 1
-            asked[row.process].append(RowToFill(row.number, new_tokens, length, row.drafts[: len(slots)], slots))
+            num_forced = self._limits.num_forced if row.params.use_speculation and not slots else 0
+            drafts = row.drafts[: len(slots)]
+            asked[row.process].append(RowToFill(row.number, new_tokens, length, drafts, slots, num_forced=num_forced))
         commands = {process: Fill(rows) for process, rows in asked.items()}
         for process, command in commands.items():
             process.ask(command)

@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import Words, any_set, clear_bits, is_set, keep_only, set_bits, tokens_of
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
+from octavo.sampling.grammar.forced import MAX_TEXT, Forced, Spacing
 from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, compiled_part, guarded
 from octavo.sampling.grammar.mask_slots import MaskSlots
@@ -43,6 +44,7 @@ _SHARE = 1 / 40
 _OLD, _BRIEF = 1 / 80, 1 / 3200
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
+_NO_TOKENS: list[int] = []
 
 
 class SharedVocabulary:
@@ -58,6 +60,7 @@ class SharedVocabulary:
         self.ends = Ends(vocabulary, begin.vocab_size, self.kinds.speller)
         self.eos_ids = [i for i in begin.eos_ids if i < begin.vocab_size]
         self.special_ids = frozenset(begin.special_ids)
+        self.forced = Forced(self.kinds, self.eos_ids)
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class _Row:
     failure: str = ""
     filled_len: int = -1  # tokens of prompt and output with which its mask was last computed
     is_last: bool = False  # … and whether the token sampled with that mask is its last, because of max_tokens
+    spacing: Spacing = field(default_factory=Spacing)  # of its output, …
+    num_spaced: int = 0  # … as far as so many of its tokens
 
 
 class Matching:
@@ -170,7 +175,7 @@ class Matching:
                 self._end_work(row, started)
         self._limit(0)
         self._limited_at = -math.inf
-        is_plain = not any(result.is_last or result.failure or result.num_ahead for result in results)
+        is_plain = not any(result.is_last or result.failure or result.num_ahead or result.forced for result in results)
         return Filled() if is_plain else Filled(results)
 
     def _fill_together(self, pairs: list[tuple[_Row, RowToFill]]) -> list[FilledRow]:
@@ -224,8 +229,35 @@ class Matching:
                     "on average (--grammar-step-seconds)"
                 )
             row.filled_len, row.is_last = asked.length, is_last and not row.failure
-        num_ahead = self._look_ahead(row, asked) if asked.drafts and not (row.is_last or row.failure) else 0
-        return FilledRow(asked.number, asked.length, row.is_last, row.failure, num_ahead)
+        num_ahead, forced = 0, _NO_TOKENS
+        if not (row.is_last or row.failure):
+            if asked.drafts:
+                num_ahead = self._look_ahead(row, asked)
+            elif asked.num_forced:
+                forced = self._forced(row, asked)
+        return FilledRow(asked.number, asked.length, row.is_last, row.failure, num_ahead, forced)
+
+    def _forced(self, row: _Row, asked: RowToFill) -> list[int]:
+        """The stretch that the grammar forces behind the row's tokens. Not near the row's limit, where its end decides what may follow, nor
+        beside items that must differ. The time is not the row's: without drafts it would not have been spent."""
+        from llguidance import LLMatcher
+
+        matcher = row.matcher
+        if not isinstance(matcher, LLMatcher) or row.ending.end:
+            return _NO_TOKENS
+        if row.max_len - asked.length - asked.num_forced <= row.ending.looks_at or row.spacing.num_bytes > MAX_TEXT:
+            return _NO_TOKENS
+        started = time.thread_time()
+        spell = self._shared.kinds.spell
+        for token in row.tokens[row.num_spaced :]:
+            row.spacing.add(spell(token))
+        row.num_spaced = len(row.tokens)
+        found = self._shared.forced.tokens(matcher, row.bits, row.spacing, asked.num_forced)
+        if found is None:
+            found, row.matcher = _NO_TOKENS, None
+            self._restore(row, row.tokens)
+        row.credit += time.thread_time() - started
+        return found
 
     def _look_ahead(self, row: _Row, asked: RowToFill) -> int:
         """Compute masks behind drafted tokens, as if they had been sampled, and go back. → how many. It stops where a token would not be

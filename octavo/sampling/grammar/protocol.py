@@ -81,6 +81,7 @@ class RowToFill(msgspec.Struct, array_like=True, frozen=True, gc=False):
     drafts: list[int] = []  # tokens that may follow (decision 048): masks behind them are wanted, too, …
     slots: list[int] = []  # … in these slots
     num_there: int = 0  # … of which the first so many have them already
+    num_forced: int = 0  # tokens of a forced stretch that are wanted at most
 
 
 class Fill(msgspec.Struct, array_like=True, frozen=True, tag=4):
@@ -95,6 +96,7 @@ class FilledRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     is_last: bool  # the token sampled now ends the row, because of max_tokens
     failure: str  # why the grammar cannot continue; its mask is not to be used
     num_ahead: int = 0  # drafted tokens that have a mask behind them
+    forced: list[int] = []  # tokens of a stretch that the grammar forces from here on (forced.py)
 
 
 class Filled(msgspec.Struct, array_like=True, frozen=True):

@@ -37,6 +37,7 @@ class GrammarLimits:
     step_seconds: float = 2.0  # for one token of a row
     memory_bytes: int = 2**30
     most_wait: float = 0.1  # that a step waits for masks
+    num_forced: int = 0  # tokens of a forced stretch that are drafted at most; 0: none are
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class GrammarRow:
     ahead_slots: list[int] = field(default_factory=list)  # where its process leaves the masks behind …
     ahead_tokens: list[int] = field(default_factory=list)  # … these tokens
     num_ahead: int = 0  # of these masks: those that are there
+    forced: list[int] = field(default_factory=list)  # tokens that the grammar forces behind `filled` ones
     num_unanswered: int = 0  # times that masks were asked for and the process has not answered
     is_ahead_asked: bool = False  # masks behind drafted tokens were asked for at this length, or may still be written
     late: int = -1  # … and was last late
@@ -241,8 +243,9 @@ class RowProcesses:
                 row.filled = result.length
                 if isinstance(result, FilledRow):
                     row.is_last, row.failure, row.num_ahead = result.is_last, result.failure, result.num_ahead
+                    row.forced = result.forced
                 else:
-                    row.is_last, row.failure, row.num_ahead = False, "", 0
+                    row.is_last, row.failure, row.num_ahead, row.forced = False, "", 0, []
         process.send()
         if process.is_over:
             self._note_ended(process)

@@ -28,9 +28,9 @@ class Drafter(Protocol):
     def drafts(self, most: int) -> Offer:
         """At most `most` tokens that may follow those learned; none if it has no idea."""
 
-    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
-        """Of so many drafted tokens the first `num_right` came, which made the request `num_tokens` long. `num_drafted` 0: it was asked
-        for a draft and had none."""
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int, source: int = 0) -> None:
+        """Of so many drafted tokens the first `num_right` came, which made the request `num_tokens` long. `num_drafted` 0: the worker was asked
+        for a draft and had none. `source`: FROM_MODEL or FROM_GRAMMAR: who in the worker; 0: the tokens came with the plan."""
 
 
 class Speculation(Protocol):

@@ -3,9 +3,10 @@
 import heapq
 from collections.abc import Sequence
 
-from octavo.messages import FROM_MODEL, Draft
+from octavo.messages import FROM_GRAMMAR, FROM_MODEL, Draft
 from octavo.messages.speculation import SpeculationSettings
 from octavo.schedule.drafts.base import Drafter, Offer
+from octavo.schedule.drafts.grammar import GrammarDrafter
 from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.ngram import NGramDrafter
 from octavo.schedule.drafts.suffix import SuffixDrafter
@@ -44,7 +45,10 @@ class CostSpeculation:
     def attach(self, request: Request) -> None:
         params = request.params
         if request.pooling is None and not params.use_beam_search and params.use_speculation:
-            request.drafter = self._drafter(request.prompt_len, params.prediction_ids)
+            drafter = self._drafter(request.prompt_len, params.prediction_ids)
+            if params.grammar and self.settings.asks_grammars and not isinstance(drafter, ModelDrafter):
+                drafter = GrammarDrafter(drafter)
+            request.drafter = drafter
 
     def _drafter(self, prompt_len: int, prediction: Sequence[int]) -> Drafter:
         settings = self.settings
@@ -63,7 +67,7 @@ class CostSpeculation:
         limit: StallLimit | None = None,
     ) -> list[Draft]:
         if not self.settings.is_adaptive:
-            offers = self._offers(rows, room)
+            offers = self._offers(rows, room, has_grammars=True)
             _take_all(offers, room)
             return _drafts(offers)
         if costs is None or not _could_pay(shape, costs):
@@ -77,15 +81,22 @@ class CostSpeculation:
             if not self._paying(probed, shape, costs, max(1, room * len(probed) // len(rows)), 0.0):
                 self._num_in_vain += 1
                 return []
-        found = self._paying(rows, shape, costs, room, costs.host_seconds(shape.rows))
+        found = self._paying(rows, shape, costs, room, costs.host_seconds(shape.rows), has_grammars=True)
         self._num_in_vain = 0 if found else self._num_in_vain + 1
         return found
 
     def _paying(
-        self, rows: Sequence[tuple[int, Request]], shape: StepShape, costs: StepCosts, room: int, host_seconds: float
+        self,
+        rows: Sequence[tuple[int, Request]],
+        shape: StepShape,
+        costs: StepCosts,
+        room: int,
+        host_seconds: float,
+        has_grammars: bool = False,
     ) -> list[Draft]:
-        """Drafts of these rows as far as they pay. `host_seconds`: that the step takes longer if there are any."""
-        offers = self._offers(rows, room)
+        """Drafts of these rows as far as they pay. `host_seconds`: that the step takes longer if there are any. `has_grammars`: grammars may
+        be asked."""
+        offers = self._offers(rows, room, has_grammars)
         if not offers:
             return []
         step = _Step(costs, float(shape.rows), costs.decode_seconds(shape), room)
@@ -93,7 +104,8 @@ class CostSpeculation:
         step.add_passes([each for each in offers if each.offer.tokens[0] == FROM_MODEL])
         return [] if host_seconds and not step.pays_with(host_seconds) else _drafts(offers)
 
-    def _offers(self, rows: Sequence[tuple[int, Request]], room: int) -> list["_Offered"]:
+    def _offers(self, rows: Sequence[tuple[int, Request]], room: int, has_grammars: bool = False) -> list["_Offered"]:
+        """`has_grammars`: also of what grammars may force. Whether one does is known only in the worker, so no plan waits for that."""
         offers: list[_Offered] = []
         for at, request in rows:
             assert request.drafter is not None
@@ -103,8 +115,13 @@ class CostSpeculation:
             if self.settings.max_len and isinstance(request.drafter, ModelDrafter):
                 most = min(most, max(0, self.settings.max_len - num_tokens))
             offer = request.drafter.drafts(most)
+            share = 1.0
+            if has_grammars and isinstance(request.drafter, GrammarDrafter):
+                offer = request.drafter.forced(most, num_tokens, offer)
+                if offer.tokens and offer.tokens[0] == FROM_GRAMMAR:
+                    share = request.drafter.share
             if offer.tokens:
-                offers.append(_Offered(at, request, offer))
+                offers.append(_Offered(at, request, offer, share))
         return offers
 
     def wants_drain(
@@ -150,10 +167,11 @@ class CostSpeculation:
 class _Offered:
     """What was offered for a row, and how much of it is verified."""
 
-    __slots__ = ("at", "length", "offer", "request")
+    __slots__ = ("at", "length", "offer", "request", "share")
 
-    def __init__(self, at: int, request: Request, offer: Offer) -> None:
-        self.at, self.request, self.offer, self.length = at, request, offer, 0
+    def __init__(self, at: int, request: Request, offer: Offer, share: float = 1.0) -> None:
+        """`share`: of the times that it is chosen at which there is such a draft; else it costs nothing, and brings nothing."""
+        self.at, self.request, self.offer, self.length, self.share = at, request, offer, 0, share
 
 
 class _Step:
@@ -189,8 +207,8 @@ class _Step:
             worth, number, chance, cost = heap[0]
             if -worth <= self._least:
                 break
-            self._add(chance, cost, 1)
             offered = offers[number]
+            self._add(chance * offered.share, cost * offered.share, 1)
             offered.length += 1
             if offered.length == len(offered.offer.tokens):
                 heapq.heappop(heap)

@@ -37,7 +37,7 @@ class ModelDrafter:
     def drafts(self, most: int) -> Offer:
         return Offer([FROM_MODEL] * most, [self.chance] * most)
 
-    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int, source: int = 0) -> None:
         self._num_learned = num_tokens
         if not num_drafted:
             return

@@ -60,7 +60,7 @@ class NGramDrafter:
                 place += 1
         return Offer(tokens, chances)
 
-    def verified(self, num_tokens: int, num_drafted: int, num_right: int) -> None:
+    def verified(self, num_tokens: int, num_drafted: int, num_right: int, source: int = 0) -> None:
         """Nothing to note: every token tells what its match was worth, drafted or not."""
 
     def _add(self, token: int) -> None:
