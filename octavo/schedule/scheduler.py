@@ -735,7 +735,8 @@ class Scheduler:
         if tokens:
             draft.drafts.append(Draft(wanted.at, tokens, catch_up))
             draft.counts[wanted.at] += len(tokens)
-            request.drafted, request.draft_source = len(tokens), min(tokens[0], 0)
+            request.drafted = len(tokens)
+            request.draft_source = min(tokens[0], 0)
             request.computed += len(tokens)
 
     def _commit_run(
