@@ -52,12 +52,13 @@ def build_parser() -> Parser:
 def _add_settings(parser: Parser) -> None:
     add = parser.add_argument_group("settings").add_argument
     add("--runs", type=positive, default=3, metavar="N", help="measured runs (default: 3)")
-    add("--seeds", type=_seeds, metavar="N,N,…", help=f"a seed for each run (default: {FIRST_SEED}, {FIRST_SEED + 1}, …)")  # fmt: skip
+    add("--seeds", type=_integers, metavar="N,N,…", help=f"a seed for each run (default: {FIRST_SEED}, {FIRST_SEED + 1}, …)")  # fmt: skip
     add("--warmup", choices=("full", "short", "none"), default="full", help="before each workload: a whole run with another seed, one of few output tokens, or none (default: full)")  # fmt: skip
     add("--scale", type=above_zero, default=1.0, metavar="X", help="shrink counts and lengths by this factor: a rehearsal, not a measurement")  # fmt: skip
     add("--bandwidth", type=above_zero, metavar="X", help="the chip's bytes per second (default: 4.26e12)")
     add("--flops", type=above_zero, metavar="X", help="the chip's FLOP per second (default: 795e12; fp8 weights: twice that)")  # fmt: skip
     add("--max-prefill-seconds", type=above_zero, default=8.0, metavar="X", help="growth: skip points whose prefill would take longer (default: 8)")  # fmt: skip
+    add("--trace-rows", type=_integers, default=[], metavar="N,N,…", help="trace: steps of so many rows (default: as many as the engine takes); FILE gets the last")  # fmt: skip
     add("--trace-steps", type=positive, default=100, metavar="N", help="steps in the trace (default: 100)")
     add("--warm-starts", type=count, default=2, metavar="N", help="cold start: starts with cached kernels, after the one without (default: 2)")  # fmt: skip
     add("--wakes", type=positive, default=5, metavar="N", help="wake-up: times (default: 5)")
@@ -77,7 +78,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _seeds(text: str) -> list[int]:
+def _integers(text: str) -> list[int]:
     return [integer(part) for part in text.split(",")]
 
 
@@ -161,7 +162,10 @@ def _run_here(arguments: argparse.Namespace, seeds: Sequence[int], results: Resu
     if arguments.trace is not None:
         from benchmarks.gpu import trace
 
-        num_failed += trace.run(subject, arguments.trace, seeds[0], arguments.scale, arguments.trace_steps, results)
+        for rows in arguments.trace_rows or [subject.report.max_num_seqs]:
+            part = f"trace_{rows}" if arguments.trace_rows else "trace"
+            steps = arguments.trace_steps
+            num_failed += trace.run(subject, rows, arguments.trace, seeds[0], arguments.scale, steps, results, part)
     subject.llm.close()
     return num_failed
 

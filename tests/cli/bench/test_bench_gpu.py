@@ -279,6 +279,12 @@ def test_workloads_growth_and_trace_share_an_engine_and_need_no_http(model: Path
     assert result["engine"]["max_num_seqs"] == 12
 
 
+def test_traces_of_several_numbers_of_rows(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = measure(model, "--trace", "--trace-rows", "1,3", "--trace-steps", "4", "--max-num-seqs", "12")
+    assert [result[f"trace_{rows}"]["batch"] for rows in (1, 3)] == [1, 3]
+    assert "decode of 1 rows" in capsys.readouterr().out
+
+
 def test_cold_start(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (start,) = measure(model, "--cold-start", "--warm-starts", "0")["cold_start"]
     assert start["start"] == "no kernels"
