@@ -43,6 +43,7 @@ def build_parser() -> Parser:
     add("--wake-up", action="store_true", help="a model behind the gateway from sleep to its first token")
     add("--serve", action="store_true", help="the same load over HTTP (256 streams, 128 in, 256 out) and offline")
     add("--determinism", action="store_true", help="the workloads (default: all) with --deterministic and without, and the self-test of both")  # fmt: skip
+    add("--routing", action="store_true", help="of a mixture: experts that steps of the workloads (default: decode_heavy and prefill_heavy) reach, beside uniform routing")  # fmt: skip
     add("--accuracy-fp8", action="store_true", help="next-token distributions with fp8 weights and fp8 KV against bf16")
     _add_settings(parser)
     add_config_flags(parser, OFFLINE, positional=False)
@@ -90,6 +91,15 @@ def _run(arguments: argparse.Namespace) -> int:
         seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
         results = Results(arguments.result)
         return determinism.run(arguments, arguments.workload or workloads.NAMES, seeds, results)
+    if arguments.routing:
+        from benchmarks.gpu import routing
+        from benchmarks.gpu.subject import Subject
+
+        subject = Subject(arguments, enforce_eager=True)  # layers are watched while they compute
+        names = arguments.workload or ["decode_heavy", "prefill_heavy"]
+        num_failed = routing.run(subject, names, FIRST_SEED, arguments.scale, Results(arguments.result))
+        subject.llm.close()
+        return num_failed
     in_process = arguments.workload or arguments.growth or arguments.trace is not None
     if not (
         in_process
@@ -100,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
         or arguments.serve
         or arguments.accuracy_fp8
     ):
-        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --wake-up, --serve, --determinism or --accuracy-fp8")  # fmt: skip
+        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --wake-up, --serve, --determinism, --routing or --accuracy-fp8")  # fmt: skip
     results = Results(arguments.result)
     results.put("options", options_from(arguments))
     seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
