@@ -9,12 +9,16 @@ import torch
 
 from octavo.kernels.triton.moe.expert_plan import plan_blocks
 from octavo.kernels.triton.moe.experts import combine
+from octavo.kernels.triton.moe.few_route import route
 from octavo.kernels.triton.moe.gather import gather
 from octavo.kernels.triton.moe.mxfp4_layout import Mxfp4Tensor
 from octavo.kernels.triton.runtime.batch_sizes import captured_size, ladder
 from octavo.kernels.triton.runtime.chip import is_hopper, starts_early
 from octavo.kernels.triton.runtime.launch import knows_gluon
 
+# FewTiles of bf16_few and PackedFewTiles of mxfp4_few: those files need Gluon.
+PlainFewTile = tuple[int, int, int, int, int, int, int, int]
+PackedFewTile = tuple[int, int, int, int, int, int]
 PackedTile = tuple[int, int, int, int, int, int]  # mxfp4_hopper.Tile: that file needs Gluon
 PlainTile = tuple[int, int, int, int]  # bf16_hopper.Tile
 Gate = tuple[float, float, float]  # as of `experts`
@@ -81,6 +85,23 @@ def choose_plain(num_tokens: int, num_chosen: int, num_experts: int) -> PlainCho
     return PlainChoice((128, 256, 4, 1), (128, 256, 4, 1))
 
 
+@cache
+def choose_few_plain(num_tokens: int, num_chosen: int, depth: int, inner_size: int) -> PlainFewTile | None:
+    """For so few tokens that most experts serve one: the tiles of `bf16_few`, as measured for Qwen3-30B-A3B. None: too many tokens, or another
+    kind of shape."""
+    if captured_size(num_tokens) > 4 or not 4 < num_chosen <= 8 or depth > 2048 or inner_size > 1024:
+        return None
+    return 4, 3, 6, 8, 1, 16, 128, 128
+
+
+@cache
+def choose_few_packed(num_tokens: int, num_chosen: int, depth: int, inner_size: int) -> PackedFewTile | None:
+    """The same of `mxfp4_few`, as measured for gpt-oss-20b."""
+    if captured_size(num_tokens) > 2 or num_chosen != 4 or min(depth, inner_size) < 2048 or inner_size % 32:
+        return None
+    return 4, 6, 168, 2, 3, 128
+
+
 def row_counts(choose: Callable[[int], object], max_rows: int) -> list[int]:
     """Numbers of rows that together meet every choice for up to max_rows rows."""
     first: dict[object, int] = {}
@@ -135,6 +156,44 @@ def plain_experts(
         partial(product, weight=down, bias=biases[1], gate=None, tile=second, num_processors=processors),
     )
     return _experts(x, routing, down.shape[2], first.rows, products, residual, True)
+
+
+def plain_experts_of_few(
+    x: torch.Tensor,  # [T, D] bfloat16, changed and returned
+    norm: tuple[torch.Tensor, float],  # weight [D] and epsilon of an RMSNorm
+    router: tuple[torch.Tensor, torch.Tensor | None],  # [E, D], [E]
+    num_chosen: int,
+    is_normalised: bool,
+    gate_up: torch.Tensor,  # [E, 2 I, D]: gate, then up
+    down: torch.Tensor,  # [E, D, I]
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    gate: Gate,
+    choice: PlainFewTile,
+) -> torch.Tensor:
+    """x + the weighted sum of the outputs of each token's experts, of norm(x), from norm to sum in three launches."""
+    from octavo.kernels.triton.moe.bf16_few import FewTiles, bf16_few  # needs Gluon
+
+    routed = route(x, norm, *router, x.shape[1], False)
+    return bf16_few(routed, num_chosen, is_normalised, gate_up, down, biases, gate, x, FewTiles(*choice))
+
+
+def packed_experts_of_few(
+    x: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    router: tuple[torch.Tensor, torch.Tensor | None],
+    num_chosen: int,
+    is_normalised: bool,
+    gate_up: Mxfp4Tensor,  # [E, 2 I, D] interleaved
+    down: Mxfp4Tensor,  # [E, D, I]
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    gate: Gate,
+    choice: PackedFewTile,
+) -> torch.Tensor:
+    """plain_experts_of_few for MXFP4."""
+    from octavo.kernels.triton.moe.mxfp4_few import X_SCALE, PackedFewTiles, mxfp4_few, width_for  # needs Gluon
+
+    routed = route(x, norm, *router, width_for(x.shape[1], 1), True, X_SCALE)
+    return mxfp4_few(routed, num_chosen, is_normalised, gate_up, down, biases, gate, x, PackedFewTiles(*choice))
 
 
 def _experts(
