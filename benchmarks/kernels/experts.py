@@ -18,11 +18,13 @@ from octavo.kernels.triton.moe.expert_plan import ExpertPlan, Tiles, fitting, pl
 from octavo.kernels.triton.moe.experts import ExpertTensors, combine, experts
 from octavo.kernels.triton.moe.gather import gather
 from octavo.kernels.triton.moe.grouped import (
+    MixedChoice,
     PackedChoice,
     PlainChoice,
     Routing,
     choose_packed,
     choose_plain,
+    mixed_experts,
     packed_experts,
     packed_experts_of_few,
     plain_experts,
@@ -32,7 +34,7 @@ from octavo.kernels.triton.moe.mxfp4_layout import Mxfp4Tensor
 
 PROCESSORS = 132
 FLOPS = 665e12
-Choice = PackedChoice | PlainChoice
+Choice = PackedChoice | PlainChoice | MixedChoice
 Tile = mxfp4_hopper.Tile | bf16_hopper.Tile
 
 
@@ -138,6 +140,8 @@ def run(model: Model, weights: Weights, load: Load, choice: Choice, residual: to
     if isinstance(choice, PackedChoice):
         assert weights.packed is not None
         return packed_experts(load.x, routing, *weights.packed, weights.biases, model.gate, residual, choice)
+    if isinstance(choice, MixedChoice):
+        return mixed_experts(load.x, routing, *weights.plain, weights.biases, model.gate, residual, choice)
     return plain_experts(load.x, routing, *weights.plain, weights.biases, model.gate, residual, choice)
 
 

@@ -7,10 +7,12 @@ from octavo.kernels.device_ops import NormWeights
 from octavo.kernels.triton.moe.expert_plan import Tiles, fitting
 from octavo.kernels.triton.moe.experts import ExpertTensors, experts, plan_experts
 from octavo.kernels.triton.moe.grouped import (
+    MixedChoice,
     Routing,
     can_run,
     choose_few_plain,
     choose_plain,
+    mixed_experts,
     plain_experts,
     plain_experts_of_few,
     row_counts,
@@ -49,6 +51,8 @@ class TritonExperts(PlainExperts):
         )
         biases = (request.gate_up_bias, request.down_bias)
         numbers = (gate.alpha, gate.limit, gate.offset)
+        if isinstance(choice, MixedChoice):
+            return mixed_experts(x, routing, self.gate_up, self.down, biases, numbers, residual, choice)
         return plain_experts(x, routing, self.gate_up, self.down, biases, numbers, residual, choice)
 
     def sum_of_few(

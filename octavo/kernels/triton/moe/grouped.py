@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from octavo.kernels.triton.moe.expert_plan import plan_blocks
-from octavo.kernels.triton.moe.experts import combine
+from octavo.kernels.triton.moe.expert_plan import Tiles, plan_blocks
+from octavo.kernels.triton.moe.experts import ExpertTensors, combine, gate_up_product
 from octavo.kernels.triton.moe.few_route import route
 from octavo.kernels.triton.moe.gather import gather
 from octavo.kernels.triton.moe.mxfp4_layout import Mxfp4Tensor
@@ -33,6 +33,13 @@ class PackedChoice(NamedTuple):
 
 class PlainChoice(NamedTuple):
     gate_up: PlainTile
+    down: PlainTile
+
+
+class MixedChoice(NamedTuple):
+    """Gate and up by a kernel in plain Triton, which fetches rows by their index; down from rows in the order of places."""
+
+    gate_up: Tiles
     down: PlainTile
 
 
@@ -76,12 +83,14 @@ def choose_packed(num_tokens: int, num_chosen: int, num_experts: int, is_fixed: 
 
 
 @cache
-def choose_plain(num_tokens: int, num_chosen: int, num_experts: int) -> PlainChoice | None:
-    """As choose_packed, for Qwen3-30B-A3B. None: the kernels in plain Triton; with 4 rows per expert they were faster, with 32 they
-    took as long."""
+def choose_plain(num_tokens: int, num_chosen: int, num_experts: int) -> PlainChoice | MixedChoice | None:
+    """As choose_packed, for Qwen3-30B-A3B. None: the kernels in plain Triton."""
     rows = captured_size(num_tokens) * num_chosen / num_experts
-    if rows <= 32:
+    if rows <= 4:
         return None
+    if rows <= 32:
+        gate_up = Tiles(32, 64, 128, 4, 3) if rows <= 16 else Tiles(64, 64, 64, 4, 3)
+        return MixedChoice(gate_up, (64, 128, 4, 2))
     return PlainChoice((128, 256, 4, 1), (128, 256, 4, 1))
 
 
@@ -194,6 +203,37 @@ def packed_experts_of_few(
 
     routed = route(x, norm, *router, width_for(x.shape[1], 1), True, X_SCALE)
     return mxfp4_few(routed, num_chosen, is_normalised, gate_up, down, biases, gate, x, PackedFewTiles(*choice))
+
+
+def mixed_experts(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    gate: Gate,
+    residual: torch.Tensor | None,
+    choice: MixedChoice,
+) -> torch.Tensor:
+    """plain_experts without rows that are copied first."""
+    from octavo.kernels.triton.moe.bf16_hopper import Tile, product  # needs Gluon
+
+    num_tokens, depth = x.shape
+    tiles, tile = choice.gate_up, Tile(*choice.down)
+    assert tiles.block_m <= tile.rows and x.stride(1) == 1
+    y = torch.empty((num_tokens, depth), dtype=x.dtype, device=x.device) if residual is None else residual
+    if num_tokens == 0:
+        return y
+    plan = plan_blocks(routing.logits, routing.num_chosen, routing.is_normalised, tiles.block_m, pdl=True)
+    if routing.held is not None:
+        plan = plan.part(*routing.held)
+    pdl = routing.held is None and starts_early(x.device)
+    inner = gate_up_product(x, plan, ExpertTensors(gate_up, None, biases[0]), gate, tiles, pdl)
+    pairs = (torch.zeros if plan.is_part else torch.empty)((len(plan.order), depth), dtype=x.dtype, device=x.device)
+    processors = num_processors(x.device)
+    product(inner, down, pairs, plan.order, plan.blocks, biases[1], None, tile, processors, is_early=pdl, pdl=pdl)
+    combine(pairs, plan.weights, residual, y, routing.num_chosen, pdl)
+    return y
 
 
 def _experts(
