@@ -17,12 +17,17 @@ from octavo.kernels.triton.runtime.launch import knows_gluon
 if not knows_gluon():
     pytest.skip("this Triton's Gluon is another", allow_module_level=True)
 
+from octavo.kernels.device_ops import NormWeights
 from octavo.kernels.triton.gemm import stream_parts
 from octavo.kernels.triton.moe import bf16_few, few_parts, grouped, mxfp4_few
 from octavo.kernels.triton.moe.bf16_few import FewTiles
 from octavo.kernels.triton.moe.few_route import route
 from octavo.kernels.triton.moe.mxfp4_few import X_SCALE, PackedFewTiles, width_for
+from octavo.weights.methods.base import ExpertsRequest, Gate, RouterWeights
 from octavo.weights.methods.torch_experts import choose
+from octavo.weights.methods.triton_experts import TritonExperts
+from octavo.weights.methods.triton_mxfp4 import HopperMxfp4Experts
+from tests.contexts import context
 from tests.kernels import gluon_model
 from tests.kernels.gluon_model import BFloat16, Number, Pointer
 from tests.kernels.test_kernels_grouped_experts import GATE, pack, quants
@@ -210,6 +215,30 @@ def test_packed_experts_on_a_model(tokens, experts, chosen, depth, inner, is_nor
     )  # fmt: skip
     gluon_model.run("_down", PARTS | vars(mxfp4_few), -(-depth // 16) * tokens, 1, args)
     assert distance(of(out, (tokens, depth)), wanted) < 5e-3
+
+
+# ── which ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_shapes_that_were_measured_are_taken_up_to_the_tokens_that_gained():
+    """`benchmarks/kernels/experts.py` on an H200: Qwen3-30B-A3B and gpt-oss-20b."""
+    plain, packed = grouped.choose_few_plain, grouped.choose_few_packed
+    assert [tokens for tokens in range(1, 10) if plain(tokens, 8, 2048, 768)] == [1, 2, 3, 4]
+    assert [tokens for tokens in range(1, 10) if packed(tokens, 4, 2880, 2880)] == [1, 2]
+    assert plain(1, 2, 4096, 14336) is None and plain(1, 8, 4096, 768) is None
+    assert packed(1, 8, 2880, 2880) is None and packed(1, 4, 1024, 512) is None
+
+
+def test_elsewhere_and_with_deterministic_nothing_is_taken(device):
+    """There norm, router and experts are computed one after the other."""
+    x = some(1, 2880).to(device)
+    before = x.clone()
+    norm = NormWeights(some(2880).to(device), None, 1e-5)
+    router = RouterWeights(some(4, 2880).to(device), None)
+    settings = context(dtype=torch.bfloat16, device=device, kernels="invariant").methods.settings
+    for hold, inner in ((TritonExperts, 768), (HopperMxfp4Experts, 2880)):
+        held = hold(ExpertsRequest(4, 2880, inner, Gate()), settings)
+        assert held.sum_of_few(x, norm, router, 4, True) is None and torch.equal(x, before)
 
 
 # ── the compiler and the chip ───────────────────────────────────────────────────────────────────────
