@@ -43,6 +43,7 @@ def build_parser() -> Parser:
     add("--wake-up", action="store_true", help="a model behind the gateway from sleep to its first token")
     add("--serve", action="store_true", help="the same load over HTTP (256 streams, 128 in, 256 out) and offline")
     add("--determinism", action="store_true", help="the workloads (default: all) with --deterministic and without, and the self-test of both")  # fmt: skip
+    add("--routing", action="store_true", help="of a mixture: experts that steps of the workloads (default: decode_heavy and prefill_heavy) reach, beside uniform routing")  # fmt: skip
     add("--accuracy-fp8", action="store_true", help="next-token distributions with fp8 weights and fp8 KV against bf16")
     _add_settings(parser)
     add_config_flags(parser, OFFLINE, positional=False)
@@ -52,12 +53,13 @@ def build_parser() -> Parser:
 def _add_settings(parser: Parser) -> None:
     add = parser.add_argument_group("settings").add_argument
     add("--runs", type=positive, default=3, metavar="N", help="measured runs (default: 3)")
-    add("--seeds", type=_seeds, metavar="N,N,…", help=f"a seed for each run (default: {FIRST_SEED}, {FIRST_SEED + 1}, …)")  # fmt: skip
+    add("--seeds", type=_integers, metavar="N,N,…", help=f"a seed for each run (default: {FIRST_SEED}, {FIRST_SEED + 1}, …)")  # fmt: skip
     add("--warmup", choices=("full", "short", "none"), default="full", help="before each workload: a whole run with another seed, one of few output tokens, or none (default: full)")  # fmt: skip
     add("--scale", type=above_zero, default=1.0, metavar="X", help="shrink counts and lengths by this factor: a rehearsal, not a measurement")  # fmt: skip
     add("--bandwidth", type=above_zero, metavar="X", help="the chip's bytes per second (default: 4.26e12)")
     add("--flops", type=above_zero, metavar="X", help="the chip's FLOP per second (default: 795e12; fp8 weights: twice that)")  # fmt: skip
     add("--max-prefill-seconds", type=above_zero, default=8.0, metavar="X", help="growth: skip points whose prefill would take longer (default: 8)")  # fmt: skip
+    add("--trace-rows", type=_integers, default=[], metavar="N,N,…", help="trace: steps of so many rows (default: as many as the engine takes); FILE gets the last")  # fmt: skip
     add("--trace-steps", type=positive, default=100, metavar="N", help="steps in the trace (default: 100)")
     add("--warm-starts", type=count, default=2, metavar="N", help="cold start: starts with cached kernels, after the one without (default: 2)")  # fmt: skip
     add("--wakes", type=positive, default=5, metavar="N", help="wake-up: times (default: 5)")
@@ -77,7 +79,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _seeds(text: str) -> list[int]:
+def _integers(text: str) -> list[int]:
     return [integer(part) for part in text.split(",")]
 
 
@@ -89,6 +91,15 @@ def _run(arguments: argparse.Namespace) -> int:
         seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
         results = Results(arguments.result)
         return determinism.run(arguments, arguments.workload or workloads.NAMES, seeds, results)
+    if arguments.routing:
+        from benchmarks.gpu import routing
+        from benchmarks.gpu.subject import Subject
+
+        subject = Subject(arguments, enforce_eager=True)  # layers are watched while they compute
+        names = arguments.workload or ["decode_heavy", "prefill_heavy"]
+        num_failed = routing.run(subject, names, FIRST_SEED, arguments.scale, Results(arguments.result))
+        subject.llm.close()
+        return num_failed
     in_process = arguments.workload or arguments.growth or arguments.trace is not None
     if not (
         in_process
@@ -99,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
         or arguments.serve
         or arguments.accuracy_fp8
     ):
-        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --wake-up, --serve, --determinism or --accuracy-fp8")  # fmt: skip
+        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --wake-up, --serve, --determinism, --routing or --accuracy-fp8")  # fmt: skip
     results = Results(arguments.result)
     results.put("options", options_from(arguments))
     seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
@@ -161,7 +172,10 @@ def _run_here(arguments: argparse.Namespace, seeds: Sequence[int], results: Resu
     if arguments.trace is not None:
         from benchmarks.gpu import trace
 
-        num_failed += trace.run(subject, arguments.trace, seeds[0], arguments.scale, arguments.trace_steps, results)
+        for rows in arguments.trace_rows or [subject.report.max_num_seqs]:
+            part = f"trace_{rows}" if arguments.trace_rows else "trace"
+            steps = arguments.trace_steps
+            num_failed += trace.run(subject, rows, arguments.trace, seeds[0], arguments.scale, steps, results, part)
     subject.llm.close()
     return num_failed
 

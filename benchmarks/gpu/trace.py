@@ -19,7 +19,7 @@ from benchmarks.gpu.subject import StepTimes, Subject
 from benchmarks.gpu.targets import BUSY_SHARE
 
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-_TOP = 15
+_TOP = 20
 
 
 class Interval(NamedTuple):
@@ -60,12 +60,15 @@ def make_profiler() -> profile:
     return profile(activities=[ProfilerActivity.CPU], acc_events=True, experimental_config=everywhere)
 
 
-def run(subject: Subject, path: str, seed: int, scale: float, num_traced: int, results: Results) -> int:
-    """Returns 1 if the window could not be traced."""
+def run(
+    subject: Subject, num_rows: int, path: str, seed: int, scale: float, num_traced: int, results: Results, part: str
+) -> int:
+    """Traces steps of so many rows, or as many as the load and the engine have, as that part of the results. Returns 1 if the window could
+    not be traced."""
     with make_profiler():  # the first start of the tracing library takes seconds
         pass
     items = workloads.make("decode_heavy", seed, scale)
-    batch = min(len(items), subject.report.max_num_seqs)
+    batch = min(len(items), num_rows, subject.report.max_num_seqs)
     num_before = 3 * growth.SETTLING_STEPS
     num_steps = num_before + num_traced + growth.SETTLING_STEPS
     items = [item._replace(output_len=_output_len(subject, items, num_steps)) for item in items[:batch]]
@@ -91,7 +94,7 @@ def run(subject: Subject, path: str, seed: int, scale: float, num_traced: int, r
         "traced_step_ms": _step_ms(steps.ended, range(steps.first + 2, steps.last)),
         "file": path or None,
     }
-    results.put("trace", figures)
+    results.put(part, figures)
     print("\n" + show(figures))
     return 0
 

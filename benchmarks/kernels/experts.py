@@ -12,24 +12,29 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels import timing
+from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.moe import bf16_hopper, mxfp4_hopper, mxfp4_layout
 from octavo.kernels.triton.moe.expert_plan import ExpertPlan, Tiles, fitting, plan_blocks, plan_experts
 from octavo.kernels.triton.moe.experts import ExpertTensors, combine, experts
 from octavo.kernels.triton.moe.gather import gather
 from octavo.kernels.triton.moe.grouped import (
+    MixedChoice,
     PackedChoice,
     PlainChoice,
     Routing,
     choose_packed,
     choose_plain,
+    mixed_experts,
     packed_experts,
+    packed_experts_of_few,
     plain_experts,
+    plain_experts_of_few,
 )
 from octavo.kernels.triton.moe.mxfp4_layout import Mxfp4Tensor
 
 PROCESSORS = 132
 FLOPS = 665e12
-Choice = PackedChoice | PlainChoice
+Choice = PackedChoice | PlainChoice | MixedChoice
 Tile = mxfp4_hopper.Tile | bf16_hopper.Tile
 
 
@@ -67,6 +72,19 @@ PLAIN: dict[int, list[tuple[int, ...]]] = {
     512: [(64, 128, 4, 2), (64, 256, 5, 1), (128, 256, 4, 1)],
     8192: [(128, 256, 4, 1), (128, 128, 6, 1), (64, 128, 4, 2)],
 }
+
+
+# Tiles of the kernels for few tokens: the first and, one after the other, with parts of it replaced.
+FEW_PACKED: list[tuple[int, ...]] = [
+    (4, 6, 168, 2, 3, 128), (4, 4, 128, 2, 3, 128), (4, 3, 128, 2, 3, 128), (8, 4, 128, 2, 3, 128), (2, 4, 128, 2, 3, 128), (1, 4, 128, 2, 3, 128),
+    (4, 3, 96, 2, 3, 128), (4, 4, 128, 2, 4, 128), (4, 4, 128, 1, 4, 128), (4, 4, 128, 4, 2, 80),
+    (4, 4, 128, 4, 3, 96), (4, 4, 128, 2, 2, 96),
+]  # fmt: skip
+FEW_PLAIN: list[tuple[int, ...]] = [
+    (4, 3, 6, 8, 1, 16, 128, 128), (8, 3, 6, 8, 1, 16, 128, 128), (8, 3, 5, 8, 1, 16, 128, 128), (8, 2, 6, 8, 1, 16, 128, 128),
+    (8, 1, 6, 8, 1, 16, 128, 128), (16, 3, 6, 8, 1, 16, 128, 128), (8, 6, 16, 8, 1, 16, 255, 128), (8, 3, 6, 8, 1, 24, 128, 128),
+    (8, 3, 6, 8, 1, 12, 128, 128), (8, 3, 6, 4, 1, 12, 128, 80), (8, 3, 6, 16, 1, 40, 128, 255), (8, 3, 6, 8, 2, 8, 128, 64),
+]  # fmt: skip
 
 
 class Weights(NamedTuple):
@@ -122,6 +140,8 @@ def run(model: Model, weights: Weights, load: Load, choice: Choice, residual: to
     if isinstance(choice, PackedChoice):
         assert weights.packed is not None
         return packed_experts(load.x, routing, *weights.packed, weights.biases, model.gate, residual, choice)
+    if isinstance(choice, MixedChoice):
+        return mixed_experts(load.x, routing, *weights.plain, weights.biases, model.gate, residual, choice)
     return plain_experts(load.x, routing, *weights.plain, weights.biases, model.gate, residual, choice)
 
 
@@ -284,6 +304,81 @@ def show_parts(model: Model, some: list[Load], out: torch.Tensor, rows: int) -> 
     )
 
 
+# ── few tokens ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Around(NamedTuple):
+    """What is before the experts, and in the same launches for few tokens."""
+
+    norm: torch.Tensor
+    router: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def make_around(model: Model) -> Around:
+    router = torch.randn(model.num, model.depth, device="cuda").mul_(0.02).bfloat16()
+    bias = torch.zeros(model.num, device="cuda", dtype=torch.bfloat16) if model.is_packed else None
+    return Around(torch.ones(model.depth, device="cuda", dtype=torch.bfloat16), router, bias)
+
+
+def layer_of_few(
+    model: Model, weights: Weights, around: Around, x: torch.Tensor, tiles: tuple[int, ...]
+) -> torch.Tensor:
+    """Norm, router and experts by the kernels for few tokens: x is changed."""
+    before = ((around.norm, 1e-6), (around.router, around.bias))
+    if model.is_packed:
+        assert weights.packed is not None
+        return packed_experts_of_few(x, *before, model.chosen, True, *weights.packed, weights.biases, model.gate, tiles)  # type: ignore[arg-type]
+    return plain_experts_of_few(x, *before, model.chosen, True, *weights.plain, weights.biases, model.gate, tiles)  # type: ignore[arg-type]
+
+
+def layer_one_by_one(model: Model, weights: Weights, around: Around, x: torch.Tensor) -> torch.Tensor:
+    """The same by a launch for each, as for more tokens."""
+    normed = rms_norm(x, around.norm, 1e-6, pdl=True)
+    load = Load(normed, F.linear(normed, around.router, around.bias))
+    if model.is_packed:
+        return run(model, weights, load, choose_packed(len(x), model.chosen, model.num, False), x)
+    return run_old(model, weights, load, x)
+
+
+def time_few(model: Model, weights: Weights, tokens: int) -> None:
+    around = make_around(model)
+    some = [load.x for load in loads(model, tokens)]
+    x = some[0].clone()
+    normed = rms_norm(x, around.norm, 1e-6)
+    wanted = x.float() + reference(
+        model, weights, Load(normed, F.linear(normed, around.router, around.bias)), [*range(tokens)]
+    )
+    before = timing.microseconds([partial(layer_one_by_one, model, weights, around, x.clone()) for x in some], False)
+    old = timing.distance(layer_one_by_one(model, weights, around, x.clone()), wanted)
+    print(f"  one by one {before:.1f}, error {old:.1e}", flush=True)
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for tiles in FEW_PACKED if model.is_packed else FEW_PLAIN:
+        try:
+            outs = [layer_of_few(model, weights, around, x.clone(), tiles) for _ in range(3)]
+            error, is_same = timing.distance(outs[0], wanted), all(torch.equal(outs[0], out) for out in outs)
+            us = timing.microseconds(
+                [partial(layer_of_few, model, weights, around, x.clone(), tiles) for x in some], False
+            )
+            print(f"  {us:6.1f}  {tiles}  error {error:.1e}{'' if is_same else '  NOT THE SAME'}", flush=True)
+            if error < max(5e-3, 1.5 * old) and is_same:
+                found.append((us, tiles))
+        except Exception as error:
+            print("  failed", tiles, f"{type(error).__name__}: {error}"[:300], flush=True)
+    best = min(found) if found else None
+    TABLE.append(f"{model.name:14}{tokens:6}  from norm to sum: one by one {before:7.1f}  few {best}")
+    print(TABLE[-1], flush=True)
+
+
+def compile_few(model: Model, tokens: int, tiles: tuple[int, ...] | None) -> None:
+    x = torch.zeros(tokens, model.depth, device="cuda", dtype=torch.bfloat16)
+    around, weights = make_around(model), small_weights(model)
+    if tiles is None:
+        layer_one_by_one(model, weights, around, x)
+    else:
+        layer_of_few(model, weights, around, x, tiles)
+
+
 # ── compilation ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -334,7 +429,8 @@ def compile_one(model: Model, tokens: int, tile: Tile | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
-    parser.add_argument("--tokens", type=int, nargs="+", choices=sorted(PACKED), default=[64, 8192, 512, 1, 8])
+    parser.add_argument("--tokens", type=int, nargs="*", choices=sorted(PACKED), default=[64, 8192, 512, 1, 8])
+    parser.add_argument("--few", type=int, nargs="*", default=[1, 2, 4], help="tokens, for the kernels for few of them")
     parser.add_argument("--seconds", type=float, default=140.0, help="start nothing new after so many seconds")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -345,11 +441,20 @@ def main() -> None:
         for tokens in arguments.tokens
         for tile in [None, *tiles_of(model, tokens)]
     ]
+    jobs += [
+        partial(compile_few, model, tokens, tiles)
+        for model in picked
+        for tokens in arguments.few
+        for tiles in [None, *(FEW_PACKED if model.is_packed else FEW_PLAIN)]
+    ]
     timing.compile_all(jobs, chunksize=1)
     for model in picked:
         torch.manual_seed(1)
         weights = make_weights(model, model.num)
         print(f"{timing.elapsed():.1f} s  weights of {model.name}", flush=True)
+        for tokens in arguments.few:
+            print(f"\n{timing.elapsed():.1f} s  {model.name}, {tokens} tokens", flush=True)
+            time_few(model, weights, tokens)
         for tokens in arguments.tokens:
             if timing.elapsed() > arguments.seconds:
                 print("out of time")

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from octavo.layers.context import BuildContext
+from octavo.layers.norm import Norm
 from octavo.layers.sharding import WeightSlot, WeightSlots, share, share_columns, share_rows, share_size
 from octavo.parallel import Group
 from octavo.quants import Quants, Weight
-from octavo.weights.methods.base import ExpertsRequest, Gate
+from octavo.weights.methods.base import ExpertsRequest, Gate, RouterWeights
 
 
 def narrow(weight: Weight, first: int, count: int) -> Weight:
@@ -67,6 +68,14 @@ class Experts(nn.Module):
         mine = residual if self._is_first else None
         y = self.weights.weighted_sum(x, logits, num_chosen, is_normalised, mine)
         return y if self.group.size == 1 else self.group.all_reduce(y)
+
+    def sum_of_few(
+        self, x: torch.Tensor, norm: Norm, router: RouterWeights | None, num_chosen: int, is_normalised: bool
+    ) -> torch.Tensor | None:
+        """x + the weighted sum of norm(x), routed by the router's numbers; None, and x as it was: compute one after the other."""
+        if self.group.size > 1 or router is None or norm.values.bias is not None:
+            return None
+        return self.weights.sum_of_few(x, norm.values, router, num_chosen, is_normalised)
 
     def inner_numbers(self) -> torch.Tensor:
         """Which of an expert's inner numbers this rank computes."""

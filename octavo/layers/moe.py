@@ -11,7 +11,7 @@ from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
 from octavo.layers.norm import Norm
 from octavo.layers.sharding import WeightSlot, WeightSlots, unsharded
-from octavo.weights.methods.base import Gate, Use, WeightRequest
+from octavo.weights.methods.base import Gate, RouterWeights, Use, WeightRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,12 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight.product(x, None, self.bias)
 
+    @property
+    def plain(self) -> RouterWeights | None:
+        """Its numbers, for kernels that route by themselves; None: they are not plain, or an adapter changes them."""
+        weight = self.weight.plain
+        return None if weight is None else RouterWeights(weight, self.bias)
+
     def weight_slots(self, name: str) -> WeightSlots:
         slots = {f"{name}.weight": WeightSlot(self.shape, lambda tensor: self.weight.fill(0, tensor))}
         return slots if self.bias is None else slots | unsharded(f"{name}.bias", self.bias)
@@ -75,9 +81,12 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""
+        routing = self.routing
+        few = self.experts.sum_of_few(x, self.norm, self.router.plain, routing.num_chosen, routing.is_normalised)
+        if few is not None:
+            return few
         normed = self.norm(x)
         logits = self.router(normed)
-        routing = self.routing
         return self.experts(normed, logits, routing.num_chosen, routing.is_normalised, x)  # type: ignore[no-any-return]
 
     def warm_up(self, max_rows: int) -> None:

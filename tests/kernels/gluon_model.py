@@ -64,6 +64,8 @@ class Tensor(np.ndarray):
             return self.view(kind)  # type: ignore[no-any-return, call-overload]
         if kind is BFloat16:
             return tensor(torch.from_numpy(np.asarray(self)).bfloat16().float().numpy())
+        if kind is None and self.dtype == np.bool_:  # to integers
+            return self.astype(np.int32)
         return self.astype(kind) if isinstance(kind, type) else self
 
     def permute(self, order: tuple[int, ...]) -> "Tensor":
@@ -315,8 +317,15 @@ class Language:
         return Number(max(int(a), int(b)))
 
     @staticmethod
-    def where(condition: int, a: int, b: int) -> Number:
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        if any(isinstance(part, np.ndarray) for part in (condition, a, b)):
+            # A plain number takes the other's type.
+            return tensor(np.where(condition, a, b).astype(np.result_type(a, b), copy=False))
         return Number(int(a) if condition else int(b))
+
+    @staticmethod
+    def join(a: Tensor, b: Tensor) -> Tensor:
+        return tensor(np.stack([a, b], axis=-1))
 
     def thread_barrier(self) -> None:
         self._warps.pause()

@@ -94,6 +94,8 @@ _OPERATIONS: dict[str, Callable[..., Register]] = {
     "shl.b32": lambda a, count: a << count,
     "and.b32": lambda a, b: a & b,
     "lop3.b32": _lop3,
+    "mul.lo.u32": lambda a, b: a * b,
+    "shf.r.wrap.b32": lambda low, high, count: low >> count | high << (32 - count),
     "neg.f32": lambda a: _bits(-_f32(a)),
     "fma.rn.f32": lambda a, b, c: _bits(_f32(a).astype(np.float64) * _f32(b) + _f32(c)),
     "cvt.f32.f16": lambda a: _bits(_halves(a)[..., 0]),
@@ -103,6 +105,7 @@ _OPERATIONS: dict[str, Callable[..., Register]] = {
     "sub.bf16x2": lambda a, b: _joined(_halves(a, _BF16) - _halves(b, _BF16), _BF16),
     "mul.f16x2": lambda a, b: _joined(_halves(a) * _halves(b)),
     "mul.rn.bf16x2": lambda a, b: _joined(_halves(a, _BF16) * _halves(b, _BF16), _BF16),
+    "mul.bf16x2": lambda a, b: _joined(_halves(a, _BF16) * _halves(b, _BF16), _BF16),
     "min.NaN.f16x2": lambda a, b: _joined(np.minimum(_halves(a), _halves(b))),
     "max.NaN.f16x2": lambda a, b: _joined(np.maximum(_halves(a), _halves(b))),
 }

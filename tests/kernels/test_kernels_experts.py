@@ -28,10 +28,11 @@ def by_torch(x, chosen, weights, gate_up, down, gate, residual):
     return y
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("is_normalised", [True, False])
-def test_the_choice_is_torchs(is_normalised, device):
+def test_the_choice_is_torchs(is_normalised, dtype, device):
     torch.manual_seed(3)
-    logits = torch.randn(7, 6, device=device) * 3
+    logits = (torch.randn(7, 6, device=device) * 3).to(dtype)
     logits[1, 2:5] = 4.0  # equal logits: the first of them is chosen
     logits[2, :] = float("-inf")
     logits[2, 3] = 1.0
@@ -53,6 +54,19 @@ def test_a_tokens_choice_has_the_same_bits_in_any_company(is_normalised, device)
         plan = kernels.plan_experts(logits[:count], 6, is_normalised)
         assert torch.equal(plan.weights, together.weights[:count])
         assert torch.equal(plan.chosen, together.chosen[:count])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_16_bits_are_in_the_order_of_their_numbers(dtype, device):
+    """Numbers of all sizes, beside random others, and equal ones."""
+    every = torch.arange(-0x8000, 0x8000, 211, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = torch.cat((every[every.abs() < 1e38], torch.tensor([0.0, -0.0], dtype=dtype)))
+    torch.manual_seed(9)
+    table = torch.stack((every, *(every[torch.randperm(len(every))] for _ in range(3)), every), dim=1).to(device)
+    plan = kernels.plan_experts(table, 4, True)
+    # Of equal ones the first; zeros are equal.
+    expected = (table.float() + 0.0).cpu().sort(dim=1, descending=True, stable=True).indices[:, :4]
+    assert torch.equal(plan.chosen.cpu().long(), expected)
 
 
 def test_a_token_that_is_no_number_is_sent_somewhere_with_weights_that_are_none(device):

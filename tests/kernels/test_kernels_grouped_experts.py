@@ -13,14 +13,16 @@ pytest.importorskip("triton")
 
 from octavo.kernels.triton.gemm.tall_tile import MAX_SHARED_TILES, SCRATCH_NUMBERS
 from octavo.kernels.triton.moe import grouped, mxfp4_layout
-from octavo.kernels.triton.moe.expert_plan import plan_blocks
+from octavo.kernels.triton.moe.expert_plan import Tiles, plan_blocks
 from octavo.kernels.triton.moe.gather import gather
 from octavo.kernels.triton.moe.grouped import (
+    MixedChoice,
     PackedChoice,
     PlainChoice,
     Routing,
     choose_packed,
     choose_plain,
+    mixed_experts,
     packed_experts,
     plain_experts,
     row_counts,
@@ -104,10 +106,14 @@ def test_the_fastest_measured_are_chosen():
     for tokens, tile in (packed | {8192: (256, 64, 2, 1, 3, 1)}).items():
         assert choose_packed(tokens, 4, 32, False).gate_up == tile
     assert choose_packed(1, 4, 32, False).down == (8, 8, 1, 2, 8, 3)
-    assert [choose_plain(tokens, 8, 128) for tokens in (1, 8, 64, 512)] == [None] * 4
+    assert [choose_plain(tokens, 8, 128) for tokens in (1, 8, 64)] == [None] * 3
+    mixed = {128: Tiles(32, 64, 128, 4, 3), 256: Tiles(32, 64, 128, 4, 3), 512: Tiles(64, 64, 64, 4, 3)}
+    for tokens, tiles in mixed.items():
+        assert choose_plain(tokens, 8, 128) == MixedChoice(tiles, (64, 128, 4, 2))
     assert choose_plain(8192, 8, 128) == PlainChoice((128, 256, 4, 1), (128, 256, 4, 1))
 
 
+EVERY_PLAIN = {choose_plain(tokens, 8, 128) for tokens in range(1, 9000, 3)} - {None}
 EVERY_PACKED = {choose_packed(tokens, 4, 32, False) for tokens in range(1, 9000, 3)}
 
 
@@ -118,6 +124,12 @@ def test_tiles_fit():
             assert rows % narrow == 0 and stages * (rows * 256 + sides * (4096 + 256)) * per_processor < 227 * 1024
             if split > 1:  # one token's: of up to 16 experts with up to 16,384 outputs
                 assert 16 * 256 * split * 64 * sides * rows <= SCRATCH_NUMBERS and MAX_SHARED_TILES >= 16 * 256
+
+
+def test_blocks_fit_into_tiles():
+    for choice in EVERY_PLAIN:
+        block_m = choice.gate_up.block_m if isinstance(choice, MixedChoice) else choice.gate_up[0]
+        assert block_m <= choice.down[0]
 
 
 def test_the_fixed_choice_never_divides_k():
@@ -283,17 +295,17 @@ def test_plain_experts(dtype, depth, inner, device):
     )
     biases = tuple(torch.randn(8, rows, device=device).to(dtype) for rows in (2 * inner, depth))
     plain = tuple(weight.float() for weight in weights)
-    choice = choose_plain(8192, 8, 128)
-    assert choice is not None
     for num_tokens in (1, 40, 300, 1500):
         for gate in (GATE, (1.0, 0.0, 0.0)):
             x, logits, residual = (part.to(dtype) for part in some(num_tokens, 8, depth, device))
             wanted = expected(x, logits, 2, plain, biases, gate, residual)
-            outs = [
-                plain_experts(x, Routing(logits, 2, True), *weights, biases, gate, residual.clone(), choice)
-                for _ in range(2)
-            ]
-            assert distance(outs[0], wanted) < 8e-3 and torch.equal(*outs)
+            for choice in sorted(EVERY_PLAIN, key=str):
+                compute = mixed_experts if isinstance(choice, MixedChoice) else plain_experts
+                outs = [
+                    compute(x, Routing(logits, 2, True), *weights, biases, gate, residual.clone(), choice)
+                    for _ in range(2)
+                ]
+                assert distance(outs[0], wanted) < 8e-3 and torch.equal(*outs)
 
 
 @pytest.mark.gpu

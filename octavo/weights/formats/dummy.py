@@ -17,6 +17,9 @@ _MXFP4_SCALE = 127 - 7  # 4-bit floats have one of 2.9, and 2.9 / 2 ** 7 is 0.02
 _PROJECTIONS = re.compile(
     r"_proj(_with_mqa)?\.weight$"
 )  # what quantised checkpoints pack: no embedding, head, norm or router
+# Biases are zeros, as at initialisation: what all tokens have in common would send them to the same few experts, where balanced models send
+# them everywhere (`benchmarks.gpu --routing`).
+_BIAS = re.compile(r"(\.|_)bias$")
 _STACKED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$")
 
 
@@ -99,6 +102,8 @@ def dummy_tensors(
         generator = torch.Generator(device=device).manual_seed(_seed_of(name, seed))
         if packing is not None and len(shape) == 2 and shape[1] % 32 == 0 and packing.names.search(name):
             yield name, _packed(packing, shape[0], shape[1], generator)
+        elif _BIAS.search(name):
+            yield name, torch.zeros(shape, device=device, dtype=dtype)
         else:
             yield name, torch.empty(shape, device=device, dtype=dtype).normal_(0.0, _SPREAD, generator=generator)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,11 @@ class HeldWeight(Held):
         """product_add of activation(gate) · up, where gate_up [T, 2 in] has the two side by side, and may be changed."""
         return self.product_add(self._ops.gate(gate_up, activation), bias, residual)
 
+    @property
+    def plain(self) -> Tensor | None:
+        """W itself, for kernels that multiply with it among other things. None: it is not held plain, or not alone."""
+        return None
+
     def warm_up_gate(self, activation: Activation, has_bias: bool, max_rows: int) -> None:
         """Inside a warm-up: run every kernel that gated() may take for up to max_rows rows and no trial step meets."""
 
@@ -217,6 +222,11 @@ class ExpertsRequest:
         return self.num_routed > self.num_experts
 
 
+class RouterWeights(NamedTuple):
+    weight: Tensor  # [routed experts, hidden]
+    bias: Tensor | None
+
+
 class HeldExperts(Held):
     @abstractmethod
     def fill_gate_up(self, expert: int, part: int, rows: Weight) -> None:
@@ -236,6 +246,13 @@ class HeldExperts(Held):
     ) -> Tensor:
         """x [T, hidden], logits [T, routed experts] → residual + the weighted sum over the chosen experts that are here, [T, hidden]. The
         residual may be changed, and may be the result. `is_normalised`: the weights of the chosen ones add up to 1."""
+
+    def sum_of_few(
+        self, x: Tensor, norm: NormWeights, router: RouterWeights, num_chosen: int, is_normalised: bool
+    ) -> Tensor | None:
+        """x + the weighted sum for norm(x), with logits by the router: x is changed and returned. None, and x as it was, where that is not
+        faster than norm, router and weighted_sum() one after the other."""
+        return None
 
     def warm_up(self, num_routed: int, num_chosen: int, is_normalised: bool, max_rows: int) -> None:
         """Inside a warm-up: run every kernel that weighted_sum() may take for up to max_rows rows and no trial step meets."""

@@ -39,6 +39,10 @@ class PlainWeight(HeldWeight, HeldTable):
     def name(self) -> str:
         return dtype_name(self.tensor.dtype)
 
+    @property
+    def plain(self) -> Tensor:
+        return self.tensor
+
     def fill(self, part: int, rows: Weight) -> None:
         target, mine = self.tensor[self.request.rows(part)], decoded(rows)
         target[: len(mine)].copy_(mine)

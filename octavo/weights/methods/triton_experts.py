@@ -3,10 +3,28 @@
 import torch
 from torch import Tensor
 
+from octavo.kernels.device_ops import NormWeights
 from octavo.kernels.triton.moe.expert_plan import Tiles, fitting
 from octavo.kernels.triton.moe.experts import ExpertTensors, experts, plan_experts
-from octavo.kernels.triton.moe.grouped import Routing, can_run, choose_plain, plain_experts
-from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, Method, Settings, supports_all
+from octavo.kernels.triton.moe.grouped import (
+    MixedChoice,
+    Routing,
+    can_run,
+    choose_few_plain,
+    choose_plain,
+    mixed_experts,
+    plain_experts,
+    plain_experts_of_few,
+    row_counts,
+)
+from octavo.weights.methods.base import (
+    ExpertsMethod,
+    ExpertsRequest,
+    Method,
+    RouterWeights,
+    Settings,
+    supports_all,
+)
 from octavo.weights.methods.torch_experts import PlainExperts
 
 # With --deterministic one cut serves every number of rows: another would take another matrix instruction.
@@ -25,21 +43,46 @@ class TritonExperts(PlainExperts):
         self, x: Tensor, logits: Tensor, num_chosen: int, is_normalised: bool, residual: Tensor | None
     ) -> Tensor:
         choice = choose_plain(len(x), num_chosen, logits.shape[1]) if self._can_group else None
-        if choice is not None:
-            request, gate = self.request, self.request.gate
-            held = (request.first, request.num_experts) if request.is_part else None
-            return plain_experts(
-                x,
-                Routing(logits, num_chosen, is_normalised, held),
-                self.gate_up,
-                self.down,
-                (request.gate_up_bias, request.down_bias),
-                (gate.alpha, gate.limit, gate.offset),
-                residual,
-                choice,
-            )
-        gate_up, down = (self.gate_up, None), (self.down, None)
-        return self._sums(x, logits, num_chosen, is_normalised, gate_up, down, residual)
+        if choice is None:
+            return self._sums(x, logits, num_chosen, is_normalised, (self.gate_up, None), (self.down, None), residual)
+        request, gate = self.request, self.request.gate
+        routing = Routing(
+            logits, num_chosen, is_normalised, (request.first, request.num_experts) if request.is_part else None
+        )
+        biases = (request.gate_up_bias, request.down_bias)
+        numbers = (gate.alpha, gate.limit, gate.offset)
+        if isinstance(choice, MixedChoice):
+            return mixed_experts(x, routing, self.gate_up, self.down, biases, numbers, residual, choice)
+        return plain_experts(x, routing, self.gate_up, self.down, biases, numbers, residual, choice)
+
+    def sum_of_few(
+        self, x: Tensor, norm: NormWeights, router: RouterWeights, num_chosen: int, is_normalised: bool
+    ) -> Tensor | None:
+        request, gate = self.request, self.request.gate
+        if not self._can_group or request.is_part or x.dtype != torch.bfloat16 or not x.is_contiguous():
+            return None
+        choice = choose_few_plain(len(x), num_chosen, request.hidden_size, request.inner_size)
+        if choice is None:
+            return None
+        return plain_experts_of_few(
+            x,
+            (norm.weight, norm.epsilon),
+            router,
+            num_chosen,
+            is_normalised,
+            self.gate_up,
+            self.down,
+            (request.gate_up_bias, request.down_bias),
+            (gate.alpha, gate.limit, gate.offset),
+            choice,
+        )
+
+    def warm_up(self, num_routed: int, num_chosen: int, is_normalised: bool, max_rows: int) -> None:
+        if not self._can_group:
+            return
+        for count in row_counts(lambda rows: choose_plain(rows, num_chosen, num_routed), max_rows):
+            x = self.gate_up.new_empty(count, self.request.hidden_size)
+            self.weighted_sum(x, x.new_empty(count, num_routed), num_chosen, is_normalised, x)
 
 
 class ExpertSums:

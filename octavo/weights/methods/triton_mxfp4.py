@@ -4,11 +4,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.kernels.device_ops import NormWeights
 from octavo.kernels.triton.moe import mxfp4_layout
 from octavo.kernels.triton.moe.expert_plan import Tiles, fitting
-from octavo.kernels.triton.moe.grouped import Routing, can_run, choose_packed, packed_experts, row_counts
+from octavo.kernels.triton.moe.grouped import (
+    Routing,
+    can_run,
+    choose_few_packed,
+    choose_packed,
+    packed_experts,
+    packed_experts_of_few,
+    row_counts,
+)
 from octavo.quants import QUANT, Quants, Weight
-from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, HeldExperts, Method, Settings
+from octavo.weights.methods.base import (
+    ExpertsMethod,
+    ExpertsRequest,
+    HeldExperts,
+    Method,
+    RouterWeights,
+    Settings,
+)
 from octavo.weights.methods.triton_experts import ExpertSums
 
 _TYPE = "MXFP4"
@@ -90,6 +106,26 @@ class HopperMxfp4Experts(HeldExperts):
             (gate.alpha, gate.limit, gate.offset),
             residual,
             choose_packed(len(x), num_chosen, logits.shape[1], self._is_fixed),
+        )
+
+    def sum_of_few(
+        self, x: Tensor, norm: NormWeights, router: RouterWeights, num_chosen: int, is_normalised: bool
+    ) -> Tensor | None:
+        request, gate = self._request, self._request.gate
+        choice = choose_few_packed(len(x), num_chosen, request.hidden_size, request.inner_size)
+        if choice is None or self._is_fixed or request.is_part or not x.is_contiguous():
+            return None
+        return packed_experts_of_few(
+            x,
+            (norm.weight, norm.epsilon),
+            router,
+            num_chosen,
+            is_normalised,
+            self.gate_up,
+            self.down,
+            (request.gate_up_bias, request.down_bias),
+            (gate.alpha, gate.limit, gate.offset),
+            choice,
         )
 
     def warm_up(self, num_routed: int, num_chosen: int, is_normalised: bool, max_rows: int) -> None:

@@ -16,6 +16,7 @@ from octavo.kernels.triton.runtime.chip import shared_bytes, starts_early
 from octavo.kernels.triton.runtime.launch import Launcher
 
 FIELDS = tl.constexpr(4)  # int32 numbers per block. Three are used: expert, its first place, its number of rows
+_GROUP = 8, 4  # tokens that a program takes, and its warps
 _ONE_PROGRAM = 8192  # pairs times experts up to which one program plans everything
 
 
@@ -86,7 +87,11 @@ def _choose(  # type: ignore[no-untyped-def]
 ):
     """Find the K largest of each token's logits, one after the other; of equal ones the first. Compares integers in the order
     of the floats, so that taken logits and NaN can rank below all others. Returns which were taken, [ROWS, E_PADDED]."""
-    LOWEST: tl.constexpr = -0x80000000
+    IS_SHORT: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
+    # Bits of float32 that logits of 16 bits leave zero: without them an order and an expert fit 32 bits, which reduces in half of the time.
+    SHIFT: tl.constexpr = (16 if logits.dtype.element_ty == tl.bfloat16 else 13) if IS_SHORT else 0
+    LOWEST: tl.constexpr = -(1 << (31 - SHIFT))
+    PLACES: tl.constexpr = 4096 if IS_SHORT else 65536
     ROWS: tl.constexpr = token.shape[0]
     expert = tl.arange(0, E_PADDED)[None, :]
     slot = tl.arange(0, K_PADDED)[None, :]
@@ -95,11 +100,14 @@ def _choose(  # type: ignore[no-untyped-def]
     logit = tl.load(place, mask=is_token & (expert < E), other=float("-inf")).to(tl.float32) + 0.0
     logit = tl.where(is_token, logit, 0.0)
     is_number = logit == logit
-    bits = logit.to(tl.int32, bitcast=True)
-    rank = tl.where(is_number, tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF), LOWEST + 1)
+    bits = logit.to(tl.int32, bitcast=True) >> SHIFT
+    rank = tl.where(is_number, tl.where(bits >= 0, bits, bits ^ (0x7FFFFFFF >> SHIFT)), LOWEST + 1)
     rank = tl.where(expert < E, rank, LOWEST)
     # One reduction finds the largest and its expert: of equal ones the first.
-    key = rank.to(tl.int64) * 65536 + (65535 - expert)
+    if IS_SHORT:
+        key = rank * PLACES + (PLACES - 1 - expert)
+    else:
+        key = rank.to(tl.int64) * PLACES + (PLACES - 1 - expert)
     powers = tl.zeros([ROWS, K_PADDED], tl.float32)
     experts = tl.zeros([ROWS, K_PADDED], tl.int32)
     taken = tl.zeros([ROWS, E_PADDED], tl.int32)
@@ -107,17 +115,18 @@ def _choose(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS, 1], tl.float32)
     for number in tl.static_range(K):
         best = tl.max(key, axis=1)[:, None]
-        ordered = (best >> 16).to(tl.int32)
-        value = tl.where(ordered >= 0, ordered, ordered ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        ordered = (best >> (12 if IS_SHORT else 16)).to(tl.int32)
+        value = tl.where(ordered >= 0, ordered, ordered ^ (0x7FFFFFFF >> SHIFT)) << SHIFT
+        value = value.to(tl.float32, bitcast=True)
         if number == 0:
             top = value
         power = tl.exp(value - top)
         total += power
         powers = tl.where(slot == number, power, powers)
-        experts = tl.where(slot == number, 65535 - (best & 65535).to(tl.int32), experts)
+        experts = tl.where(slot == number, PLACES - 1 - (best & (PLACES - 1)).to(tl.int32), experts)
         is_best = key == best
         taken = tl.where(is_best & is_token, 1, taken)
-        key = tl.where(is_best, LOWEST * 65536, key)
+        key = tl.where(is_best, LOWEST * PLACES, key)
     if not NORMALISED:
         # Sums of integers do not depend on their order, and so not on the number of rows.
         share = tl.exp(logit - top)
@@ -264,7 +273,7 @@ def plan_experts(logits: torch.Tensor, num_chosen: int, is_normalised: bool, til
     """logits [T, E] → each token's experts, and blocks of pairs of one expert. Everything stays on the device."""
     num_tokens, num_experts = logits.shape
     tiles = tiles or choose_tiles(num_tokens * num_chosen, num_experts, logits.dtype, logits.device)
-    return replace(plan_blocks(logits, num_chosen, is_normalised, tiles.block_m), tiles=tiles)
+    return replace(plan_blocks(logits, num_chosen, is_normalised, tiles.block_m, pdl=True), tiles=tiles)
 
 
 def plan_blocks(
@@ -279,7 +288,7 @@ def plan_blocks(
     chosen = torch.empty((num_tokens, num_chosen), dtype=torch.int32, device=logits.device)
     order, places = (torch.empty(num_pairs, dtype=torch.int32, device=logits.device) for _ in range(2))
     blocks = torch.empty((num_blocks, FIELDS.value), dtype=torch.int32, device=logits.device)
-    assert 0 < num_chosen <= num_experts and logits.stride(1) == 1
+    assert 0 < num_chosen <= num_experts <= 4096 and logits.stride(1) == 1
     plan = ExpertPlan(weights, chosen, order, places, blocks, None)
     if num_tokens == 0:
         return plan
@@ -301,7 +310,7 @@ def plan_blocks(
         )  # fmt: skip
         return plan
     is_large = num_tokens > 2048 and padded <= 256  # of 512 experts 64 rows take more shared memory than most GPUs have
-    rows, num_warps = (64, 16) if is_large else (16, 4)
+    rows, num_warps = (64, 16) if is_large else _GROUP
     num_groups = -(-num_tokens // rows)
     counts = torch.empty((num_groups, num_experts), dtype=torch.int32, device=logits.device)
     _launch_route(

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
-from octavo.kernels.triton.moe.expert_plan import FIELDS, ExpertPlan, plan_experts
+from octavo.kernels.triton.moe.expert_plan import FIELDS, ExpertPlan, Tiles, plan_experts
+from octavo.kernels.triton.runtime.chip import starts_early
 from octavo.kernels.triton.runtime.launch import Launcher
 
 __all__ = ["ExpertTensors", "experts", "plan_experts"]
@@ -190,7 +191,11 @@ def _gate_up(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ASM: tl.constexpr,  # False: in the interpreter, which runs no assembly
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     block = blocks + tl.program_id(0) * FIELDS
     expert = tl.load(block).to(tl.int64)
     if expert < 0:
@@ -230,7 +235,11 @@ def _down(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ASM: tl.constexpr,  # False: in the interpreter, which runs no assembly
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     block = blocks + tl.program_id(0) * FIELDS
     expert = tl.load(block).to(tl.int64)
     if expert < 0:
@@ -296,26 +305,48 @@ def experts(
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
     if num_tokens == 0:
         return y
-    tiles, num_blocks = plan.tiles, len(plan.blocks)
+    tiles = plan.tiles
     assert tiles is not None
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    inner = torch.empty((len(plan.order), inner_size), dtype=x.dtype, device=x.device)
+    # torch's kernels, which make a plan's part, do not wait for those before them: what follows them may not start early.
+    pdl = starts_early(x.device) and not plan.is_part
+    inner = gate_up_product(x, plan, gate_up, gate, tiles, pdl)
     pairs = (torch.zeros if plan.is_part else torch.empty)((len(plan.order), depth), dtype=x.dtype, device=x.device)
+    _launch_down(
+        (len(plan.blocks), -(-depth // tiles.block_n), 1),
+        (inner, *down, plan.weights, plan.order, plan.blocks, pairs),
+        (depth, inner_size, tiles.block_m, tiles.block_n, tiles.block_k, x.is_cuda, pdl),
+        _options(tiles, pdl),
+    )
+    combine(pairs, None, residual, y, num_chosen, pdl)
+    return y
+
+
+def gate_up_product(
+    x: torch.Tensor,  # [T, D]
+    plan: ExpertPlan,
+    gate_up: ExpertTensors,  # [E, 2 I, D]: gate, then up
+    gate: tuple[float, float, float],
+    tiles: Tiles,
+    pdl: bool,
+) -> torch.Tensor:
+    """[P, I] by place."""
+    inner_size, depth = gate_up.numbers.shape[1] // 2, x.shape[1]
+    inner = torch.empty((len(plan.order), inner_size), dtype=x.dtype, device=x.device)
     alpha, limit, offset = (float(number) for number in gate)
     _launch_gate_up(
-        (num_blocks, -(-inner_size // tiles.block_n), 1),
+        (len(plan.blocks), -(-inner_size // tiles.block_n), 1),
         (x, *gate_up, plan.order, plan.blocks, inner, x.stride(0), alpha, limit, offset),
-        (num_chosen, depth, inner_size, limit != 0.0, tiles.block_m, tiles.block_n, tiles.block_k, x.is_cuda),
-        options,
-    )
-    _launch_down(
-        (num_blocks, -(-depth // tiles.block_n), 1),
-        (inner, *down, plan.weights, plan.order, plan.blocks, pairs),
-        (depth, inner_size, tiles.block_m, tiles.block_n, tiles.block_k, x.is_cuda),
-        options,
-    )
-    combine(pairs, None, residual, y, num_chosen, False)
-    return y
+        (
+            plan.chosen.shape[1], depth, inner_size, limit != 0.0, tiles.block_m, tiles.block_n, tiles.block_k, x.is_cuda, pdl,
+        ),
+        _options(tiles, pdl),
+    )  # fmt: skip
+    return inner
+
+
+def _options(tiles: Tiles, pdl: bool) -> dict[str, int | bool]:
+    options: dict[str, int | bool] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return options | {"launch_pdl": True} if pdl else options
 
 
 def combine(
