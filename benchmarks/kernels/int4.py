@@ -1,5 +1,5 @@
 """Products with 4-bit weights on a GPU: checks every kernel against float32, then times their tiles against cuBLAS with 16-bit
-weights. `python -m benchmarks.kernels.int4 [check] [few] [many] [experts]`; needs a GPU of compute capability 9.0.
+weights. `python -m benchmarks.kernels.int4 [check] [few] [many] [rows] [experts]`; needs a GPU of compute capability 9.0.
 
 Times are of one call inside a CUDA graph of many, over enough copies of the weights that L2 holds none of them."""
 
@@ -13,10 +13,15 @@ import torch.nn.functional as F
 
 from benchmarks.kernels import timing
 from benchmarks.kernels.timing import distance
+from octavo.kernels.triton.elementwise.activation import gate_mul
 from octavo.kernels.triton.gemm import int4_decode, int4_few, int4_hopper
+from octavo.kernels.triton.gemm.gated import gated_linear, gated_pays
+from octavo.kernels.triton.gemm.int4 import choose
 from octavo.kernels.triton.gemm.int4_few import FewChoice
 from octavo.kernels.triton.gemm.int4_hopper import Tile
 from octavo.kernels.triton.gemm.int4_layout import Int4Tensor, decode, make_room, store
+from octavo.kernels.triton.gemm.skinny import few_rows_linear, pays
+from octavo.kernels.triton.gemm.tall_tile import MAX_SHARED_TILES, SCRATCH_NUMBERS
 from octavo.kernels.triton.moe.expert_plan import Tiles, plan_experts
 from octavo.kernels.triton.moe.experts import ExpertTensors, experts
 
@@ -208,6 +213,58 @@ def many() -> None:
             show(shape, rows, time_ways(shape, weights, ways, rows), cublas(shape, rows))
 
 
+# ── by rows, against what layers do with 16 bits ────────────────────────────────────────────────────
+
+BY_ROWS = [
+    Tile(64, 2, 1, 8, 1), Tile(64, 1, 1, 5, 2), Tile(64, 1, 2, 5, 2), Tile(128, 1, 1, 5, 2), Tile(128, 1, 1, 5, 1), Tile(128, 1, 2, 5, 1), Tile(128, 2, 1, 5, 1),
+    Tile(128, 2, 2, 5, 1), Tile(256, 2, 1, 3, 1), Tile(256, 2, 2, 3, 1),
+]  # fmt: skip
+
+
+def with_16_bits(shape: Shape, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if shape.has_residual:
+        return out.addmm_(x, weight.t())
+    if not shape.gated:
+        return F.linear(x, weight)
+    if gated_pays(len(x), weight, shape.gated):
+        return gated_linear(x, weight, shape.gated, pdl=True)
+    if pays(len(x), shape.n, shape.k, is_gated=True):
+        return few_rows_linear(x, weight, gated=shape.gated, pdl=True)
+    return gate_mul(F.linear(x, weight), shape.gated, pdl=True)
+
+
+def by_rows() -> None:
+    for shape in SHAPES:
+        weights = copies(shape)
+        number = max(2, -(-timing.COLD_BYTES // (shape.n * shape.k * 2)))
+        plain = [torch.randn(shape.n, shape.k, device="cuda").mul_(0.02).to(HALF) for _ in range(number)]
+        for rows in (96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024, 2048):
+            x = torch.randn(rows, shape.k, device="cuda").to(HALF)
+            out = torch.zeros(rows, shape.n, device="cuda", dtype=HALF)
+            calls = [partial(with_16_bits, shape, x, weight, out) for weight in plain]
+            other = timing.microseconds(timing.at_least(calls, 8), False)
+            found = time_ways(shape, weights, [tile for tile in BY_ROWS if _fits(tile, shape, rows)], rows)
+            ranked = sorted(found.items(), key=lambda item: item[1])
+            choice = choose(rows, shape.n // 64, shape.k // 128, bool(shape.gated), PROCESSORS, False)
+            taken = "decoded" if choice is None else "t" + ",".join(map(str, choice[1:]))
+            shown = "  ".join(f"{_words(way)} {us:.1f}" for way, us in ranked[:6])
+            print(f"{shape.name:8}{rows:6}  16 bits {other:7.1f}  chosen {taken}   {shown}", flush=True)
+
+
+def _fits(tile: Tile, shape: Shape, rows: int) -> bool:
+    """Whether it is worth a try, and shares of K have room."""
+    if (
+        tile.rows > max(64, 2 * rows)
+        or (rows >= 256 and tile.rows == 64)
+        or (rows > 256 and tile.split > 1 and shape.gated)
+    ):
+        return False
+    tiles = shape.n // 64 // tile.sides * -(-rows // tile.rows)
+    return tile.split == 1 or (
+        tiles * tile.split * 64 * tile.sides * tile.rows <= SCRATCH_NUMBERS and tiles <= MAX_SHARED_TILES
+    )
+
+
 # ── experts ─────────────────────────────────────────────────────────────────────────────────────────
 
 EXPERTS = {"Qwen3-30B-A3B": (128, 8, 2048, 768, False), "gpt-oss-20b": (32, 4, 2880, 2880, True)}
@@ -280,6 +337,7 @@ def main() -> None:
             for way, n, k, group, dtype, gated, extra in CHECKS
         ]
     ways = (FEW + DEEP + READING if "few" in parts else []) + (MANY if "many" in parts else [])
+    ways += [tile for tile in BY_ROWS if tile not in ways] if "rows" in parts else []
     for way in ways:
         for shape in SHAPES:
             is_few = isinstance(way, FewChoice)
@@ -288,7 +346,7 @@ def main() -> None:
     if "experts" in parts:
         jobs += [partial(compile_experts, tiles, name) for name in EXPERTS for tiles in FEW_TILES + MANY_TILES]
     timing.compile_all(jobs, chunksize=2)
-    for name, part in (("check", check), ("few", few), ("many", many), ("experts", time_experts)):
+    for name, part in (("check", check), ("few", few), ("many", many), ("rows", by_rows), ("experts", time_experts)):
         if name in parts:
             print(f"\n{timing.elapsed():.1f} s  {name}", flush=True)
             part()

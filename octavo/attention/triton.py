@@ -32,7 +32,9 @@ class TritonAttention:
         self._works: dict[int, DecodeWork] = {}
         self._tiles: dict[Tile, torch.Tensor] = {}
         self._has_no_prefix = False
-        self._chosen: dict[bool, Tile] = {}  # by whether a layer needs the general kernel
+        self._chosen: dict[
+            tuple[bool, bool], Tile
+        ] = {}  # by whether a layer needs the general kernel, and has_no_prefix
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if not _MIN_HEAD_SIZE <= spec.head_size <= _MAX_HEAD_SIZE:
@@ -57,14 +59,14 @@ class TritonAttention:
         self._tiles = {}
         rows = slice(batch.num_decodes, None)
         # If every prompt is computed whole in this step, keys and values are read from the QKV product, in larger blocks
-        # than pages. An 8-bit store is always read back: a prompt must give the same answer whole and in chunks.
+        # than pages. They are kept there as an 8-bit store has them, so that a prompt gives the same answer whole and in chunks.
         self._has_no_prefix = batch.query_lens_host[rows] == batch.seq_lens_host[rows]
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         kv, norms = self._kv[layer.index], layer.norms
         has_long = batch.num_decodes < batch.num_rows
         size = layer.head_size
-        has_no_prefix = has_long and self._has_no_prefix and kv.dtype == heads.dtype and size & (size - 1) == 0
+        has_no_prefix = has_long and self._has_no_prefix and size & (size - 1) == 0
         qk_norm_rope_store(
             heads,
             layer.num_heads,
@@ -86,19 +88,19 @@ class TritonAttention:
             self._attend_long(layer, heads, kv, out, batch, has_no_prefix)
         return out
 
-    def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor) -> Tile:
+    def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor, has_no_prefix: bool) -> Tile:
         """The tile for a layer. Cached, because run() asks once per layer."""
         # The specialised kernel has no window, soft cap or sinks.
         needs_general = bool(layer.window or layer.softcap) or layer.sinks is not None
-        tile = self._chosen.get(needs_general)
+        tile = self._chosen.get((needs_general, has_no_prefix))
         if tile is None:
             on_gpu = kv.device.type == "cuda"
-            tile = self._chosen[needs_general] = choose_tile(
+            tile = self._chosen[needs_general, has_no_prefix] = choose_tile(
                 layer.head_size,
                 layer.num_heads // layer.num_kv_heads,
                 kv.shape[3],
                 dtype,
-                kv.dtype,
+                dtype if has_no_prefix else kv.dtype,
                 capability=torch.cuda.get_device_capability(kv.device) if on_gpu else (0, 0),
                 needs_general=needs_general,
             )
@@ -140,7 +142,7 @@ class TritonAttention:
         has_no_prefix: bool,
     ) -> None:
         group = layer.num_heads // layer.num_kv_heads
-        tile = self._tile_of(layer, heads.dtype, kv)
+        tile = self._tile_of(layer, heads.dtype, kv, has_no_prefix)
         tiles = self._tiles.get(tile)
         if tiles is None:
             tiles = self._tiles[tile] = on_device(

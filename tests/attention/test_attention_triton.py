@@ -146,6 +146,14 @@ def test_8_bit_store(mix: str) -> None:
     agree(Case((4, 2, 64), MIXES[mix], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn), tolerance=3e-2)
 
 
+def test_whole_prompts_attend_to_what_an_8_bit_store_holds() -> None:
+    """Not to what was rounded: the tolerance is far below the rounding of keys and values."""
+    whole = Case((4, 2, 64), MIXES["prompts"], kv_dtype=torch.float8_e4m3fn)
+    agree(whole)
+    exact = attend(ReferenceAttention(), dataclasses.replace(whole, kv_dtype=None))
+    assert (attend(TritonAttention(), whole) - exact).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("page_size", cases([4, 16], 4))
 def test_a_shared_prefix_is_read_once_for_all(page_size: int) -> None:
     mix = [(2 * page_size + 1, 1), (2 * page_size, 1), (3 * page_size - 2, 1)]

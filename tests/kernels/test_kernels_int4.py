@@ -116,13 +116,14 @@ SHAPES = {"qkv": (96, 32, False), "o": (64, 32, False), "gate_up": (448, 32, Tru
 
 def test_the_fastest_measured_is_chosen():
     picked = {
-        name: [choose(rows, *shape, 132, False) for rows in (1, 16, 64, 128, 512)] for name, shape in SHAPES.items()
+        name: [choose(rows, *shape, 132, False) for rows in (1, 16, 64, 128, 160, 192, 512)]
+        for name, shape in SHAPES.items()
     }
     assert picked == {
-        "qkv": [("few", 1, 4, 8), ("tile", 16, 1, 2, 8, 3), ("tile", 64, 1, 2, 5, 2), ("tile", 128, 1, 1, 5, 1), ("tile", 128, 1, 1, 5, 1)],
-        "o": [("few", 1, 4, 8), ("tile", 16, 1, 4, 8, 3), ("tile", 64, 1, 4, 5, 2), ("tile", 64, 1, 1, 5, 2), ("tile", 128, 2, 1, 5, 1)],
-        "gate_up": [("few", 1, 4, 8), ("tile", 16, 1, 1, 8, 2), ("tile", 64, 1, 1, 5, 2), ("tile", 128, 2, 1, 5, 1), ("tile", 128, 2, 1, 5, 1)],
-        "down": [("few", 1, 4, 14), ("tile", 16, 1, 4, 8, 3), ("tile", 64, 1, 4, 5, 2), ("tile", 128, 1, 2, 5, 1), ("tile", 128, 2, 1, 5, 1)],
+        "qkv": [("few", 1, 4, 8), ("tile", 16, 1, 2, 8, 3), ("tile", 64, 1, 2, 5, 2), ("tile", 128, 1, 1, 5, 1), ("tile", 128, 2, 1, 5, 1), ("tile", 128, 2, 1, 5, 1), ("tile", 128, 1, 1, 5, 1)],
+        "o": [("few", 1, 4, 8), ("tile", 16, 1, 4, 8, 3), ("tile", 64, 1, 4, 5, 2), ("tile", 64, 1, 2, 5, 2), ("tile", 64, 1, 1, 5, 2), ("tile", 64, 1, 1, 5, 2), ("tile", 128, 2, 1, 5, 1)],
+        "gate_up": [("few", 1, 4, 8), ("tile", 16, 1, 1, 8, 2), ("tile", 64, 1, 1, 5, 2), ("tile", 128, 2, 1, 5, 1), ("tile", 256, 2, 1, 3, 1), ("tile", 256, 2, 1, 3, 1), ("tile", 128, 2, 1, 5, 1)],
+        "down": [("few", 1, 4, 14), ("tile", 16, 1, 4, 8, 3), ("tile", 64, 1, 4, 5, 2), ("tile", 128, 1, 2, 5, 1), ("tile", 128, 2, 2, 5, 1), ("tile", 128, 2, 2, 5, 1), ("tile", 128, 2, 1, 5, 1)],
     }  # fmt: skip
 
 

@@ -149,6 +149,23 @@ def test_eight_bit_store_saturates(device):
     assert kv[2, 0, 0, 1, 6:8].float().tolist() == [448.0, 448.0]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # inf · 0, as above
+def test_keys_and_values_are_kept_as_an_eight_bit_store_has_them(device):
+    torch.manual_seed(7)
+    heads = torch.randn(3, 6, 32, device=device).bfloat16()
+    heads[0, 4, :2] = torch.tensor([1000.0, float("inf")], device=device)
+    rotation = make_rotation(3, 32, device)
+    kv = torch.zeros(2, 2, 2, 2, 32, device=device).to(torch.float8_e4m3fn)
+    expected = turned(heads, 2, 2, rotation, None, None)
+    qk_norm_rope_store(
+        heads, 2, 2, rotation, None, None, EPSILON, kv, torch.tensor([3, 0, 2], device=device), keep_keys=True
+    )
+    assert distance(heads[:, :2], expected[:, :2]) < 3e-3, "queries keep their bits"
+    cells = kv.float().transpose(1, 3).flatten(0, 1)[[3, 0, 2]].transpose(1, 2)  # [T, 2, Hkv, D], once in order
+    assert torch.equal(heads[:, 2:].float(), cells.flatten(1, 2))
+    assert heads[0, 4, :2].tolist() == [448.0, 0.0]
+
+
 def test_rows_further_apart_and_pages_further_apart(device):
     torch.manual_seed(6)
     wide = torch.randn(3, 10 * 16, device=device)

@@ -73,15 +73,19 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     numbers = rounded.to(tl.float32)
     is_finite = tl.abs(numbers) < float("inf")  # false for NaN too
     finite = tl.where(is_finite, numbers, 0.0)
-    if KEEP_KEYS:
+    HAS_8_BITS: tl.constexpr = kv.dtype.element_ty == tl.float8e4nv
+    if HAS_8_BITS:
+        finite = tl.minimum(tl.maximum(finite, -448.0), 448.0)
+    if KEEP_KEYS and HAS_8_BITS:
+        kept = tl.where(is_query, numbers, finite.to(kv.dtype.element_ty).to(tl.float32))
+        tl.store(place, kept.to(heads.dtype.element_ty), mask=mask)
+    elif KEEP_KEYS:
         kept = tl.where(is_query, numbers, finite).to(heads.dtype.element_ty)
         # Values are unchanged unless one is not finite. Then its whole head is written, so that stores stay wide.
         is_broken = tl.max(tl.where(is_finite, 0, 1), axis=1)[:, None] > 0
         tl.store(place, kept, mask=mask & ((head < H + HKV)[:, None] | is_broken))
     elif q_norm is not None or rotation is not None:
         tl.store(place, rounded, mask=mask & is_query)
-    if kv.dtype.element_ty == tl.float8e4nv:
-        finite = tl.minimum(tl.maximum(finite, -448.0), 448.0)
     kv_head = head - H  # [2, Hkv] as one dimension: keys, then values
     cell = kv + (slot // PAGE) * page_stride + (kv_head[:, None] * PAGE + slot % PAGE) * D + column[None, :]
     tl.store(cell, finite.to(kv.dtype.element_ty), mask=mask & (head >= H)[:, None] & (slot >= 0))
@@ -107,8 +111,7 @@ def qk_norm_rope_store(
 ) -> None:
     """Normalise and rotate q of heads [T, H + 2 Hkv, D] in place; store k, normalised and rotated, and v in kv at their slots,
     with 0 for NaN and infinity. `rotation` [T, D/2, 2] float32 rotates the pairs (2i, 2i + 1). `keep_keys`: also write k and
-    v back to heads as stored, except for the rounding to 8 bits. `is_fixed`: norms sum in one order for any number of
-    tokens."""
+    v back to heads as stored, rounding to 8 bits included. `is_fixed`: norms sum in one order for any number of tokens."""
     num_tokens, all_heads, size = heads.shape
     page_size = kv.shape[3]
     assert all_heads == num_heads + 2 * num_kv_heads and size <= MAX_HEAD_SIZE

@@ -5,6 +5,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS, activate
+from octavo.kernels.triton.runtime.launch import Launcher
 
 # A program holds whole rows: 65,536 numbers are 64 registers in each of 1,024 threads.
 MAX_SIZE = 65536
@@ -47,6 +48,9 @@ def _quantise(  # type: ignore[no-untyped-def]
     tl.store(scales + row, largest / 448.0, mask=row < num_rows)
 
 
+_launch_quantise = Launcher(_quantise)
+
+
 def quantise_rows(x: torch.Tensor, *, is_fixed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, D] → float8 [T, D] and scales [T, 1] float32, whose product approximates x; each row's largest becomes 448.
     is_fixed: a row's numbers do not depend on the number of rows."""
@@ -84,8 +88,10 @@ def _launch(
     has_few = is_fixed or num_rows <= 256
     rows = 1 if has_few else max(1, 4096 // padded)
     num_warps = min(16, max(1, rows * padded // (256 if has_few else 1024)))
-    _quantise[(triton.cdiv(num_rows, rows),)](
-        x, norm, out, scales, num_rows, x.stride(0), epsilon,
-        D=size, D_PADDED=padded, ROWS=rows, GATE=gate, num_warps=num_warps,
-    )  # fmt: skip
+    _launch_quantise(
+        (-(-num_rows // rows), 1, 1),
+        (x, norm, out, scales, num_rows, x.stride(0), epsilon),
+        (size, padded, rows, gate),
+        {"num_warps": num_warps},
+    )
     return out, scales

@@ -26,6 +26,12 @@ MANY_ROWS = 2048  # with more, decoding takes less than what torch's product gai
 
 # Rows, groups of 64 outputs, stages, programs per processor, and clocks for a block of K, as measured on an H200.
 _TILES = ((64, 1, 5, 2, 950), (128, 1, 5, 1, 800), (128, 2, 5, 1, 1375), (256, 2, 3, 1, 2500))
+# Where a rule of clocks is wrong: a tile of which many rows lie beyond the last was slower than a full one. By groups of 64 outputs and blocks
+# of K: from how many rows, up to how many, and the fastest tile, as above.
+_MEASURED = {
+    (64, 32): ((65, 128, (64, 1, 2, 5, 2)), (129, 192, (64, 1, 1, 5, 2))),
+    (64, 112): ((129, 192, (128, 2, 2, 5, 1)),),
+}
 _ALONE = 620  # clocks of the first with one program per processor
 _ENDS = 4  # blocks whose time beginning and end of a tile take
 
@@ -129,6 +135,9 @@ def _tile(num_rows: int, across: int, depth: int, processors: int, most: int) ->
         return rows, 1, split, 8, 3 if rows == 16 and split > 1 else 2
     if num_rows <= READING_ROWS:
         return 64, 1, _split(across, depth, 2 * processors, 64, most), 5, 2
+    for least, largest, measured in _MEASURED.get((across, depth), ()):
+        if most > 1 and least <= num_rows <= largest:
+            return measured
 
     def cost(tile: tuple[int, int, int, int, int]) -> float:
         rows, sides, _, per_processor, clocks = tile
