@@ -138,8 +138,7 @@ class KVCache:
             return None
         miss = self._miss(num_found, reuse)
         for table in tables:
-            for page in table.pages:
-                self.pool.share(page)
+            self.pool.share(table.pages)
             self.pool.cached.note_found(table.pages)
         is_drawn = reuse and self.prefix_caching and self.pool.cached.look_up(self._head[2])
         for table, count in zip(tables, fresh, strict=True):
@@ -195,8 +194,7 @@ class KVCache:
         Returns the child's page tables."""
         tables = [self._needed(group, table, num_tokens) for group, table in enumerate(self.tables[parent])]
         for table in tables:
-            for page in table.pages:
-                self.pool.share(page)
+            self.pool.share(table.pages)
         self.tables[child] = tables
         done, _ = self._published[parent]
         root = self._roots.get(parent, self.root)
@@ -258,8 +256,7 @@ class KVCache:
         num_idle = sum(self.pool.refs[page] == 0 for page in before)
         if not self.prefix_caching or count > self.pool.num_free - num_idle:
             return None
-        for page in before:
-            self.pool.share(page)
+        self.pool.share(before)
         pages = self.pool.take(count)
         self.loads[ticket] = before + pages
         return pages
@@ -379,7 +376,8 @@ class KVCache:
 
     def _num_missing(self, tables: list[PageTable], fresh: list[int]) -> int:
         """Pages that the tables lack beyond the free ones. Cached pages that are idle count as free until they are shared."""
-        idle = sum(self.pool.refs[page] == 0 for table in tables for page in table.pages)
+        refs = self.pool.refs
+        idle = sum([refs[page] for page in table.pages].count(0) for table in tables)
         return sum(fresh) + idle - self.pool.num_free
 
     def _needed(self, group: int, table: PageTable, num_tokens: int) -> PageTable:
@@ -433,6 +431,10 @@ class KVCache:
             return 0, root
         keys, index = self._keys(sequence, tokens, root), self.pool.index
         found = len(keys)
+        if self._is_single_group:
+            pages = list(map(index.get, keys))
+            found = pages.index(None) if None in pages else found
+            return found, keys[found - 1] if found else root
         for window, tag in zip(self.windows, self._tags, strict=True):
             if not window:
                 found = next((i for i in range(found) if keys[i] + tag not in index), found)
