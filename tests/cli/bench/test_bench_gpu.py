@@ -279,6 +279,17 @@ def test_workloads_growth_and_trace_share_an_engine_and_need_no_http(model: Path
     assert result["engine"]["max_num_seqs"] == 12
 
 
+def test_stages_of_a_run_are_parts_of_it(model: Path) -> None:
+    found = measure(model, "--stages", "--seeds", "5,6")["stages"]
+    assert list(found) == ["5", "6"]
+    for its in found.values():
+        whole, before, *parts = its["ms"]
+        plan, launch, second, its_launch, two, step, garbage, piece = parts
+        assert its["rate"] > 0 and min(its["ms"][:8]) >= 0 < piece
+        assert before + plan + launch <= two <= whole and garbage <= whole and step * (its["steps"] - 2) < 2 * whole
+        assert its["steps"] > 2 and second + its_launch < whole
+
+
 def test_cold_start(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (start,) = measure(model, "--cold-start", "--warm-starts", "0")["cold_start"]
     assert start["start"] == "no kernels"
