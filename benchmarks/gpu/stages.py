@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.gpu import workloads
@@ -48,7 +49,9 @@ def run(subject: Subject, seeds: Sequence[int], scale: float, results: Results) 
     subject.generate(workloads.make(LOAD, 99, scale))
     figures = {str(seed): _measure(subject, seed, scale) for seed in seeds}
     results.put("stages", figures)
-    rows = [[f"seed {seed}", f"{its['rate']:,.0f}", *(f"{ms:.1f}" for ms in its["ms"])] for seed, its in figures.items()]
+    rows = [
+        [f"seed {seed}", f"{its['rate']:,.0f}", *(f"{ms:.1f}" for ms in its["ms"])] for seed, its in figures.items()
+    ]
     print("\n" + table(_TITLES, rows))
     return 0
 
@@ -71,13 +74,14 @@ def _measure(subject: Subject, seed: int, scale: float) -> dict[str, Any]:
     finally:
         gc.callbacks.remove(look)
     began = ended - seconds
-    plans, submits = timed.spans["plan"], timed.spans["submit"]
+    first = [span for pair in zip(timed.spans["plan"], timed.spans["submit"], strict=False) for span in pair][:4]
     results = [end for _, end in timed.spans["collect"]]
-    steps = [later - earlier for earlier, later in zip(results[1:], results[2:], strict=False)]
+    steps = [later - earlier for earlier, later in pairwise(results[1:])]
     parts = [
         seconds,
-        plans[0][0] - began,
-        *(end - start for pair in zip(plans[:2], submits[:2], strict=True) for start, end in pair),
+        first[0][0] - began,
+        *(end - start for start, end in first),
+        *[0.0] * (4 - len(first)),  # a load of one step
         results[min(1, len(results) - 1)] - began,
         statistics.median(steps) if steps else 0.0,
         sum(collected),

@@ -315,9 +315,7 @@ class LLM:
 
         box: list[TokenDelta] = []
         num_open = len(requests)
-        with _rare_collections(), tqdm(
-            total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True
-        ) as bar:
+        with _rare_collections(), tqdm(total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True) as bar:
             try:
                 # One response: choices follow their prompt at once, while its pages are at hand, before later prompts.
                 for part, request in enumerate(requests):

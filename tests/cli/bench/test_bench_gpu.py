@@ -280,7 +280,7 @@ def test_workloads_growth_and_trace_share_an_engine_and_need_no_http(model: Path
 
 
 def test_stages_of_a_run_are_parts_of_it(model: Path) -> None:
-    found = measure(model, "--stages", "--seeds", "5,6")["stages"]
+    found = measure(model, "--stages", "--seeds", "5,6", "--scale", "0.1")["stages"]
     assert list(found) == ["5", "6"]
     for its in found.values():
         whole, before, *parts = its["ms"]
@@ -288,6 +288,7 @@ def test_stages_of_a_run_are_parts_of_it(model: Path) -> None:
         assert its["rate"] > 0 and min(its["ms"][:8]) >= 0 < piece
         assert before + plan + launch <= two <= whole and garbage <= whole and step * (its["steps"] - 2) < 2 * whole
         assert its["steps"] > 2 and second + its_launch < whole
+    assert measure(model, "--stages", "--seeds", "5")["stages"]["5"]["steps"] == 1  # at a scale of 0.02
 
 
 def test_cold_start(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
