@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> Parser:
     parser = Parser(
         prog="python -m benchmarks.gpu",
-        description="Measure the GPU path. Parts can be combined: --workload, --growth and --trace share one engine.",
+        description="Measure the GPU path. Parts can be combined: --workload, --growth, --stages and --trace share one engine.",
     )
     parts = parser.add_argument_group("parts", "at least one; --model is qwen3-0.6b, llama-3.1-8b or a folder")
     add = parts.add_argument
@@ -39,6 +39,7 @@ def build_parser() -> Parser:
     add("--ceilings", action="store_true", help="the chip's own rates: bytes read, products in a burst and for seconds")
     add("--growth", action="store_true", help="decode step time for batch 1 to 1024 and context 128 to 32k (1024 rows unless --max-num-seqs says otherwise)")  # fmt: skip
     add("--trace", nargs="?", const="", metavar="FILE", help="GPU busy time and kernels of decode_heavy's steady steps; FILE gets the Chrome trace, compressed if it ends in .gz")  # fmt: skip
+    add("--stages", action="store_true", help="where a run of shared_prefix spends its time: on the host, and in steps")
     add("--cold-start", action="store_true", help="process start to first token, without compiled kernels and with them")  # fmt: skip
     add("--wake-up", action="store_true", help="a model behind the gateway from sleep to its first token")
     add("--serve", action="store_true", help="the same load over HTTP (256 streams, 128 in, 256 out) and offline")
@@ -100,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
         num_failed = routing.run(subject, names, FIRST_SEED, arguments.scale, Results(arguments.result))
         subject.llm.close()
         return num_failed
-    in_process = arguments.workload or arguments.growth or arguments.trace is not None
+    in_process = arguments.workload or arguments.growth or arguments.stages or arguments.trace is not None
     if not (
         in_process
         or arguments.limits
@@ -110,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
         or arguments.serve
         or arguments.accuracy_fp8
     ):
-        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --wake-up, --serve, --determinism, --routing or --accuracy-fp8")  # fmt: skip
+        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --stages, --trace, --cold-start, --wake-up, --serve, --determinism, --routing or --accuracy-fp8")  # fmt: skip
     results = Results(arguments.result)
     results.put("options", options_from(arguments))
     seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
@@ -169,6 +170,10 @@ def _run_here(arguments: argparse.Namespace, seeds: Sequence[int], results: Resu
         from benchmarks.gpu import growth
 
         num_failed += growth.run(subject, growth.points(arguments.scale), arguments.max_prefill_seconds, results)
+    if arguments.stages:
+        from benchmarks.gpu import stages
+
+        num_failed += stages.run(subject, seeds, arguments.scale, results)
     if arguments.trace is not None:
         from benchmarks.gpu import trace
 

@@ -130,10 +130,13 @@ class PagePool:
         self.num_touched -= count
         return pages
 
-    def share(self, page: int) -> None:
-        if self.refs[page] == 0:
-            del self.cached[page]
-        self.refs[page] += 1
+    def share(self, pages: list[int]) -> None:
+        """Add an owner of the pages."""
+        refs = self.refs
+        for page in pages:
+            if refs[page] == 0:
+                del self.cached[page]
+            refs[page] += 1
 
     def give(self, pages: list[int], are_spent: bool = False) -> None:
         """Drop one owner of the pages. Tail first: the head of a prefix is its most reusable part and must be evicted last.

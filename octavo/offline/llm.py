@@ -1,6 +1,7 @@
 """LLM: the engine as a Python object: generate, chat, embed and stream, without a server. It drives the same loop that serves
 requests."""
 
+import gc
 import json
 import signal
 import threading
@@ -39,6 +40,8 @@ from octavo.text import Text, TextDelta
 from octavo.text.grammar.limits import STACK_BYTES, on_stack
 from octavo.text.grammar.validate import is_valid
 from octavo.text.pooling_config import PoolingConfig, read_pooling_config
+
+_COLLECT_AFTER = 50_000  # new objects
 
 
 class LLM:
@@ -312,7 +315,7 @@ class LLM:
 
         box: list[TokenDelta] = []
         num_open = len(requests)
-        with tqdm(total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True) as bar:
+        with _rare_collections(), tqdm(total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True) as bar:
             try:
                 # One response: choices follow their prompt at once, while its pages are at hand, before later prompts.
                 for part, request in enumerate(requests):
@@ -408,6 +411,21 @@ def _uninterrupted_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
     if came and callable(previous):
         previous(*came[0])
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for cyclic garbage rarely, as the engine's own process does: steps make none, and each look goes through the prompts of all
+    requests that have come since the last. Of two threads in here, the first one that came sets it back."""
+    before = gc.get_threshold()
+    is_rarer = 0 < before[0] < _COLLECT_AFTER
+    if is_rarer:
+        gc.set_threshold(_COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        if is_rarer:
+            gc.set_threshold(*before)
 
 
 def _check_answers(output: RequestOutput, wish: StructuredOutputsParams) -> None:

@@ -135,6 +135,8 @@ class RecordedSpeculation:
 class RecordedKeysCache(KVCache):
     """A cache that takes page keys from the recording where there are no tokens to make them from."""
 
+    _reuses_keys = False
+
     def __init__(self, header: Header) -> None:
         report = header.report
         super().__init__(

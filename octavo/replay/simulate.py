@@ -25,6 +25,7 @@ class _Cache(KVCache):
     """Prefix-cache keys for a recording without token ids: the recorded key where one exists, else a unique key that never
     matches."""
 
+    _reuses_keys = False
     known: dict[tuple[int, int], bytes]
     has_recorded_keys: bool
 

@@ -99,7 +99,7 @@ def test_a_page_is_evicted_before_those_that_it_continues(seed: int) -> None:
         found = next((at for at, key in enumerate(keys) if key not in index), length)
         pages = [index[key] for key in keys[:found]]
         for page in pages:
-            pool.share(page)
+            pool.share([page])
         pool.cached.note_found(pages)
         pages += pool.take(length - found)
         for page, key in zip(pages, keys, strict=True):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.cache import KVCache
-from octavo.cache.page_keys import fleet_root, keys_of
+from octavo.cache.page_keys import adapter_root, fleet_root, keys_of
 from octavo.cache.pool import ChangeLog
 
 SECRET = b"a secret of the fleet"
@@ -22,6 +22,19 @@ def test_a_cache_publishes_the_keys_that_a_router_computes(tokens: list[int], pa
     cache.release(1)
     cached = cache.admit(2, tokens)
     assert cached is not None and cached.num_cached == len(keys_of(root, tokens, page_size)) * page_size
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.booleans()), max_size=12), st.integers(1, 4))
+def test_keys_do_not_depend_on_the_prompt_before(prompts: list[tuple[int, int, bool]], page_size: int) -> None:
+    """Prompts that begin alike, and have an adapter or none."""
+    root = fleet_root(SECRET, "octavo-1-abc")
+    cache = KVCache(64, page_size, root=root)
+    for sequence, (num_shared, num_own, has_adapter) in enumerate(prompts):
+        tokens = [*range(num_shared), *range(100 * sequence, 100 * sequence + num_own), 7]
+        cache.keys_made = []
+        cache.num_missing(sequence, tokens, adapter="a" if has_adapter else "")
+        start = adapter_root(root, "a") if has_adapter else root
+        assert cache.keys_made == keys_of(start, tokens, page_size)
 
 
 def test_other_secrets_fingerprints_and_salts_share_no_key() -> None:

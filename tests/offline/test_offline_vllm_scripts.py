@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,9 @@ def test_every_form_of_a_prompt_gives_the_same(llm: LLM) -> None:
         llm.generate([ids], **one),
     ):
         assert texts_of(outputs) == want and outputs[0].prompt_token_ids == ids
+    for numbers in (np.array(ids), [np.int32(token) for token in ids], tuple(ids)):
+        (output,) = llm.generate([numbers], **one)
+        assert output.prompt_token_ids == ids and {type(token) for token in output.prompt_token_ids} == {int}
     mixed = llm.generate(["one", {"prompt_token_ids": ids}, ids], **one)
     assert texts_of(mixed) == want * 3 and [output.prompt for output in mixed] == ["one", None, None]
 

@@ -55,6 +55,11 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "len(tokens) // self.page_size",
     ),
     "page keys do not depend on what came before": (CACHE, "page_key(parent, content)", "page_key(b'', content)"),
+    "pages have the keys of the prompt before": (
+        CACHE,
+        "content[: middle * step] == last.content[: middle * step]",
+        "True",
+    ),
     "matched pages that are idle count as free": (
         CACHE,
         "sum(fresh) + idle - self.pool.num_free",

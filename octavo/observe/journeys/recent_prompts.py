@@ -54,6 +54,8 @@ class RecentPrompts:
 def _longest(tokens: bytes, prompts: deque[_Prompt]) -> Difference | None:
     best, request_id = 0, ""
     for prompt in reversed(prompts):
+        if best and prompt.tokens[: best + 4] != tokens[: best + 4]:  # no longer than the best: the case of most
+            continue
         length = _common(tokens, prompt.tokens)
         if length > best:
             best, request_id = length, prompt.request_id

@@ -301,6 +301,18 @@ def test_random_mixtures_route_as_balanced_models_do(family: str, tmp_path: Path
     assert steady["tokens"] > 8 and steady["reached"] > 0.9 * steady["uniform"]
 
 
+def test_stages_of_a_run_are_parts_of_it(model: Path) -> None:
+    found = measure(model, "--stages", "--seeds", "5,6", "--scale", "0.1")["stages"]
+    assert list(found) == ["5", "6"]
+    for its in found.values():
+        whole, before, *parts = its["ms"]
+        plan, launch, second, its_launch, two, step, garbage, piece = parts
+        assert its["rate"] > 0 and min(its["ms"][:8]) >= 0 < piece
+        assert before + plan + launch <= two <= whole and garbage <= whole and step * (its["steps"] - 2) < 2 * whole
+        assert its["steps"] > 2 and second + its_launch < whole
+    assert measure(model, "--stages", "--seeds", "5")["stages"]["5"]["steps"] == 1  # at a scale of 0.02
+
+
 def test_cold_start(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (start,) = measure(model, "--cold-start", "--warm-starts", "0")["cold_start"]
     assert start["start"] == "no kernels"
