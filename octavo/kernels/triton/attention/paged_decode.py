@@ -300,9 +300,8 @@ class DecodeAttention:
         that has no others gets zeros. prefix_len [1] int32, a multiple
         of the page size: every row that is not padding begins with the same pages for that many tokens; 0 on the device: no
         prefix. A captured graph fixes the number of rows, the chunks and whether prefix_len is given, but not the lengths."""
-        assert prefix_len is None or not (window or first), (
-            "a shared prefix is read from position 0 on, and not under a window"
-        )
+        assert not (window and prefix_len is not None), "a shared prefix is not supported under a sliding window"
+        assert not (first and prefix_len is not None), "a shared prefix is read from position 0 on"
         assert seq_lens.shape[0] <= self._max_rows
         if (window, first) not in self._items:
             shape = (self._max_items, FIELDS.value)
