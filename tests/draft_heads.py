@@ -1,5 +1,6 @@
 """Random draft heads on disk, and what they must say: the published architectures once more, in plain torch, over whole sequences."""
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,13 +39,15 @@ def write_eagle3(
     family: str = "llama",
     is_speculators: bool = True,
     has_embedding: bool = False,
+    head_size: int = 12,
+    inner: int = 40,
     seed: int = 7,
     **options: Any,
 ) -> Path:
     """A head for the model in the folder `target`. `options`: of its config.json. `tapped`: None: it names none."""
     config = json.loads((target / "config.json").read_text())
-    hidden, inner, vocab_size = config["hidden_size"], 40, config["vocab_size"]
-    heads, kv_heads, head_size = 4, 2, 12
+    hidden, vocab_size = config["hidden_size"], config["vocab_size"]
+    heads, kv_heads = 4, 2
     r = torch.Generator().manual_seed(seed)
     count = 3 if tapped is None else len(tapped)
     tensors: Weights = {
@@ -108,6 +111,13 @@ def write_eagle3(
     (folder / "config.json").write_text(json.dumps(written))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def few_tokens_of(head: Path, count: int = 2) -> list[int]:
+    """Some of the model's tokens that a head has."""
+    offsets = load_file(head / "model.safetensors")["d2t"]
+    tokens: list[int] = (offsets + torch.arange(len(offsets)))[5 : 5 + 35 * count : 35].tolist()
+    return tokens
 
 
 class Eagle3Reference:
@@ -211,9 +221,28 @@ MTP_SIZES: dict[str, Any] = {
 }
 
 
-def write_mtp(folder: Path, seed: int = 7, num_predicting: int = 1, has_copies: bool = False) -> ModelSource:
+GPU_MTP_SIZES: dict[str, Any] = MTP_SIZES | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "kv_lora_rank": 96,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 128,
+}
+"""Of a model that a GPU's kernels are made for."""
+
+
+def write_mtp(
+    folder: Path,
+    seed: int = 7,
+    num_predicting: int = 1,
+    has_copies: bool = False,
+    sizes: dict[str, Any] = MTP_SIZES,
+) -> ModelSource:
     """A small DeepSeek-V3 with layers for multi-token prediction. `has_copies`: of the embedding and the head, as published ones have."""
-    config = DeepseekV3Config(**MTP_SIZES)
+    config = DeepseekV3Config(**sizes)
     model = checkpoints._randomised(DeepseekV3ForCausalLM(config))
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -243,12 +272,12 @@ class MTPReference:
         config = self.model.config
         self.name = f"model.layers.{config.num_hidden_layers}"
         self.weights = load_file(folder / "model.safetensors")
-        block = DeepseekV3Config(**MTP_SIZES | {"first_k_dense_replace": 0})
-        block._attn_implementation = "eager"
+        block = copy.deepcopy(config)
+        block.first_k_dense_replace, block._attn_implementation = 0, "eager"
         self.block = DeepseekV3DecoderLayer(block, 0).eval()
-        own = DeepseekV3ForCausalLM(
-            DeepseekV3Config(**MTP_SIZES | {"num_hidden_layers": 1, "first_k_dense_replace": 0})
-        )
+        only = copy.deepcopy(block)
+        only.num_hidden_layers = 1
+        own = DeepseekV3ForCausalLM(only)
         wanted = {key.removeprefix("model.layers.0.") for key in own.state_dict() if key.startswith("model.layers.0.")}
         state = {key: self._stored(key) for key in wanted}
         self.block.load_state_dict(state)
@@ -258,7 +287,7 @@ class MTPReference:
         name = f"{self.name}.{key}"
         if name in self.weights:
             return self.weights[name]
-        count = MTP_SIZES["n_routed_experts"]
+        count = self.model.config.n_routed_experts
         stem = f"{self.name}.mlp.experts"
         if key.endswith("experts.gate_up_proj"):
             return torch.stack(
@@ -293,6 +322,32 @@ class MTPReference:
         return found, logits
 
 
+class DraftsMade:
+    """What a drafter proposes from now on: (a row's tokens, the draft behind them)."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.found: list[tuple[list[int], list[int]]] = []
+        self._propose, self._tokens = drafter.propose, drafter._rows.tokens
+        drafter.propose = self._noting
+
+    def _noting(self, plan: Any) -> Any:
+        proposed, work = self._propose(plan)
+        for draft in proposed.drafts:
+            row, start = plan.rows[draft.at], plan.starts[draft.at]
+            self.found.append((self._tokens[row, : start + 1].tolist(), draft.tokens))
+        return proposed, work
+
+    def different(self, reference: Any, among: Sequence[int] = ()) -> list[tuple[list[int], list[int], list[int]]]:
+        """Drafts other than the reference's, with both. `among`: the only tokens that may be chosen; empty: all may."""
+        found = []
+        with torch.inference_mode():
+            for tokens, made in self.found:
+                expected = reference.drafts(tokens, len(made), among)[0] if made else []
+                if made != expected:
+                    found.append((tokens, made, expected))
+        return found
+
+
 def _best(logits: Tensor, ids: Tensor, among: Sequence[int]) -> int:
     """The token with the highest logit. `ids`: the model's number of each token."""
     if among:
@@ -302,4 +357,4 @@ def _best(logits: Tensor, ids: Tensor, among: Sequence[int]) -> int:
 
 def _reference_model(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager").float().eval()

@@ -2,6 +2,7 @@
 
     python -m benchmarks.speculation identity --model stories260K.gguf --requests 10000
     python -m benchmarks.speculation identity --model small --device cuda --requests 1000 --deterministic
+    python -m benchmarks.speculation identity --model small-mtp --device cuda --requests 250 --count
     python -m benchmarks.speculation cpu --model qwen2.5-coder-0.5b.gguf --rounds 3
     python -m benchmarks.speculation cpu --model qwen2.5-coder-1.5b.gguf --draft-model qwen2.5-coder-0.5b.gguf \\
         --sides none,draft_model --works code --clients 1
@@ -10,7 +11,8 @@
 
 identity: random requests (greedy, seeded, penalties, bias, grammars, stop strings and ids, n > 1, logprobs, predictions) through the
 engine, without speculation and with each drafter, among others, preempted, continued by other engines, and replayed from a recording.
-Tokens, logprobs and ends must be equal, to the bit.
+Tokens, logprobs and ends must be equal, to the bit. The models small and small-mtp are made with random weights; where a head drafts,
+three of four requests want two tokens, so that it is right now and then.
 
 cpu: copy and edit work, chat and JSON answers at 1, 8 and 32 clients, with --speculative-config auto and none, in turn. Both engines
 live in one process; tokens per second are medians over rounds, and the ratio is of the two sides of a round.

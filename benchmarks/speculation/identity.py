@@ -41,7 +41,8 @@ OFF = '{"method": "none"}'
 FORM_SHARE = 0.25  # of requests that have a grammar
 NUM_AT_ONCE = 40  # requests that one engine is given; it ends with the last of them
 DEATHS = 0.02  # of steps, after which an engine is killed
-SMALL = "small"  # a model that is made for the campaign
+SMALL, SMALL_MTP = "small", "small-mtp"  # models that are made for the campaign
+LEANING = 0.75  # of requests without a grammar, where a draft head has random weights
 ON_GPU = {"page_size": 16, "max_num_seqs": 32, "max_num_batched_tokens": 256, "max_model_len": 512, "swap_space": 0.01}
 """Steps are captured for up to so many rows, and one engine takes seconds to start: it is given more requests."""
 SCHEMA = {
@@ -124,6 +125,18 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
     return found
 
 
+def _leaning(requests: Sequence[GenerateRequest], tokens: Sequence[int], seed: int) -> list[GenerateRequest]:
+    """Most of the requests want these few tokens, so that a head with random weights is right now and then."""
+    r, bias = random.Random(seed), dict.fromkeys(tokens, 60.0)
+    found = []
+    for request in requests:
+        params = request.params
+        if r.random() < LEANING and not params.grammar:
+            params = msgspec.structs.replace(params, logit_bias=bias)
+        found.append(msgspec.structs.replace(request, params=params))
+    return found
+
+
 def _predict(request: GenerateRequest, tokens: list[int], r: random.Random, drafter: str) -> GenerateRequest:
     if r.random() < (0.8 if drafter in BY_MODEL else 0.3):  # a request with a prediction is not drafted by a model
         return request
@@ -171,6 +184,9 @@ class Campaign:
         self.options |= {"max_model_len": 512, "swap_space": 0.001, **options}
         self.options |= {"grammar_step_seconds": 60.0}  # a process that is stopped for minutes is no difference
         self.deaths, self.counts = DEATHS, False
+        self.leaning: list[
+            int
+        ] = []  # the few tokens that most requests want; empty: all are as likely as the model says
         self.text = load_text(source.path, tokenizer="")
         self.vocab_size = self.text.vocabulary.size
         self.seen = Seen()
@@ -178,6 +194,8 @@ class Campaign:
     def check(self, seed: int, count: int, drafters: Sequence[str], is_mortal: bool = True) -> Seen:
         """Compare one set of requests without speculation and with each drafter."""
         requests = random_requests(seed, count, self.text, self.vocab_size, self.options["max_model_len"])
+        if self.leaning:
+            requests = _leaning(requests, self.leaning, seed)
         plain = self._run(OFF, requests, random.Random(seed), is_mortal=False)
         for name in [*(["none"] if self.counts else []), *drafters]:
             r = random.Random(f"{seed} {name}")
@@ -266,7 +284,11 @@ class Campaign:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help=f"a file or folder; {SMALL}: a random model with a draft model")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help=f"a file or folder; {SMALL}: a random model with a draft model and a head; {SMALL_MTP}: one with a layer for mtp",
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafters", default="", help="all, if it is empty")
@@ -299,25 +321,34 @@ def run(options: argparse.Namespace) -> int:
     is_gpu = options.device.startswith("cuda")
     given = {"dtype": options.dtype, "deterministic": options.deterministic, "device": options.device}
     given |= {"tensor_parallel_size": options.tensor_parallel_size}
-    given["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes or (2**21 if options.model == SMALL else 3 * 2**18)
+    is_made = options.model in (SMALL, SMALL_MTP)
+    given["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes or (2**21 if is_made else 3 * 2**18)
     if is_gpu:
         given |= ON_GPU
     is_slow = is_gpu or options.tensor_parallel_size > 1  # a start takes seconds
     at_once = options.at_once or (250 if is_slow else NUM_AT_ONCE)
     with tempfile.TemporaryDirectory() as folder:
-        draft_model = options.draft_model
+        draft_model, eagle3, leaning = options.draft_model, options.eagle3, list[int]()
+        names = options.drafters.split(",") if options.drafters else []
+        has_mtp, has_head = options.mtp, not names or "eagle3" in names
         if options.model == SMALL:
             source = write_small_model(Path(folder) / "model")
             draft_model = draft_model or str(disturbed(source, Path(folder) / "draft", 0.01))
+            if has_head and not eagle3:
+                eagle3, leaning = write_small_head(source, Path(folder) / "eagle3")
+        elif options.model == SMALL_MTP:
+            source, leaning = write_small_mtp(Path(folder) / "model")
+            has_mtp = True
         else:
             source = resolve(options.model)
-        campaign = Campaign(source, given, Path(folder), draft_model, options.eagle3, options.mtp)
+        campaign = Campaign(source, given, Path(folder), draft_model, eagle3, has_mtp)
+        campaign.leaning = leaning
         campaign.counts = options.count
         if is_slow:
             campaign.deaths = DEATHS * NUM_AT_ONCE / at_once / 6
         if is_gpu:  # where auto drafts nothing
             del campaign.drafters["auto"]
-        drafters = options.drafters.split(",") if options.drafters else list(campaign.drafters)
+        drafters = names or list(campaign.drafters)
         started, seen = time.monotonic(), campaign.seen
         for number in range(-(-options.requests // at_once)):
             if 0 < options.seconds < time.monotonic() - started:
@@ -339,6 +370,23 @@ def run(options: argparse.Namespace) -> int:
         f"steps captured; {len(seen.different)} differences; {time.monotonic() - started:.0f} s"
     )
     return bool(seen.different)
+
+
+def write_small_head(target: ModelSource, folder: Path) -> tuple[str, list[int]]:
+    """An EAGLE-3 head with random weights, of a size that a GPU's kernels are made for. → it, and two tokens that it has."""
+    from tests.draft_heads import few_tokens_of, write_eagle3  # imported here: it needs transformers
+
+    head = write_eagle3(folder, target.path, tapped=[0, 1, 2], head_size=64, inner=512)
+    return str(head), few_tokens_of(head)
+
+
+def write_small_mtp(folder: Path) -> tuple[ModelSource, list[int]]:
+    """A random DeepSeek-V3 with a layer for mtp, and two tokens."""
+    from tests.draft_heads import GPU_MTP_SIZES, write_mtp  # imported here: it needs transformers
+
+    source = write_mtp(folder, sizes=GPU_MTP_SIZES)
+    write_byte_tokenizer(folder)
+    return source, [7, 100]
 
 
 def write_small_model(folder: Path) -> ModelSource:

@@ -26,7 +26,7 @@ class LayerHeads:
     sinks: torch.Tensor | None = (
         None  # [H] float32: per head, one more score in the softmax, whose weight multiplies no value
     )
-    first: int = 0  # no token sees the keys before this position; for draft heads, on a CPU only
+    first: int = 0  # no token sees the keys before this position, for draft heads; not with flashinfer
 
 
 class AttentionBackend(Protocol):

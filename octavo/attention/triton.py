@@ -28,8 +28,8 @@ class TritonAttention:
         self._kv: list[torch.Tensor] = []
         self._max_rows = 0
         self._decode: DecodeAttention | None = None
-        # Of the planned step: the work of the decode rows by window, the tiles of the longer rows by tile shape.
-        self._works: dict[int, DecodeWork] = {}
+        # Of the planned step: the work of the decode rows by window and first position, the tiles of the longer rows by tile shape.
+        self._works: dict[tuple[int, int], DecodeWork] = {}
         self._tiles: dict[Tile, torch.Tensor] = {}
         self._has_no_prefix = False
         self._chosen: dict[
@@ -90,8 +90,8 @@ class TritonAttention:
 
     def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor, has_no_prefix: bool) -> Tile:
         """The tile for a layer. Cached, because run() asks once per layer."""
-        # The specialised kernel has no window, soft cap or sinks.
-        needs_general = bool(layer.window or layer.softcap) or layer.sinks is not None
+        # The specialised kernel has no window, soft cap or sinks, and sees all keys from position 0 on.
+        needs_general = bool(layer.window or layer.first or layer.softcap) or layer.sinks is not None
         tile = self._chosen.get((needs_general, has_no_prefix))
         if tile is None:
             on_gpu = kv.device.type == "cuda"
@@ -114,12 +114,14 @@ class TritonAttention:
             self._decode = DecodeAttention(
                 self._max_rows, layer.num_heads, layer.num_kv_heads, layer.head_size, heads.device
             )
-        work = self._works.get(layer.window)
+        work = self._works.get((layer.window, layer.first))
         if work is None:
-            # A window soon moves past the shared prefix, so windowed layers do not share it.
-            prefix_len = None if layer.window else batch.prefix_len
-            work = self._decode.plan(batch.seq_lens[:num_rows], window=layer.window, prefix_len=prefix_len)
-            self._works[layer.window] = work
+            # A window soon moves past the shared prefix, so windowed layers do not share it. Draft heads do not either.
+            prefix_len = None if layer.window or layer.first else batch.prefix_len
+            work = self._decode.plan(
+                batch.seq_lens[:num_rows], window=layer.window, first=layer.first, prefix_len=prefix_len
+            )
+            self._works[layer.window, layer.first] = work
         self._decode.run(
             work,
             heads[:num_rows, : layer.num_heads],
@@ -158,6 +160,7 @@ class TritonAttention:
             tile,
             scale=layer.scale,
             window=layer.window,
+            first=layer.first,
             softcap=layer.softcap,
             sinks=layer.sinks,
             has_no_prefix=has_no_prefix,

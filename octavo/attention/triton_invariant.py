@@ -71,6 +71,7 @@ class InvariantTritonAttention(TritonAttention):
             choose_tile(layer.head_size, heads.dtype),
             scale=layer.scale,
             window=layer.window,
+            first=layer.first,
             softcap=layer.softcap,
             sinks=layer.sinks,
             is_decode=is_decode,

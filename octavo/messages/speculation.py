@@ -72,8 +72,6 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
         raise ConfigError(
             f"{FLAG}: model is for the methods {' and '.join(_NEEDS_MODEL)}, not for {quote(method)}: leave one of them out"
         )
-    if method in _BY_MODEL and method != "draft_model" and is_gpu:
-        raise ConfigError(f"{FLAG}: a draft head works on a CPU only, and a GPU computes here: use ngram or suffix")
     least, most = _number(values, "prompt_lookup_min", 2, MAX_NGRAM), _number(values, "prompt_lookup_max", 4, MAX_NGRAM)
     if "prompt_lookup_max" not in values:
         most = max(least, most)

@@ -42,7 +42,8 @@ def _held(
     tokens: torch.Tensor, vocab_size: int, at: Ints, rows: Ints, start: Ints, end: Ints, amount: Floats
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For every token at positions [start, end): its index in the flattened logits, and its row's penalty."""
-    counts = end - start
+    # A pass of a draft model may end inside a prompt, with a sample that does not count.
+    counts = np.maximum(end - start, 0)
     offsets = np.cumsum(counts) - counts
     positions = np.arange(counts.sum()) - np.repeat(offsets - start, counts)
     cells = np.repeat(rows * tokens.shape[1], counts) + positions

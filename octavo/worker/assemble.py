@@ -28,6 +28,7 @@ class Assembled:
     sample_last: Ints  # [S] index in T of the token that it is sampled after
     last: Ints  # [B] the same for every row, in the plan's order
     token_rows: Ints  # [T]
+    positions: Ints  # [T]
 
 
 @dataclass(slots=True)
@@ -239,4 +240,6 @@ def assemble(columns: Columns, rows: RowState, staging: Staging) -> Assembled:
         batch.is_second = torch.from_numpy(is_second).to(positions_there.device)
     if not one_group:
         batch = batch.in_groups(slots, rows.device_page_tables[:, :, :num_pages].index_select(1, rows_there))
-    return Assembled(batch, sample_rows, sample_lens, sample_cells, sample_last, layout.last, layout.token_rows)
+    return Assembled(
+        batch, sample_rows, sample_lens, sample_cells, sample_last, layout.last, layout.token_rows, positions
+    )

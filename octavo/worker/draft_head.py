@@ -13,17 +13,15 @@ import torch
 from octavo.batch import Batch
 from octavo.kernels.cpu.native import Native
 from octavo.messages import Draft, PageMove, StepPlan
+from octavo.messages.speculation import MAX_DRAFT
 from octavo.models.draft_heads.base import FIRST, DraftHead
 from octavo.worker.assemble import Assembled, Columns, assemble
 from octavo.worker.cpu_steps import CpuSteps
 from octavo.worker.draft_model import DraftModel, FilledPages, Guesses
+from octavo.worker.graphs import Graphs
 from octavo.worker.pages import Pages
 from octavo.worker.rows import RowState
 from octavo.worker.staging import Staging
-
-_NEVER = -1e30
-"""Logit of tokens that the head does not have. Finite: a row may allow none of the others."""
-
 
 _NOTHING = -1  # tokens of a row that the head cannot follow
 
@@ -63,6 +61,8 @@ class FeaturePages(FilledPages):
 
 class HeadDrafter(DraftModel):
     keeps_drafts = False
+    reads_shared = False
+    most_replayed = MAX_DRAFT + 1  # all tokens of a draft come again, with the model's features
     filled: FeaturePages
 
     def __init__(
@@ -77,9 +77,10 @@ class HeadDrafter(DraftModel):
         filled: FeaturePages,
         vocab_size: int,
         max_tokens: int,
+        graphs: Graphs | None = None,
     ) -> None:
-        """`feature_pages`: one store, [pages, page_size, D]."""
-        super().__init__(head, steps, native, pages, rows, staging, filled, vocab_size, max_tokens)
+        """`feature_pages`: one store, [pages, page_size, D]. On a GPU, captured steps of the model write to it as well, and `graphs` read it."""
+        super().__init__(head, steps, native, pages, rows, staging, filled, vocab_size, max_tokens, graphs)
         self._head, self._feature_pages = head, feature_pages
         (store,) = feature_pages.layers
         self._features = store.view(-1, store.shape[-1])  # [slots, D]
@@ -87,6 +88,10 @@ class HeadDrafter(DraftModel):
     def read(self, batch: Batch, features: torch.Tensor | None) -> None:
         assert features is not None
         self._features.index_copy_(0, batch.slots, features)
+
+    @property
+    def stores(self) -> list[torch.Tensor]:
+        return [*super().stores, *self._feature_pages.layers]
 
     def move(self, moves: list[PageMove]) -> None:
         super().move(moves)
@@ -127,13 +132,11 @@ class HeadDrafter(DraftModel):
     def _slots_before(self, assembled: Assembled) -> torch.Tensor:
         """[T] the slot of the position before each token."""
         rows, page_size = self._rows, self._rows.page_size
-        before = np.maximum(assembled.batch.positions.numpy() - 1, 0)
+        before = np.maximum(assembled.positions - 1, 0)
         pages = rows.page_table[assembled.token_rows, before // page_size].astype(np.int64)
-        return torch.from_numpy(pages * page_size + before % page_size)
+        (slots,) = self._staging.send([pages * page_size + before % page_size])
+        return slots
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """[S, Vd] → [S, V]."""
-        if self._head.vocabulary is None:
-            return logits[:, : self._vocab_size]
-        spread = logits.new_full((len(logits), self._vocab_size), _NEVER)
-        return spread.index_copy_(1, self._head.vocabulary, logits)
+        return self._head.spread(logits, self._vocab_size)

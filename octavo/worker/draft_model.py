@@ -29,7 +29,6 @@ from octavo.worker.rows import NO_CHANGES, RowState
 from octavo.worker.staging import Staging
 
 _UNKNOWN = -1
-_REPLAYED_TOKENS = 4  # of a row, in a pass that a graph computes: more tokens are faster as a piece of a prompt
 
 
 class Guesses(NamedTuple):
@@ -109,6 +108,10 @@ class FilledPages:
 class DraftModel:
     keeps_drafts = True
     """Whether a pass over a drafted token is right if the draft is."""
+    reads_shared = True
+    """Whether attention may read a prefix that all rows share once for all of them."""
+    most_replayed = 4
+    """Tokens of a row, in a pass that a graph computes: more are faster as a piece of a prompt."""
 
     def __init__(
         self,
@@ -130,6 +133,11 @@ class DraftModel:
         self._rows, self._staging = rows, staging
         rows.reads_prompts = True
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
+
+    @property
+    def stores(self) -> list[torch.Tensor]:
+        """The memory of its pages."""
+        return self.pages.layers
 
     def read(self, batch: Batch, features: torch.Tensor | None) -> None:
         """After the other model has computed a batch. `features`: [T, D] what was made of its hidden states; None: nothing."""
@@ -198,7 +206,7 @@ class DraftModel:
 
     def can_replay(self, columns: Columns) -> bool:
         """Whether a graph can compute this pass. Not where a row has a grammar: its mask depends on the token before."""
-        if self.graphs is None or int(columns.counts.max()) > _REPLAYED_TOKENS:
+        if self.graphs is None or int(columns.counts.max()) > self.most_replayed:
             return False
         grammars = self.grammars.rows
         has_grammar = bool(grammars) and not grammars.keys().isdisjoint(columns.rows.tolist())
@@ -213,7 +221,7 @@ class DraftModel:
         is_last[np.cumsum(columns.counts) - 1] = columns.samples
         of_rows, num_held = rows.tolist(), lens.tolist()
         is_greedy = tables.sampling.is_only_greedy(of_rows, num_held)
-        shared = shared_in(tables, rows, lens)
+        shared = shared_in(tables, rows, lens) if self.reads_shared else 0
         kept = [row if is_kept else -1 - row for row, is_kept in zip(of_rows, is_last.tolist(), strict=True)]
         logits = graphs.run(kept, num_held, NO_CHANGES, shared, is_greedy)
         if logits is not None:

@@ -16,6 +16,7 @@ from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.model import DecoderModel
 from octavo.messages import NO_INPUT
 from octavo.messages.speculation import MAX_DRAFT
+from octavo.models.draft_heads.base import DraftHead
 from octavo.worker.rows import PageChanges, RowState
 
 if TYPE_CHECKING:
@@ -43,15 +44,17 @@ class Graphs:
         max_rows: int,
         sites: "AdapterSites | None" = None,
         vocab_size: int | None = None,
+        features: torch.Tensor | None = None,
     ) -> None:
         """`sites`: products that adapters may change; None: without --enable-lora. `vocab_size`: no later token is sampled, for a draft
-        model; None: the model's."""
+        model; None: the model's. `features`: [slots, D] for a draft head, which reads those of the position before and writes its own."""
         # Imported here: Triton is only required on GPU machines.
         from octavo.kernels.triton.gemm.adapters import BLOCK_FIELDS
+        from octavo.kernels.triton.runtime import features as feature_kernels
         from octavo.kernels.triton.runtime import graph_inputs
         from octavo.kernels.triton.sampling.greedy import argmax
 
-        self._kernels, self._argmax = graph_inputs, argmax
+        self._kernels, self._argmax, self._feature_kernels = graph_inputs, argmax, feature_kernels
         self._rows, self._model = rows, model
         self._sizes, self._vocab_size = ladder(max_rows), vocab_size
         self._pool = torch.cuda.graph_pool_handle()
@@ -88,6 +91,8 @@ class Graphs:
         self._hidden_in = None if stage.is_first else room(max_rows, width, dtype=model.dtype)
         self._hidden_out = None if stage.is_last else room(max_rows, width, dtype=model.dtype)
         self._tokens = room(max_rows)
+        self._features = features  # of the model: None until there is a head
+        self._before = None if features is None else room(max_rows, features.shape[1], dtype=features.dtype)
         self._sites = sites
         if sites is not None:
             # As many blocks as rows: each may have an adapter of its own.
@@ -98,6 +103,11 @@ class Graphs:
     @property
     def max_rows(self) -> int:
         return self._slot_layout.max_rows
+
+    def keep_features(self, store: torch.Tensor) -> None:
+        """From now on, write what the model's tap makes of hidden states to `store` [slots, D], by the slots of their tokens."""
+        assert not self._captured, "captured steps do not write features"
+        self._features = store
 
     def forget(self) -> None:
         """Drop all graphs: what they read will have other addresses. Each is captured again when it is first needed."""
@@ -268,12 +278,12 @@ class Graphs:
             order, blocks = self._order[:size], self._blocks[:size]
             self._kernels.receive_adapters(self._order_slots, self._block_slots, self._slot, order, blocks)
         with self._adapted(key):
-            # A copy: layers may change their input, and a capture runs the step twice.
-            hidden = self._model.forward(batch, None if self._hidden_in is None else self._hidden_in[:size].clone())
+            hidden = self._model.forward(batch, self._inputs(size))
+        self._write_features(size, batch, hidden)
         if self._hidden_out is not None:
             self._hidden_out[:size].copy_(hidden)
             return
-        logits = self._model.logits(hidden)[:, : self._vocab_size]
+        logits = self._logits_of(hidden)
         if key.is_greedy:
             self._scatter(size, self._argmax(logits, self._tokens[:size]))
             return
@@ -281,6 +291,42 @@ class Graphs:
         if self._logits is None:
             self._logits = logits.new_empty((self._slot_layout.max_rows, logits.shape[1]))
         self._logits[:size].copy_(logits)
+
+    def _inputs(self, size: int) -> torch.Tensor | None:
+        """[B, D] what the model's layers begin with besides tokens, and may change; None: nothing."""
+        if self._before is not None:
+            assert self._features is not None
+            tables, before = self._rows, self._before[:size]
+            self._feature_kernels.features_before(
+                self._batch_rows[:size],
+                self._lens[:size],
+                tables.device_page_table,
+                tables.page_size,
+                self._features,
+                before,
+            )
+            return before
+        # A copy: a capture runs the step twice.
+        return None if self._hidden_in is None else self._hidden_in[:size].clone()
+
+    def _write_features(self, size: int, batch: Batch, hidden: torch.Tensor) -> None:
+        """Of all tokens, by the model; by a head, in the model's place, of those after which it samples."""
+        if self._features is None:
+            return
+        if isinstance(self._model, DraftHead):
+            chained = self._model.chained(hidden)
+            self._feature_kernels.keep_features(chained, batch.slots, self._features, self._batch_rows[:size])
+            return
+        assert self._model.tap is not None and self._model.tap.features is not None
+        self._feature_kernels.keep_features(self._model.tap.features, batch.slots, self._features)
+
+    def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, D] → [B, V]."""
+        logits = self._model.logits(hidden)
+        if isinstance(self._model, DraftHead):
+            assert self._vocab_size is not None
+            return self._model.spread(logits, self._vocab_size)
+        return logits[:, : self._vocab_size]
 
     @contextmanager
     def _adapted(self, key: _Key) -> Iterator[None]:

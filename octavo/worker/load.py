@@ -491,7 +491,7 @@ class Loader:
         """What copies between the device and the host take on the device."""
         cache, page_bytes = self.config.cache, self.stores.page_bytes
         swap = 2 * max(STAGING_BYTES, page_bytes) if cache.swap_space else 0
-        swap *= 1 if self.draft is None else 2  # pages of a draft model are copied apart
+        swap *= 1 if self.draft is None else 1 + self.draft.num_stores  # what a draft has of pages is copied apart
         return swap + (page_transfer.staging_bytes(page_bytes) if cache.kv_tier else 0)
 
     def allocate(self, num_pages: int, num_host_pages: int) -> tuple[Runner, list[str]]:

@@ -40,6 +40,7 @@ class DraftLoader(Loader):
     checkpoint: Checkpoint
     context: BuildContext
     what, method = "draft model", "draft_model"
+    num_stores = 1  # that have the numbers of the model's pages, and move with them
 
     def __init__(self, target: Loader, source: ModelSource) -> None:
         limits = target.limits
@@ -115,6 +116,8 @@ class DraftLoader(Loader):
         )
         steps, notes = self._tape(max_tokens)
         draft = self._make(steps, pages, runner, num_pages, num_host_pages, max_tokens)
+        if draft.graphs is not None:
+            warm_up_draft(draft, draft.graphs, runner)
         return draft, [f"{self.what} {self.source.name}: {note}" for note in notes]
 
     def _make(
@@ -128,15 +131,19 @@ class DraftLoader(Loader):
     ) -> DraftModel:
         filled = FilledPages(runner.rows, self.limits.max_num_seqs, num_pages, num_host_pages)
         vocab_size = self._target.spec.vocab_size
-        graphs: Graphs | None = None
-        if runner.graphs is not None and self.attention.can_capture:
-            graphs = Graphs(self.device, runner.rows, self.model, self._max_batch_rows, vocab_size=vocab_size)
-        draft = DraftModel(
+        graphs = self._make_graphs(runner)
+        return DraftModel(
             self.model, steps, self._native, pages, runner.rows, runner.staging, filled, vocab_size, max_tokens, graphs
         )
-        if graphs is not None:
-            warm_up_draft(draft, graphs, runner.rows)
-        return draft
+
+    def _make_graphs(self, runner: Runner, features: torch.Tensor | None = None) -> Graphs | None:
+        """What captures its passes; None: they are not captured. `features`: of a head, by slot."""
+        if runner.graphs is None or not self.attention.can_capture:
+            return None
+        vocab_size = self._target.spec.vocab_size
+        return Graphs(
+            self.device, runner.rows, self.model, self._max_batch_rows, vocab_size=vocab_size, features=features
+        )
 
     @property
     def _max_batch_rows(self) -> int:

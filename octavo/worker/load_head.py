@@ -33,6 +33,7 @@ def head_loader(target: Loader, checkpoint: Checkpoint, settings: SpeculationSet
 
 class HeadLoader(DraftLoader):
     model: DraftHead
+    num_stores = 2  # the other one has features
 
     def _take_limits(self) -> None:
         """The model's, in its arithmetic. Beyond its own context the head does not draft."""
@@ -63,6 +64,16 @@ class HeadLoader(DraftLoader):
             self._elsewhere(checkpoint),
         )
 
+    def choose(self, checkpoint: Checkpoint) -> BuildContext:
+        context = super().choose(checkpoint)
+        if self.attention.name == "flashinfer":
+            with self._about():
+                raise ConfigError(
+                    "attention by flashinfer cannot leave out the first key, which a head does not have: leave --attention-backend "
+                    "out, or use triton"
+                )
+        return context
+
     def _check_shares(self, checkpoint: Checkpoint, context: BuildContext) -> None:
         """The layers of an MTP head are like the model's."""
 
@@ -87,6 +98,9 @@ class HeadLoader(DraftLoader):
         feature_pages = Pages([store], 0, self.device, num_host_pages)
         filled = FeaturePages(runner.rows, self.limits.max_num_seqs, num_pages, num_host_pages)
         vocab_size = self._target.spec.vocab_size
+        features = store.view(-1, store.shape[-1])
+        if runner.graphs is not None:
+            runner.graphs.keep_features(features)
         return HeadDrafter(
             self.model,
             steps,
@@ -98,6 +112,7 @@ class HeadLoader(DraftLoader):
             filled,
             vocab_size,
             max_tokens,
+            self._make_graphs(runner, features),
         )
 
 

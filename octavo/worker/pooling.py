@@ -39,6 +39,7 @@ def take_pooled(
         assembled.sample_last[others],
         assembled.last,
         assembled.token_rows,
+        assembled.positions,
     )
 
 

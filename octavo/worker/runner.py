@@ -82,7 +82,7 @@ class Runner:
             models = [self.model] if draft is None else [self.model, draft.model]
             self._offloaded.keep((tensor for model in models for tensor in tensors_of(model)), moved)
             if not keeps_pages:
-                self._offloaded.drop(self.pages.layers if draft is None else self.pages.layers + draft.pages.layers)
+                self._offloaded.drop(self.pages.layers if draft is None else self.pages.layers + draft.stores)
         self.device.memory_use()  # the allocator frees what it would keep for later tensors
 
     def wake_up(self, moved: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from octavo.spec import ModelSpec
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.graphs import Graphs
 from octavo.worker.memory.measure import DEMANDING, trial_columns
-from octavo.worker.rows import NO_CHANGES, RowState
+from octavo.worker.rows import NO_CHANGES
 from octavo.worker.runner import Runner
 
 _WARMUP_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows use separate kernels
@@ -123,13 +123,16 @@ class TrialSteps:
         runner.rows.tokens.zero_()
 
 
-def warm_up_draft(draft: DraftModel, graphs: Graphs, rows: RowState) -> None:
-    """Compile the Triton kernels of a draft model's passes, in parallel."""
+def warm_up_draft(draft: DraftModel, graphs: Graphs, runner: Runner) -> None:
+    """Compile the Triton kernels of a draft model's passes, in parallel, and those of the features in the model's steps."""
+    rows = runner.rows
     rows.sampling.enter(0, SamplingParams(temperature=0.0), 0, 1, [])
     with importlib.import_module("octavo.kernels.triton.runtime.warmup").warmup(usable_cores()):
         draft.compute(trial_columns(min(_WARMUP_PROMPT, rows.width - 1), 1))
         for size in _WARMUP_SIZES[:4]:
             graphs.warm_up(size, is_shared=False)
+        if runner.graphs is not None and runner.model.tap is not None:
+            runner.graphs.warm_up(1, is_shared=False)
         warm_up_gates(draft.model, _WARMUP_SIZES[-1])
     rows.sampling.leave(0)
     rows.tokens.zero_()  # nothing was sampled

@@ -49,6 +49,7 @@ class Case:
     has_norms: bool = False
     shared_pages: int = 0  # leading pages that all rows share
     has_sinks: bool = False
+    first: int = 0  # the first position that the mixed step sees
 
     @property
     def spec(self) -> ModelSpec:
@@ -104,6 +105,7 @@ def attend(backend: AttentionBackend, case: Case, seed: int = 3) -> torch.Tensor
     batch = make_batch([(row, count) for row, (_, count) in zip(rows, case.mix, strict=True)], case.page_size)
     if case.shared_pages:
         batch.prefix_len = torch.tensor([case.shared_pages * case.page_size], dtype=torch.int32)
+    layer = dataclasses.replace(layer, first=case.first)
     return step(batch).float()
 
 
@@ -162,6 +164,40 @@ def test_a_shared_prefix_is_read_once_for_all(page_size: int) -> None:
     agree(Case(HEADS[0], [*mix, (2 * page_size, 9)], page_size, shared_pages=1))
 
 
+BACKENDS = [TritonAttention, InvariantTritonAttention]
+BEHIND = {
+    "decodes": [(1, 1), (16, 1), (150, 1), (23, 1)],
+    "chunks": [(1, 8), (20, 3), (40, 70)],
+    "both": [(2, 1), (15, 1), (1, 1), (33, 9), (1, 31)],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("mix", cases(BEHIND, "decodes", "both"))
+@pytest.mark.parametrize("first", [1, 3])
+def test_first_keys_that_no_token_sees(backend: type[TritonAttention], mix: str, first: int) -> None:
+    """As for a draft head, which has nothing at position 0."""
+    rows = [(before + first - 1, count) for before, count in BEHIND[mix]]
+    for heads, page_size in cases(itertools.product(HEADS, (4, 16)), (HEADS[0], 16)):
+        case = Case(heads, rows, page_size, first=first)
+        agree(case, tolerance=3e-4, backend=backend)
+        seen = attend(backend(), dataclasses.replace(case, first=0))
+        assert (attend(backend(), case) - seen).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda kind: kind.__name__)
+def test_first_keys_are_not_seen_behind_a_shared_prefix(backend: type[TritonAttention]) -> None:
+    agree(Case((4, 2, 16), [(33, 1), (32, 1), (40, 1)], shared_pages=2, first=1), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda kind: kind.__name__)
+def test_a_token_that_sees_no_key_gets_zeros(backend: type[TritonAttention]) -> None:
+    """As in a trial step of a head, which begins at position 0."""
+    found = attend(backend(), Case((4, 2, 16), [(0, 1), (18, 1), (0, 9)], first=1))
+    assert found.isfinite().all()
+    assert found.any(dim=1).tolist() == [False, True, False, *[True] * 8]
+
+
 @pytest.mark.gpu
 def test_many_long_rows() -> None:
     rng = random.Random(1)
@@ -170,6 +206,7 @@ def test_many_long_rows() -> None:
         agree(Case(heads, [(length, 1) for length in lens], dtype=torch.bfloat16), tolerance=3e-2)
         rows = [(length, rng.choice((1, 7, 130))) for length in lens]
         agree(Case(heads, rows, dtype=torch.bfloat16), tolerance=3e-2)
+        agree(Case(heads, rows, dtype=torch.bfloat16, first=1), tolerance=3e-2)
 
 
 @pytest.mark.parametrize(("capability", "is_taken"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])

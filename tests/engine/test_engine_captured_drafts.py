@@ -15,8 +15,11 @@ from octavo import LLM, SamplingParams
 from octavo.engine.build import Engine
 from octavo.messages import most_samples
 from octavo.schedule.step_costs import VERIFY_TOKENS
+from octavo.weights.sources.source import local
+from octavo.worker.draft_head import HeadDrafter
 from octavo.worker.trial_steps import TrialSteps
 from tests.doubles import write_byte_tokenizer
+from tests.draft_heads import DraftsMade, Eagle3Reference, MTPReference, few_tokens_of, write_eagle3, write_mtp
 from tests.worker.eager_graphs import EagerGraphs
 from tests.worker.tiny import disturbed, write_tiny_llama
 
@@ -37,11 +40,13 @@ def capture(loop: Any, max_rows: int) -> list[EagerGraphs]:
     loop.executor._thread.shutdown()
     loop.executor._thread = None  # steps are launched as on a GPU
     loop.executor.overlap = True  # and the next plan is made while one is in flight
-    runner.graphs = EagerGraphs(runner.rows, runner.model, runner.staging, most_samples(max_rows))
+    draft, most = runner.draft, most_samples(max_rows)
+    given = (draft._features, draft._vocab_size) if isinstance(draft, HeadDrafter) else ()
+    runner.graphs = EagerGraphs(runner.rows, runner.model, runner.staging, most, *given)
     found = [runner.graphs]
-    if runner.draft is not None:
-        runner.draft.graphs = EagerGraphs(runner.rows, runner.draft.model, runner.staging, most_samples(max_rows))
-        found.append(runner.draft.graphs)
+    if draft is not None:
+        draft.graphs = EagerGraphs(runner.rows, draft.model, runner.staging, most, *given)
+        found.append(draft.graphs)
     return found
 
 
@@ -105,6 +110,55 @@ def test_what_the_model_drafts_for_itself_is_always_right(source, temperature):
     assert runs.count(5) > 10
     assert 15 in graphs.sizes, "three rows that verify four tokens"
     assert 6 in drafting.sizes, "three rows that lack a token, and their own last one"
+
+
+@pytest.fixture(scope="module")
+def heads(source, tmp_path_factory):
+    """For each kind of draft head: the model, the head's folder, what it must say, and two of its tokens."""
+    folder = tmp_path_factory.mktemp("heads")
+    write_mtp(folder / "deepseek")
+    write_byte_tokenizer(folder / "deepseek")
+    eagle3 = write_eagle3(folder / "eagle3", source.path, tapped=[0, 1, 2])
+    return {
+        "eagle3": (source, str(eagle3), Eagle3Reference(source.path, eagle3), few_tokens_of(eagle3)),
+        "mtp": (local(folder / "deepseek"), "", MTPReference(folder / "deepseek"), [7, 100]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_what_a_head_drafts_is_what_its_reference_drafts(heads, kind):
+    """Features are written by captured steps, read by captured passes, and the head's own are chained in them."""
+    model, head, reference, two = heads[kind]
+    config = {"method": kind, "num_speculative_tokens": 4, "adaptive": False} | ({"model": head} if head else {})
+    options = {"page_size": 4, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**21, "cpu_threads": 1}
+    with LLM(str(model.path), speculative_config=json.dumps(config), enforce_eager=True, **options) as llm:
+        graphs, drafting = capture(llm._loop, 4)
+        made = DraftsMade(llm._loop.executor._runner.draft)
+        prompts = [[1, 2, 3], [4] * 9, [5, 6] * 12, [7]]
+        # With two tokens alone, a random head is right half the time, and then lacks the tokens that it was right about.
+        for among in ((), two):
+            bias = dict.fromkeys(among, 90.0) or None
+            params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logit_bias=bias)
+            llm.generate(prompts, params, use_tqdm=False)
+            assert sum(len(tokens) == 4 for _, tokens in made.found) > 30
+            assert not made.different(reference, among)
+            made.found.clear()
+    assert max(drafting.sizes) > 5, "rows that lack tokens"
+    assert max(graphs.sizes) > 12, "rows that verify tokens"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_drafts_of_a_head_change_nothing(heads, tmp_path, kind):
+    model, head, _, two = heads[kind]
+    memory = {"eagle3": 3 * 2**16, "mtp": 3 * 2**17}[kind]
+    options = OPTIONS | {"kv_cache_memory_bytes": memory}
+    campaign = Captured(model, options, tmp_path, eagle3=head, has_mtp=kind == "mtp")
+    campaign.leaning = two
+    campaign.check(3, 40, [kind])
+    seen = campaign.seen
+    assert not seen.different, seen.different[0]
+    assert seen.drafted > 300 and seen.accepted > 25 and seen.drafted - seen.accepted > 100, seen
+    assert seen.preemptions > 2 and seen.deaths > 0 and campaign.num_replays > 500, seen
 
 
 def test_steps_and_passes_are_timed_as_they_are_replayed(source):

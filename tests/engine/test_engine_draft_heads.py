@@ -5,7 +5,6 @@ import json
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +25,7 @@ from octavo.worker.draft_head import HeadDrafter
 from octavo.worker.dry_run import DryRun
 from octavo.worker.load import Loader
 from tests.doubles import write_byte_tokenizer
-from tests.draft_heads import VOCAB_SIZE, Eagle3Reference, MTPReference, write_eagle3, write_mtp
+from tests.draft_heads import VOCAB_SIZE, Eagle3Reference, MTPReference, few_tokens_of, write_eagle3, write_mtp
 from tests.engine.test_engine_draft_model import results_of, run
 from tests.worker.tiny import disturbed, tiny_config, write_tiny_llama
 
@@ -233,30 +232,17 @@ def test_behind_pages_from_a_tier_it_does_not_draft(llama, tmp_path, monkeypatch
 # ── tokens ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def leaning(requests, tokens: list[int]):
-    """Most of the requests want these few tokens, so that a random head is right now and then."""
-    bias = dict.fromkeys(tokens, 60.0)
-    for number, request in enumerate(requests):
-        if number % 4 and not request.params.grammar:
-            params = msgspec.structs.replace(request.params, logit_bias=bias)
-            requests[number] = msgspec.structs.replace(request, params=params)
-    return requests
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_drafts_of_a_head_change_nothing(llama, deepseek, tmp_path, monkeypatch, kind):
     """Greedy, seeded, with penalties, grammars and stops, preempted, killed and replayed."""
     monkeypatch.setattr(identity, "FORM_SHARE", 0.05)
     head = write_eagle3(tmp_path / "head", llama, tapped=[0, 1, 2])
-    offsets = load_file(head / "model.safetensors")["d2t"]
-    tokens = (offsets + torch.arange(len(offsets)))[[5, 40]].tolist()
-    random_requests = identity.random_requests
-    monkeypatch.setattr(identity, "random_requests", lambda *given: leaning(random_requests(*given), tokens))
     model = llama if kind == "eagle3" else deepseek
     speculative = eagle3(head) if kind == "eagle3" else mtp()
     memory = 90 * start_engine_page_bytes(model, speculative)
     options = {"kv_cache_memory_bytes": memory, "max_model_len": 320, "cpu_threads": 1}
     campaign = Campaign(local(model), options, tmp_path, eagle3=str(head), has_mtp=True)
+    campaign.leaning = few_tokens_of(head)
     campaign.check(3, 40, [kind])
     seen = campaign.seen
     assert not seen.different, seen.different[0]

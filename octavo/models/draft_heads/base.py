@@ -23,6 +23,9 @@ from octavo.spec import ModelSpec
 FIRST = 1
 """The first position that a head computes."""
 
+_NEVER = -1e30
+"""Logit of tokens that a head does not have. Finite: a row may allow none of the others."""
+
 
 class DraftHead(DecoderModel):
     """`target`: the model that it drafts for, whose embedding it uses unless it has one of its own. `spec`: of the head's layers, and of the
@@ -67,6 +70,14 @@ class DraftHead(DecoderModel):
     def chained(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, D] that logits() is given → the feature that stands for the model's at these positions. It may be the same tensor."""
         return hidden
+
+    def spread(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """[S, Vd] → [S, V]: of the model's tokens."""
+        if self.vocabulary is None:
+            return logits[:, :vocab_size]
+        lowest = max(_NEVER, torch.finfo(logits.dtype).min)
+        spread = logits.new_full((len(logits), vocab_size), lowest)
+        return spread.index_copy_(1, self.vocabulary, logits)
 
 
 def halves(first: WeightSlots, second: WeightSlots) -> WeightSlots:

@@ -143,7 +143,7 @@ class Model(DraftHead):
         self._feeds_normed = bool(config["norm_output"])
         self._vocab_size = spec.vocab_size
         self._has_map = draft_size < spec.vocab_size
-        self.vocabulary = torch.arange(draft_size)
+        self.vocabulary = torch.arange(draft_size, device=context.device)
 
     def _make_layers(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> list[llama.Layer]:
         has_norms = config["model_type"] == _HEAD_NORMS
@@ -204,7 +204,7 @@ class Model(DraftHead):
             return
         if offsets.is_floating_point():
             raise ConfigError("the checkpoint's tensor d2t is not of whole numbers")
-        tokens = self.vocabulary + offsets.long()
+        tokens = self.vocabulary + offsets.to(self.vocabulary.device).long()
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             raise ConfigError(f"the checkpoint's tensor d2t leads to tokens beyond the model's {self._vocab_size:,}")
         if len(set(tokens.tolist())) < len(tokens):

@@ -79,6 +79,7 @@ def plan_rows(
     *,
     min_chunk: int = MIN_CHUNK,
     window: int = 0,
+    first: int = 0,
     prefix_len: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> DecodeWork:
@@ -92,6 +93,7 @@ def plan_rows(
     _plan_kernel[(num_rows,)](
         *(seq_lens, prefix_len, items, num_rows, num_items, chunks, min_chunk),
         WINDOW=window,
+        FIRST=first,
         ROWS=max(1024, triton.next_power_of_2(num_rows)),
         PDL=pdl,
         **({"launch_pdl": True} if pdl else {}),
@@ -109,6 +111,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     chunks,
     min_chunk,
     WINDOW: tl.constexpr,
+    FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -122,6 +125,8 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     begins = tl.zeros_like(ends)
     if WINDOW > 0:
         begins = tl.maximum(ends - WINDOW, 0)
+    if FIRST > 0:
+        begins = tl.minimum(tl.maximum(begins, FIRST), ends)
     if prefix_len is not None:
         begins = tl.minimum(ends, tl.load(prefix_len))
     keys = ends - begins

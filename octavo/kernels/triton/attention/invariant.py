@@ -71,8 +71,8 @@ def _finish(acc, largest, total, sinks, is_head):  # type: ignore[no-untyped-def
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, pages, table, key_at, value_at, position, first, last,
-    HEAD: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attend to the cells first … last − 1 of one split → weighted values [M, D], largest exponent (base 2) and sum of powers
     [M]. Every block is masked, so that all blocks take the same code."""
@@ -93,6 +93,8 @@ def _attend(  # type: ignore[no-untyped-def]
         is_seen = cells[None, :] <= position[:, None]
         if WINDOW > 0:
             is_seen &= cells[None, :] > position[:, None] - WINDOW
+        if FIRST > 0:
+            is_seen &= (cells >= FIRST)[None, :]
         scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1) * factor)
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
@@ -135,6 +137,7 @@ def _tiles(  # type: ignore[no-untyped-def]
     HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    FIRST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -173,7 +176,7 @@ def _tiles(  # type: ignore[no-untyped-def]
         more, more_largest, more_total = _attend(
             query, pages, table, kv_head * (PAGE * HEAD), (KV_HEADS + kv_head) * (PAGE * HEAD), position,
             tl.maximum(split * SPLIT, first), tl.minimum((split + 1) * SPLIT, last),
-            HEAD, KV_HEADS, PAGE, WINDOW, SOFTCAP, SCALE, BLOCK_N,
+            HEAD, KV_HEADS, PAGE, WINDOW, FIRST, SOFTCAP, SCALE, BLOCK_N,
         )  # fmt: skip
         if num_parts > 1:
             slot = (number.to(tl.int64) * max_splits + split) * NUM_HEADS
@@ -266,6 +269,7 @@ class InvariantAttention:
         *,
         scale: float,
         window: int = 0,
+        first: int = 0,  # no token sees the cells before this position
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,  # [H] float32: per head, one more score in the softmax, without a value
         is_decode: bool = False,  # every tile is one token
@@ -299,8 +303,8 @@ class InvariantAttention:
                 page_table.stride(0), max_splits,
             ),
             (
-                num_kv_heads, group, pack, size, padded, page_size, window, softcap, scale, tile.block_m, tile.block_n,
-                SPLIT,
+                num_kv_heads, group, pack, size, padded, page_size, window, first, softcap, scale, tile.block_m,
+                tile.block_n, SPLIT,
             ),
             {"num_warps": tile.num_warps, "num_stages": stages},
         )  # fmt: skip

@@ -280,7 +280,7 @@ class DecodeAttention:
         self._partial_out = self._scratch(self._max_items, num_heads, head_size)
         self._partial_lse = self._scratch(self._max_items, num_heads)
         self._arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
-        self._items: dict[int, torch.Tensor] = {}  # by window
+        self._items: dict[tuple[int, int], torch.Tensor] = {}  # by window and first position
         self._prefix: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(
@@ -288,6 +288,7 @@ class DecodeAttention:
         seq_lens: torch.Tensor,
         *,
         window: int = 0,
+        first: int = 0,
         prefix_len: torch.Tensor | None = None,
         chunks: int = 0,
         min_chunk: int = MIN_CHUNK,
@@ -295,17 +296,24 @@ class DecodeAttention:
     ) -> DecodeWork:
         """Split rows with seq_lens [B] int32 (0: padding) into items: once per step for each window size of the layers.
 
-        window: only the last `window` positions count, the token's own included; 0: all. prefix_len [1] int32, a multiple
+        window: only the last `window` positions count, the token's own included; 0: all. first: positions before it do not count, and a row
+        that has no others gets zeros. prefix_len [1] int32, a multiple
         of the page size: every row that is not padding begins with the same pages for that many tokens; 0 on the device: no
         prefix. A captured graph fixes the number of rows, the chunks and whether prefix_len is given, but not the lengths."""
         assert not (window and prefix_len is not None), "a shared prefix is not supported under a sliding window"
+        assert not (first and prefix_len is not None), "a shared prefix is read from position 0 on"
         assert seq_lens.shape[0] <= self._max_rows
-        if window not in self._items:
+        if (window, first) not in self._items:
             shape = (self._max_items, FIELDS.value)
-            self._items[window] = torch.empty(shape, dtype=torch.int32, device=self._device)
+            self._items[window, first] = torch.empty(shape, dtype=torch.int32, device=self._device)
         chunks = chunks or num_chunks(seq_lens.shape[0], self._num_kv_heads)
         return plan_rows(
-            *(seq_lens, self._items[window], chunks), min_chunk=min_chunk, window=window, prefix_len=prefix_len, pdl=pdl
+            *(seq_lens, self._items[window, first], chunks),
+            min_chunk=min_chunk,
+            window=window,
+            first=first,
+            prefix_len=prefix_len,
+            pdl=pdl,
         )
 
     def run(

@@ -53,7 +53,7 @@ def choose_tile(
 ) -> Tile:
     """Choose a tile by shape: the fastest that benchmarks/kernels/paged_prefill.py measured on an H200.
 
-    `needs_general`: the layer has a window, a soft cap or sinks, which the specialised kernel does not support."""
+    `needs_general`: the layer has a window, a soft cap, sinks or keys that no token sees, which the specialised kernel does not support."""
     padded = triton.next_power_of_2(head_size)
     if capability == (9, 0) and not needs_general:
         from octavo.kernels.triton.attention import paged_prefill_hopper  # needs Gluon, which other GPUs do not
@@ -112,8 +112,8 @@ def _block(  # type: ignore[no-untyped-def]
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, acc, largest, total, kv, table, token, key_at, value_at, position, first, last, end,
-    HEAD: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    HEAD: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the cells first … last − 1. MASKED: some of them are not seen by all rows of the tile."""
     column = tl.arange(0, acc.shape[1])
@@ -131,9 +131,11 @@ def _attend(  # type: ignore[no-untyped-def]
             is_seen = cells[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_seen &= cells[None, :] > position[:, None] - WINDOW
+            if FIRST > 0:
+                is_seen &= (cells >= FIRST)[None, :]
             scores = tl.where(is_seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
-        if MASKED and WINDOW > 0:  # a row may have seen nothing so far, and exp2(-inf - -inf) is NaN
+        if MASKED and (WINDOW > 0 or FIRST > 0):  # a row may have seen nothing so far, and exp2(-inf - -inf) is NaN
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         else:
             shift = new_largest
@@ -151,8 +153,9 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _runs(first_position, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Begins and ends of three runs of cells: the left edge of the window, cells seen by all rows of the tile, the diagonal.
+def _runs(first_position, last, WINDOW: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Begins and ends of three runs of cells: the left edge of the window, or the block with the first cell that is seen at all; cells seen by
+    all rows of the tile; the diagonal.
     Only the middle one needs no mask."""
     all_see = (first_position + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
@@ -160,6 +163,9 @@ def _runs(first_position, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  #
         edge = tl.maximum(first, tl.cdiv(tl.maximum(last - WINDOW, 0), BLOCK_N) * BLOCK_N)
         all_see = tl.maximum(all_see, edge)
         return (first, edge, all_see), (tl.minimum(edge, last), all_see, last)
+    elif FIRST > 0:
+        edge = tl.minimum(all_see, BLOCK_N)
+        return (0, edge, all_see), (edge, all_see, last)
     else:
         return (0, 0, all_see), (0, all_see, last)
 
@@ -184,7 +190,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     sinks,  # [H] float32 or None
     q_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALE: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, SOFTCAP: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = BLOCK_M // PACK
@@ -217,15 +223,17 @@ def _prefill(  # type: ignore[no-untyped-def]
     acc = tl.zeros((BLOCK_M, HEAD_PADDED), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # score, times log2(e)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    starts, ends = _runs(first_position, last, WINDOW, BLOCK_N)
+    starts, ends = _runs(first_position, last, WINDOW, FIRST, BLOCK_N)
     for run in tl.static_range(3):
-        if WINDOW > 0 or run > 0:
+        if (WINDOW > 0 or FIRST > 0) or run > 0:
             acc, largest, total = _attend(
                 query, acc, largest, total, kv, table, token - first_position, key_at, value_at, position,
-                starts[run], ends[run], end, HEAD, KV_HEADS, PAGE, WINDOW, SOFTCAP, SCALE, BLOCK_N, run != 1,
+                starts[run], ends[run], end, HEAD, KV_HEADS, PAGE, WINDOW, FIRST, SOFTCAP, SCALE, BLOCK_N, run != 1,
             )  # fmt: skip
     if sinks is not None:
         total = with_sinks(largest, total, sinks + kv_head * GROUP + in_group, in_group < GROUP)
+    if FIRST > 0:  # a query before that position has seen nothing
+        total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     place = out + (at * (KV_HEADS * GROUP * HEAD) + head)[:, None] + column[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=mask)
@@ -245,11 +253,13 @@ def paged_prefill(
     *,
     scale: float,
     window: int = 0,
+    first: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,  # [H] float32: per head, one more score in the softmax, without a value
     has_no_prefix: bool = False,
 ) -> None:
     """Attend: each query token sees the cells of its row up to its own position, or the last `window` of them.
+    None sees the cells before `first`; one that sees no other gets zeros.
 
     `has_no_prefix`: no row has a prefix, and `heads` holds keys and values as the pages do (normalised, rotated, finite): read
     them from there, in blocks instead of page by page. Needs a head size that is a power of two."""
@@ -266,16 +276,17 @@ def paged_prefill(
     if tile.is_specialised:
         from octavo.kernels.triton.attention import paged_prefill_hopper
 
-        assert not window and not softcap and sinks is None
+        assert not window and not first and not softcap and sinks is None
         paged_prefill_hopper.launch(heads, pages, page_table, tiles, out, scale=scale, has_no_prefix=has_no_prefix)
         return
+    assert first <= tile.block_n and not (first and window)
     kv = whole_blocks(heads, tile.block_n) if has_no_prefix else pages
     pack = tile.heads(group)
     _launch_prefill(
         (num_kv_heads * -(-group // pack), tiles.shape[0], 1),
         (heads, kv, page_table, tiles, out, sinks, heads.stride(0), page_table.stride(0)),
         (
-            num_kv_heads, group, pack, size, padded, 0 if has_no_prefix else page_size, window, softcap, scale,
+            num_kv_heads, group, pack, size, padded, 0 if has_no_prefix else page_size, window, first, softcap, scale,
             tile.block_m, tile.block_n,
         ),
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},

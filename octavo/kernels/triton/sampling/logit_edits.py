@@ -123,7 +123,7 @@ def penalise(
         (OUTPUT, max_output_len),
         (EVERY_OUTPUT, max_output_len if has_frequency else 0),
     ):
-        if length:
+        if length > 0:  # samples of a draft model inside a prompt do not count, and have no output
             _penalise[(triton.cdiv(length, _BLOCK), num_rows)](
                 logits, tokens, records, wide, vocab_size, logits.stride(0), tokens.stride(0),
                 PHASE=phase.value, BLOCK=_BLOCK, num_warps=4,
