@@ -12,7 +12,8 @@ engine, without speculation and with each drafter, among others, preempted, cont
 Tokens, logprobs and ends must be equal, to the bit.
 
 cpu: copy and edit work, chat and JSON answers at 1, 8 and 32 clients, with --speculative-config auto and none, in turn. Both engines
-live in one process; tokens per second are medians over rounds, and the ratio is of the two sides of a round.
+live in one process. --works again --sides none,suffix,recent asks for much the same in each round; recent drafts from the answers of earlier
+rounds (suffix_decoding_max_cached_requests). Tokens per second are medians over rounds, and the ratio is of the two sides of a round.
 
 gpu: one engine with the shape of Llama-3.1-8B, random weights and an acceptance by a made-up rule: what a verifying step costs, tokens
 per second of one stream and of 256, with drafts and without in turn, what the host takes, and a draft model of the shape of Qwen3-0.6B.
