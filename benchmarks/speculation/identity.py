@@ -132,7 +132,9 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
 
 
 def _predict(request: GenerateRequest, tokens: list[int], r: random.Random, drafter: str) -> GenerateRequest:
-    if r.random() < (0.8 if drafter in RARELY_PREDICTED else 0.3):  # a request with a prediction is not drafted by a model
+    if r.random() < (
+        0.8 if drafter in RARELY_PREDICTED else 0.3
+    ):  # a request with a prediction is not drafted by a model
         return request
     wrong = r.choice([0.0, 0.02, 0.1, 0.3])
     prediction = tuple(token if r.random() >= wrong else r.choice(tokens) for token in tokens)

@@ -18,10 +18,19 @@ _NEEDS_MODEL = {"draft_model": "a draft model", "eagle3": "an EAGLE-3 head"}
 FLAG = "--speculative-config"
 MAX_DRAFT = MIN_SAMPLES - 1
 MAX_NGRAM = 16
-MAX_CACHED_REQUESTS = 1_000_000
+_MOST_CACHED = 1_000_000
 _MOST_RANKS = 1024
 MAX_PREDICTION = 16384  # tokens
-_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive", _CACHED, _RANKS)
+_KEYS = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "adaptive",
+    _CACHED,
+    _RANKS,
+)
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
@@ -32,7 +41,9 @@ class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
     is_adaptive: bool = True  # False: as many as can be had, whatever they cost
     model: str = ""  # the draft model or the EAGLE-3 head: a folder, a .gguf file or a hub id
     max_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: any number
-    max_cached_requests: int = 0  # of a key, whose outputs its next requests draft from; 0: a request drafts from its own text only
+    max_cached_requests: int = (
+        0  # of a key, whose outputs its next requests draft from; 0: a request drafts from its own text only
+    )
 
     @property
     def is_by_model(self) -> bool:
@@ -78,13 +89,11 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
     if type(is_adaptive) is not bool:
         raise ConfigError(f"{FLAG}: adaptive must be true or false, got {quote(is_adaptive)}")
     num_tokens = _number(values, "num_speculative_tokens", 8, MAX_DRAFT)
-    num_cached = _number(values, _CACHED, 0, MAX_CACHED_REQUESTS, least=0)
+    num_cached = _number(values, _CACHED, 0, _MOST_CACHED, least=0)
     if num_cached and method != "suffix":
         raise ConfigError(f"{FLAG}: {_CACHED} is for the method suffix, not for {quote(method)}: leave one of them out")
     chosen: Method = "ngram" if method == "auto" else method
-    return SpeculationSettings(
-        chosen, num_tokens, least, most, is_adaptive, model, max_cached_requests=num_cached
-    )
+    return SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model, max_cached_requests=num_cached)
 
 
 def named_ranks(text: str) -> int | None:

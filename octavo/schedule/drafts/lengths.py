@@ -124,9 +124,7 @@ class CostSpeculation:
         offers: list[_Offered] = []
         if self._recent is not None:
             drafters = (request.drafter for _, request in rows)
-            self._recent.index(
-                dict.fromkeys(each.follower.key for each in drafters if isinstance(each, RecentDrafter))
-            )
+            self._recent.index(dict.fromkeys(each.follower.key for each in drafters if isinstance(each, RecentDrafter)))
         for at, request in rows:
             assert request.drafter is not None
             request.drafter.learn(request.tokens)

@@ -113,9 +113,7 @@ class Follower:
         """Parts that were forgotten since it last looked are not looked for again."""
         by_number = {part.number: part for part in self._outputs.parts(self.key)}
         self._num_learned, self._luck.state = state.num_learned, state.luck
-        self._ends = [
-            _End(by_number[number], at, length) for number, at, length in state.ends if number in by_number
-        ]
+        self._ends = [_End(by_number[number], at, length) for number, at, length in state.ends if number in by_number]
         self._part = by_number.get(state.part)
         if self._part is not None:
             self._place, self.match = state.place, state.match
