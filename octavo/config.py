@@ -234,7 +234,9 @@ class SchedulerConfig:
         "same tokens), suffix (the place with the longest match), draft_model (a smaller model of the same vocabulary, named by model), "
         "eagle3 (an EAGLE-3 head, named by model), mtp (the model's own layers for multi-token prediction; the last "
         "three with several ranks on a CPU) or none; num_speculative_tokens: most drafted tokens of a row in a step "
-        "(8); prompt_lookup_min, prompt_lookup_max: tokens that ngram looks for (2, 4); adaptive: false drafts whatever it costs. "
+        "(8); prompt_lookup_min, prompt_lookup_max: tokens that ngram looks for (2, 4); suffix_decoding_max_cached_requests: "
+        "suffix also drafts from the outputs of the last so many requests of the same API key and cache_salt (0: from none); grammar: false "
+        "drafts nothing because a grammar forces it; adaptive: false drafts whatever it costs. "
         "auto: ngram on a CPU with native kernels, where drafts are as long as their measured cost is worth; else none",
         kind="json",
     )

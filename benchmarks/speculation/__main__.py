@@ -15,7 +15,8 @@ Tokens, logprobs and ends must be equal, to the bit. The models small and small-
 three of four requests want two tokens, so that it is right now and then.
 
 cpu: copy and edit work, chat and JSON answers at 1, 8 and 32 clients, with --speculative-config auto and none, in turn. Both engines
-live in one process; tokens per second are medians over rounds, and the ratio is of the two sides of a round.
+live in one process. --works again --sides none,suffix,recent asks for much the same in each round; recent drafts from the answers of earlier
+rounds (suffix_decoding_max_cached_requests). Tokens per second are medians over rounds, and the ratio is of the two sides of a round.
 
 llama-cpp: the same works by llama.cpp's server, without its drafts and with them.
 

@@ -81,8 +81,20 @@ JSON = [
 OBJECT = [
     f"Invent a person who works in a {place}. Answer in JSON." for place in ("bakery", "library", "shipyard", "clinic")
 ]
-SIDES = {"none": '{"method": "none"}', "auto": "", "ngram": '{"method": "ngram"}', "suffix": '{"method": "suffix"}'}
-SIDES["text"] = '{"method": "ngram", "grammar": false}'  # without what grammars force
+# Asked again in each round with another NAME, as an agent does that tries once more: answers are much the same, and not in the prompt.
+NAMES = ["parse", "load", "handle", "process", "compute", "run_task", "make", "find_all", "solve", "resolve"]
+AGAIN = [
+    *(task.replace("Write a Python", "Write a Python 3", 1) + " Call it `NAME`." for task in TASKS[:3]),
+    f"Add a docstring and type hints to every function of this code, and rename `parse_config` to `NAME_config`. Answer with the code only.\n\n```python\n{CODE}```",
+]
+SIDES = {
+    "none": '{"method": "none"}',
+    "auto": "",
+    "ngram": '{"method": "ngram"}',
+    "suffix": '{"method": "suffix"}',
+    "text": '{"method": "ngram", "grammar": false}',  # without what grammars force
+    "recent": '{"method": "suffix", "suffix_decoding_max_cached_requests": 64}',
+}
 
 
 class Work(NamedTuple):
@@ -94,6 +106,7 @@ WORKS = {
     "copy": Work(COPY, SamplingParams(temperature=0.0, max_tokens=256)),
     "chat": Work(CHAT, SamplingParams(temperature=0.7, seed=1, max_tokens=192)),
     "code": Work(TASKS, SamplingParams(temperature=0.0, max_tokens=256)),
+    "again": Work(AGAIN, SamplingParams(temperature=0.0, max_tokens=256)),
     "json": Work(JSON, SamplingParams(temperature=0.0, max_tokens=1024, structured_outputs={"json": PEOPLE})),
     "object": Work(OBJECT, SamplingParams(temperature=0.0, max_tokens=512, structured_outputs={"json": PERSON})),
 }
@@ -112,7 +125,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", default="1,8,32")
-    parser.add_argument("--works", default=",".join(WORKS))
+    parser.add_argument("--works", default="copy,chat,code,json", help=f"of {', '.join(WORKS)}")
     parser.add_argument("--draft-model", default="", help="for the side draft_model")
     parser.add_argument("--most", type=int, default=8, help="num_speculative_tokens of the side draft_model")
     parser.add_argument("--sides", default="none,auto", help="the first is what the others are compared with")
@@ -133,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
         for work in options.works.split(","):
             for clients in map(int, options.clients.split(",")):
                 for side in sides if round_ % 2 else reversed(sides):
-                    done = _run(llms[side], WORKS[work], clients)
+                    done = _run(llms[side], WORKS[work], clients, NAMES[round_ % len(NAMES)])
                     if round_ >= 0:
                         runs[work, clients, side].append(done)
                 last = [runs[work, clients, side][-1].tokens for side in sides if runs[work, clients, side]]
@@ -152,9 +165,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(llm: LLM, work: Work, clients: int) -> Run:
-    """As many requests at a time as there are clients, four in turn where there is one."""
-    prompts = [work.prompts[at % len(work.prompts)] for at in range(max(clients, len(work.prompts)))]
+def _run(llm: LLM, work: Work, clients: int, name: str) -> Run:
+    """As many requests at a time as there are clients, four in turn where there is one. `name`: in place of NAME in prompts."""
+    asked = [prompt.replace("NAME", name) for prompt in work.prompts]
+    prompts = [asked[at % len(asked)] for at in range(max(clients, len(asked)))]
     batches = [prompts[at : at + clients] for at in range(0, len(prompts), clients)]
     loop = llm._loop
     metrics = next(each for each in loop.observers if isinstance(each, EngineMetrics))
@@ -177,12 +191,11 @@ def _print(runs: dict[tuple[str, int, str], list[Run]], sides: list[str]) -> Non
     )
     for (work, clients, side), some in runs.items():
         base = runs[work, clients, sides[0]]
-        num_tokens = sum(map(len, some[0].tokens))
-        rate = num_tokens / statistics.median(one.seconds for one in some)
+        rate = statistics.median(sum(map(len, one.tokens)) / one.seconds for one in some)
         ratios = [before.seconds / one.seconds for before, one in zip(base, some, strict=True)]
         by_cpu = statistics.median(before.cpu_seconds / one.cpu_seconds for before, one in zip(base, some, strict=True))
         drafted, accepted = some[-1].drafted, some[-1].accepted
         print(
             f"{work:5} {clients:7} {side:7} {rate:9.1f} {statistics.median(ratios):6.2f} {min(ratios):7.2f} {by_cpu:7.2f} "
-            f"{accepted:9} {drafted:8} {num_tokens / max(1, some[-1].steps):12.2f}"
+            f"{accepted:9} {drafted:8} {sum(map(len, some[-1].tokens)) / max(1, some[-1].steps):12.2f}"
         )

@@ -33,11 +33,14 @@ from tests.worker.tiny import disturbed
 DRAFTERS = {
     "ngram": '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}',
     "suffix": '{"method": "suffix", "num_speculative_tokens": 5, "adaptive": false}',
+    "recent": '{"method": "suffix", "num_speculative_tokens": 5, "suffix_decoding_max_cached_requests": 20, "adaptive": false}',
     "auto": "",
 }
 DRAFT_MODEL = "draft_model"
 BY_MODEL = (DRAFT_MODEL, "eagle3", "mtp")  # drafters that are added where there is something to draft with
+RARELY_PREDICTED = (*BY_MODEL, "recent")  # drafters that others' predictions would leave little to do
 OFF = '{"method": "none"}'
+AGAIN_SHARE = 0.15  # of requests that are an earlier one once more
 FORM_SHARE = 0.25  # of requests that have a grammar
 NUM_AT_ONCE = 40  # requests that one engine is given; it ends with the last of them
 DEATHS = 0.02  # of steps, after which an engine is killed
@@ -84,7 +87,7 @@ class Seen:
 
 
 def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len: int) -> list[GenerateRequest]:
-    r = random.Random(seed)
+    r, again = random.Random(seed), random.Random(f"{seed} again")
     grammars = [
         grammar_of({"json": SCHEMA}, text.vocabulary),
         grammar_of({"regex": "(yes|no|perhaps), (yes|no|perhaps)( and so on)*"}, text.vocabulary),
@@ -92,6 +95,9 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
     stems = [[r.randrange(3, vocab_size) for _ in range(40)] for _ in range(3)]
     found = []
     for number in range(count):
+        if found and again.random() < AGAIN_SHARE:
+            found.append(msgspec.structs.replace(again.choice(found), id=f"r{seed}-{number}"))
+            continue
         stem = r.choice(stems)
         start = r.randrange(30)
         prompt = stem[start : r.randrange(start + 1, 41)] * r.choice([1, 1, 2, 3])
@@ -121,7 +127,8 @@ def random_requests(seed: int, count: int, text: Text, vocab_size: int, max_len:
         # As admission does: an answer ends where its grammar ends, even with ignore_eos.
         ignores_eos = params.ignore_eos and not params.grammar
         stop_ids = [] if ignores_eos else [*text.eos_ids, *r.choice([(), (stem[7],)])]
-        found.append(GenerateRequest(f"r{seed}-{number}", prompt, params, stop_ids))
+        owner = again.choice([b"", b"key"])
+        found.append(GenerateRequest(f"r{seed}-{number}", prompt, params, stop_ids, owner=owner))
     return found
 
 
@@ -138,7 +145,9 @@ def _leaning(requests: Sequence[GenerateRequest], tokens: Sequence[int], seed: i
 
 
 def _predict(request: GenerateRequest, tokens: list[int], r: random.Random, drafter: str) -> GenerateRequest:
-    if r.random() < (0.8 if drafter in BY_MODEL else 0.3):  # a request with a prediction is not drafted by a model
+    if r.random() < (
+        0.8 if drafter in RARELY_PREDICTED else 0.3
+    ):  # a request with a prediction is not drafted by a model
         return request
     wrong = r.choice([0.0, 0.02, 0.1, 0.3])
     prediction = tuple(token if r.random() >= wrong else r.choice(tokens) for token in tokens)

@@ -12,11 +12,13 @@ Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 _BY_MODEL = ("draft_model", "eagle3", "mtp")
 _NAMES: dict[str, Any] = {"deepseek_mtp": "mtp"}  # other names for a method
 _NGRAM_AS_MODEL = ("ngram", "[ngram]")  # as vLLM's earlier start commands name the method
+_CACHED = "suffix_decoding_max_cached_requests"
 _RANKS = "draft_tensor_parallel_size"  # vLLM's; a draft model has the ranks of the model here
 _NEEDS_MODEL = {"draft_model": "a draft model", "eagle3": "an EAGLE-3 head"}
 FLAG = "--speculative-config"
 MAX_DRAFT = MIN_SAMPLES - 1
 MAX_NGRAM = 16
+_MOST_CACHED = 1_000_000
 _MOST_RANKS = 1024
 MAX_PREDICTION = 16384  # tokens
 _KEYS = (
@@ -27,6 +29,7 @@ _KEYS = (
     "prompt_lookup_max",
     "adaptive",
     "grammar",
+    _CACHED,
     _RANKS,
 )
 
@@ -40,6 +43,9 @@ class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
     model: str = ""  # the draft model or the EAGLE-3 head: a folder, a .gguf file or a hub id
     max_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: any number
     asks_grammars: bool = True  # draft what a request's grammar leaves as the only way to go on
+    max_cached_requests: int = (
+        0  # of a key, whose outputs its next requests draft from; 0: a request drafts from its own text only
+    )
 
     @property
     def is_by_model(self) -> bool:
@@ -81,8 +87,12 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
         raise ConfigError(f"{FLAG}: prompt_lookup_min ({least}) is more than prompt_lookup_max ({most})")
     is_adaptive, asks_grammars = _bool(values, "adaptive"), _bool(values, "grammar")
     num_tokens = _number(values, "num_speculative_tokens", 8, MAX_DRAFT)
+    num_cached = _number(values, _CACHED, 0, _MOST_CACHED, least=0)
+    if num_cached and method != "suffix":
+        raise ConfigError(f"{FLAG}: {_CACHED} is for the method suffix, not for {quote(method)}: leave one of them out")
     chosen: Method = "ngram" if method == "auto" else method
-    return SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model, asks_grammars=asks_grammars)
+    settings = SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model)
+    return msgspec.structs.replace(settings, asks_grammars=asks_grammars, max_cached_requests=num_cached)
 
 
 def named_ranks(text: str) -> int | None:
@@ -113,8 +123,8 @@ def _bool(values: dict[str, Any], name: str) -> bool:
     return value
 
 
-def _number(values: dict[str, Any], name: str, default: int, most: int) -> int:
+def _number(values: dict[str, Any], name: str, default: int, most: int, least: int = 1) -> int:
     value = values.get(name, default)
-    if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"{FLAG}: {name} must be a whole number from 1 to {most}, got {quote(value)}")
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"{FLAG}: {name} must be a whole number from {least} to {most}, got {quote(value)}")
     return value

@@ -69,6 +69,7 @@ class Arrived(msgspec.Struct, array_like=True, tag=1, gc=False):
     response_id: str = ""  # as in GenerateRequest; recordings from before decision 035 do not have it
     tenant: int = 0  # ┐ as in GenerateRequest
     weight: float = 1.0  # ┘
+    owner: bytes = b""  # a name of it, as in RequestState; empty: there is none, or not recorded
 
 
 class Aborted(msgspec.Struct, array_like=True, tag=2, gc=False):
@@ -284,6 +285,12 @@ def wishes_of(params: SamplingParams, with_text: bool, name_of: Callable[[str], 
 
 def params_of(wishes: Wishes) -> SamplingParams:
     return msgspec.convert(wishes, SamplingParams)
+
+
+def owner_names() -> Callable[[bytes], bytes]:
+    """Return a function that names the owner of requests without revealing its key; the names differ between recordings."""
+    secret = os.urandom(16)
+    return lambda owner: blake2b(owner, key=secret, digest_size=8).digest() if owner else b""
 
 
 def without_tokens(candidates: Candidates, stop_ids: Container[int]) -> Candidates:

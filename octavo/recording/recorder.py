@@ -41,6 +41,7 @@ from octavo.recording.format import (
     framed,
     gap_chunk,
     grammar_names,
+    owner_names,
     state_chunk,
     stream_chunk,
     wishes_of,
@@ -79,6 +80,7 @@ class Recorder(StepObserver):
             (lambda tokens: tokens) if with_tokens else (lambda tokens: []),
             (lambda candidates, stop_ids: candidates) if with_tokens else without_tokens,
             self._name,
+            owner_names() if with_tokens else None,
         )
         self._encode = msgspec.msgpack.Encoder().encode
         self._is_lost = True  # until the first state
@@ -118,6 +120,7 @@ class Recorder(StepObserver):
                 request.response_id,
                 request.tenant,
                 request.weight,
+                b"" if self._manner.owner is None else self._manner.owner(request.owner),
             )
         )
 

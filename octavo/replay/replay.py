@@ -115,6 +115,9 @@ class RecordedSpeculation:
     def attach(self, request: Request) -> None:
         request.drafter = _UnknownText()
 
+    def finished(self, request: Request) -> None:
+        pass
+
     def choose(
         self,
         rows: Sequence[tuple[int, Request]],
@@ -343,6 +346,7 @@ class Replay:
             response_id=record.response_id,
             tenant=record.tenant,
             weight=record.weight,
+            owner=record.owner,
         )
 
     def _tokens_of(self, state: RequestState) -> list[int]:

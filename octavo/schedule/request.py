@@ -47,6 +47,7 @@ class Request:
         "num_published",
         "num_scored",
         "num_siblings_ahead",
+        "owner",
         "params",
         "pending",
         "place",
@@ -72,6 +73,7 @@ class Request:
         self.id, self.index = source.id, index
         self.response_id = source.response_id or source.id
         self.params: SamplingParams = params
+        self.owner = source.owner  # whose recent outputs it may draft from
         self.seed = choice_seed(params.seed, index)
         self.stop_ids = source.stop_ids
         self.pooling, self.needs_one_step = source.pooling, source.needs_one_step

@@ -1055,6 +1055,8 @@ class Scheduler:
         self._watched.discard(request.sequence)
         if self.fairness is not None:
             self.fairness.leave(request)
+        if self.speculation is not None and request.drafter is not None:
+            self.speculation.finished(request)
         happened.ended.append(request)
         choices = self._open[request.id]
         for other in choices:

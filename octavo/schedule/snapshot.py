@@ -16,8 +16,10 @@ from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.beams.search import BeamSearch, Ended, Path
 from octavo.schedule.drafts.grammar import GrammarDrafter
 from octavo.schedule.drafts.grammar import State as GrammarDrafterState
+from octavo.schedule.drafts.lengths import CostSpeculation, SpeculationState
 from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.model import State as DrafterState
+from octavo.schedule.drafts.recent import FollowerState, recent_of
 from octavo.schedule.fairness import Fairness, FairnessState
 from octavo.schedule.grammar_cache import MAX_BYTES, GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
@@ -44,6 +46,8 @@ class Manner(msgspec.Struct, frozen=True):
     tokens: Callable[[list[int]], list[int]]
     candidates: Callable[[Candidates, Container[int]], Candidates]  # (candidates, the beam's stop ids)
     grammar: Callable[[str], str]  # a name, the same for the same grammar
+    # A name of the owner of a request. None: tokens are not written, and so nothing of which drafts are made, either.
+    owner: Callable[[bytes], bytes] | None
 
 
 class RequestState(msgspec.Struct, array_like=True, gc=False):
@@ -63,8 +67,11 @@ class RequestState(msgspec.Struct, array_like=True, gc=False):
     gives_way: bool = False
     # Of engines that tell tenants apart (decision 053): number, weight, and num_charged.
     tenant: tuple[int, float, int] = (0, 1.0, 0)
-    # Of a request for which a draft model drafts, and of one that its grammar drafts for; what is drafted from text follows from the tokens.
+    # Of a request for which a draft model drafts, and of one that its grammar drafts for; others follow from the tokens …
     drafter: DrafterState | None = None
+    # … but those that draft from recent outputs: a name of the owner, and how far its text was followed through them. None: not recorded.
+    owner: bytes = b""
+    recent: FollowerState | None = None
     grammar_drafter: GrammarDrafterState | None = None
 
 
@@ -122,6 +129,9 @@ class SchedulerState(msgspec.Struct, array_like=True, gc=False):
     cache: CacheState
     costs: StepCosts | None = None
     fairness: FairnessState | None = None  # None: tenants are not told apart
+    speculation: SpeculationState | None = (
+        None  # None: there are no recent outputs to draft from, or they are not recorded
+    )
 
 
 def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
@@ -148,6 +158,7 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         take_cache(scheduler.cache),
         scheduler.costs,
         None if scheduler.fairness is None else scheduler.fairness.state(),
+        _speculation_state(scheduler, manner),
     )
 
 
@@ -164,6 +175,8 @@ def restore(
     scheduler.costs = state.costs
     if scheduler.fairness is not None and state.fairness is not None:
         scheduler.fairness.restore(state.fairness)
+    if isinstance(scheduler.speculation, CostSpeculation) and state.speculation is not None:
+        scheduler.speculation.restore(state.speculation)
     rows = scheduler.rows
     rows.free, rows.left = list(state.free_rows), list(state.leaves)
     scheduler._watched = set(state.watched)
@@ -177,6 +190,9 @@ def restore(
                 request.drafter.state = request_state.drafter
             if isinstance(request.drafter, GrammarDrafter) and request_state.grammar_drafter is not None:
                 request.drafter.state = request_state.grammar_drafter
+            recent = recent_of(request.drafter)
+            if recent is not None and request_state.recent is not None:
+                recent.follower.restore(request_state.recent)
         scheduler._open.setdefault(request.id, []).append(request)
         if scheduler.fairness is not None:
             scheduler.fairness.join(request, *request_state.tenant[:2])
@@ -199,7 +215,7 @@ def restore(
 
 def _request_state(request: Request, manner: Manner, fairness: Fairness | None) -> RequestState:
     assert request.pending == 0, "a step is under way"
-    tenant = request.tenant
+    tenant, recent = request.tenant, recent_of(request.drafter)
     return RequestState(
         _kept_of(request),
         manner.wishes(request.params),
@@ -215,15 +231,26 @@ def _request_state(request: Request, manner: Manner, fairness: Fairness | None) 
         if tenant is None or fairness is None
         else (tenant.number, tenant.weight, fairness.charged_until(request, request.computed)),
         request.drafter.state if isinstance(request.drafter, ModelDrafter) else None,
+        b"" if manner.owner is None else manner.owner(request.owner),
+        None if recent is None or manner.owner is None else recent.follower.state(),
         request.drafter.state if isinstance(request.drafter, GrammarDrafter) else None,
     )
+
+
+def _speculation_state(scheduler: Scheduler, manner: Manner) -> SpeculationState | None:
+    if manner.owner is None or not isinstance(scheduler.speculation, CostSpeculation):
+        return None
+    state = scheduler.speculation.state()
+    if state is not None:
+        state.recent.keys = [(manner.owner(owner), space, parts) for owner, space, parts in state.recent.keys]
+    return state
 
 
 def _request(state: RequestState, params: SamplingParams, tokens: list[int]) -> Request:
     request = Request.__new__(Request)
     for name, value in zip(_KEPT, state.kept, strict=True):
         setattr(request, name, value)
-    request.params, request.tokens = params, tokens
+    request.params, request.tokens, request.owner = params, tokens, state.owner
     request.late_steps, request.late_at, request.sits_out = state.late
     request.pending, request.is_finished = 0, False
     request.drafted, request.draft_source, request.drafter = 0, 0, None

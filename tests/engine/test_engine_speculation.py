@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.speculation.identity import Campaign
 from octavo import LLM, SamplingParams
+from octavo.messages import GenerateRequest
 from tests.doubles import write_byte_tokenizer
 from tests.worker.tiny import disturbed, write_tiny_llama
 
@@ -25,7 +26,7 @@ def source(tmp_path_factory):
 
 def test_drafts_change_nothing(source, tmp_path):
     campaign = Campaign(source, {"kv_cache_memory_bytes": 3 * 2**16, "max_model_len": 320, "cpu_threads": 1}, tmp_path)
-    campaign.check(2, 40, ["ngram", "suffix"])
+    campaign.check(2, 40, ["ngram", "suffix", "recent"])
     seen = campaign.seen
     assert not seen.different, seen.different[0]
     assert seen.drafted > 300 and seen.accepted > 100 and seen.drafted - seen.accepted > 100, seen
@@ -96,6 +97,40 @@ def test_every_position_of_a_draft(source, max_num_seqs):
             assert ours.token_ids == plain.token_ids and ours.logprobs == plain.logprobs
     assert num_steps[16] == 2, "the prompt, and one step with a draft of 15"
     assert max(num_steps) <= 7, "after a mistake, the prediction is found again"
+
+
+def test_a_request_is_drafted_from_recent_outputs_of_its_key(source):
+    """The second time, the whole answer is known. Not to another key or salt, nor if the first one did not speculate; and not without the
+    setting. Tokens are the same."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
+    options = {"page_size": 4, "kv_cache_memory_bytes": 2**18, "cpu_threads": 1}
+
+    def accepted(loop, number: int, owner: bytes = b"a", **changes) -> tuple[int, list[int]]:
+        changed = msgspec.structs.replace(params, **changes)
+        loop.add(GenerateRequest(f"r{number}", [1, 2, 3, 4, 5], changed, [], owner=owner))
+        tokens: list[int] = []
+        while True:
+            for delta in loop.step():
+                tokens += delta.token_ids
+                if delta.finish is not None:
+                    return delta.finish.num_accepted_tokens, tokens
+
+    def engine(**settings) -> LLM:
+        config = {"method": "suffix", "num_speculative_tokens": 8, "adaptive": False, **settings}
+        return LLM(str(source.path), speculative_config=json.dumps(config), **options)
+
+    with engine(suffix_decoding_max_cached_requests=10) as llm:
+        loop = llm._loop
+        plain, tokens = accepted(loop, 0)
+        assert accepted(loop, 1, b"b") == (plain, tokens), "of another key"
+        assert accepted(loop, 2, prefix_salt="salt") == (plain, tokens), "with another salt"
+        again, same = accepted(loop, 3)
+        assert same == tokens and again > plain + 20
+        assert accepted(loop, 4, prefix_salt="salt") == (again, tokens)
+        assert accepted(loop, 5, b"c", use_speculation=False) == (0, tokens)
+        assert accepted(loop, 6, b"c") == (plain, tokens), "the one before did not want it"
+    with engine() as llm:
+        assert [accepted(llm._loop, number) for number in range(2)] == [(plain, tokens)] * 2
 
 
 def _with(params, prediction):

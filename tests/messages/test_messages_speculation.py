@@ -41,6 +41,9 @@ def test_vllms_names():
         assert speculation_of(json.dumps({"method": name}), is_gpu=False) == SpeculationSettings("mtp")
         assert speculation_of(json.dumps({"method": name}), is_gpu=True) == SpeculationSettings("mtp")
     assert [SpeculationSettings(method).is_by_model for method in ("suffix", "mtp", "eagle3")] == [False, True, True]
+    recent = '{"method": "suffix", "suffix_decoding_max_cached_requests": 10000}'
+    assert speculation_of(recent, is_gpu=True) == SpeculationSettings("suffix", max_cached_requests=10000)
+    assert speculation_of(recent.replace("10000", "0"), is_gpu=False) == SpeculationSettings("suffix")
     one_sided = '{"method": "ngram", "prompt_lookup_max": 1}'
     assert speculation_of(one_sided, is_gpu=False) == SpeculationSettings("ngram", 8, 1, 1)
     assert replace(Config(), speculative_config={"method": "none"}).scheduler.speculative_config == '{"method": "none"}'
@@ -71,6 +74,14 @@ def test_vllms_names():
         (
             '{"model": "x", "draft_tensor_parallel_size": 0}',
             "draft_tensor_parallel_size must be a whole number from 1 to 1024, got 0",
+        ),
+        (
+            '{"suffix_decoding_max_cached_requests": 10}',
+            "suffix_decoding_max_cached_requests is for the method suffix, not for 'auto': leave one of them out",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_max_cached_requests": -1}',
+            "suffix_decoding_max_cached_requests must be a whole number from 0 to 1000000, got -1",
         ),
         ('{"adaptive": 1}', "adaptive must be true or false, got 1"),
         ("[]", "must be a JSON object"),

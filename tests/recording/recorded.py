@@ -90,6 +90,7 @@ def report_of(load: Workload) -> EngineReport:
             prompt_lookup_max=2,
             is_adaptive=load.seed % 4 > 1,
             model="the oracle" if load.seed % 3 == 2 else "",
+            max_cached_requests=(0, 1, 4, 8)[load.seed // 3 % 4] if load.seed % 3 == 1 else 0,
         )
         if load.has_drafts
         else None,

@@ -47,6 +47,9 @@ class DiceSpeculation:
         if request.pooling is None and not request.params.use_beam_search and self._dice.random() < 0.8:
             request.drafter = Continuation(request, self._windows)
 
+    def finished(self, request: Request) -> None:
+        assert request.is_finished
+
     def choose(
         self,
         rows: Sequence[tuple[int, Request]],

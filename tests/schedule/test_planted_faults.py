@@ -14,6 +14,10 @@ import octavo.cache.kv_cache
 import octavo.cache.pool
 import octavo.cache.span
 import octavo.schedule.beams.group
+import octavo.schedule.drafts.lengths
+import octavo.schedule.drafts.outputs
+import octavo.schedule.drafts.recent
+import octavo.schedule.drafts.suffix
 import octavo.schedule.policy
 import octavo.schedule.request
 import octavo.schedule.rows
@@ -25,8 +29,12 @@ SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octav
 EVICTION = octavo.cache.eviction
 SPAN, REQUEST, ROWS = octavo.cache.span, octavo.schedule.request, octavo.schedule.rows
 BEAMS, POLICY, STALLS = octavo.schedule.beams.group, octavo.schedule.policy, octavo.schedule.stall_limit
+SUFFIX, OUTPUTS = octavo.schedule.drafts.suffix, octavo.schedule.drafts.outputs
+RECENT, LENGTHS = octavo.schedule.drafts.recent, octavo.schedule.drafts.lengths
 # A module comes after those it imports.
-MODULES = (EVICTION, POOL, SPAN, CACHE, REQUEST, BEAMS, POLICY, ROWS, STALLS, SCHEDULER)
+MODULES = (
+    EVICTION, POOL, SPAN, CACHE, REQUEST, BEAMS, POLICY, ROWS, STALLS, SUFFIX, OUTPUTS, RECENT, LENGTHS, SCHEDULER,
+)  # fmt: skip
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -312,6 +320,40 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "num_drafted = next(arrived.drafted, num_planned) and num_planned - 1",
     ),
     "a draft model may not catch up": (SCHEDULER, "return max(MIN_PROMPT_TOKENS, total // num_drafts)", "return 0"),
+    "recent outputs are shared by all keys": (
+        LENGTHS,
+        "key = (request.owner, request.params.prefix_space)",
+        'key = (b"", request.params.prefix_space)',
+    ),
+    "recent outputs are shared whatever the salt": (
+        LENGTHS,
+        "key = (request.owner, request.params.prefix_space)",
+        'key = (request.owner, "")',
+    ),
+    "an output is kept that its request did not want to be used": (
+        LENGTHS,
+        "and not params.use_beam_search and params.use_speculation:",
+        "and not params.use_beam_search:",
+    ),
+    "outputs are never forgotten": (OUTPUTS, "if is_full and (len(parts) == 2 or self._most == 1):", "if False:"),
+    "forgotten outputs still count": (OUTPUTS, "self.num_tokens -= len(parts.pop(0).text)", "parts.pop(0)"),
+    "outputs are forgotten too early": (
+        OUTPUTS,
+        "parts[-1].num_outputs >= max(1, self._most // 2)",
+        "parts[-1].num_outputs >= 1",
+    ),
+    "nothing is between two outputs": (OUTPUTS, "        self.text.append(SEPARATOR)\n", ""),
+    "outputs of aborted requests are not kept": (
+        LENGTHS,
+        "if isinstance(request.drafter, RecentDrafter):",
+        "if isinstance(request.drafter, RecentDrafter) and request.finish_after(request.tokens[-1]):",
+    ),
+    "a match is longer than what stands there": (SUFFIX, "            length = lens[state]\n", ""),
+    "a place that was wrong is followed on": (
+        RECENT,
+        "if expected == token and longest <= self.match + 1:",
+        "if longest <= self.match + 1:",
+    ),
     "the policy does not say who leaves": (ROWS, 'attrgetter("order")', 'attrgetter("sequence")'),
     "an eviction is not told": (
         POOL,
@@ -347,7 +389,8 @@ def plant(fault: str | None) -> Callable[[int], Workload]:
         sys.modules.update({module.__name__: module for module in MODULES})
     # Every second one with windows, every second pair with beam searches, three of five with masks that are late, two of three
     # with responses of many sequences, three of seven with a limit beside streams, six of eleven with drafts.
-    types_ = (copies[SCHEDULER].Scheduler, copies[CACHE].KVCache)
+    # Of these, every second one from recent outputs.
+    types_ = (copies[SCHEDULER].Scheduler, copies[CACHE].KVCache, copies[LENGTHS].CostSpeculation)
     return lambda seed: Workload(
         seed,
         *types_,
@@ -358,6 +401,7 @@ def plant(fault: str | None) -> Callable[[int], Workload]:
         has_responses=seed % 3 > 0,
         has_limit=seed % 7 > 3,
         has_drafts=seed % 11 > 4,
+        has_recent=seed % 11 > 7,
     )
 
 

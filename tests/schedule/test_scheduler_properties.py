@@ -189,6 +189,22 @@ def test_drafts_change_no_token(has_windows):
     assert total["lost"] > 5, total
 
 
+def test_drafts_from_recent_outputs_are_of_the_same_key():
+    """They change no token. What is kept for a key are the last outputs of its own requests that may draft, as many as there may be, and
+    nothing else is ever followed."""
+    total: Counter[str] = Counter()
+    for seed in range(400):
+        options = {"has_grammars": seed % 5 == 0, "has_late": seed % 10 == 0, "has_beams": seed % 6 == 0}
+        options |= {"is_mortal": seed % 7 == 0, "has_responses": seed % 4 == 0, "has_limit": seed % 9 == 0}
+        try:
+            total.update(asdict(Workload(seed, has_windows=seed % 3 == 0, has_recent=True, **options).run()))
+        except BaseException:
+            print(f"workload seed {seed}")
+            raise
+    for what in ("accepted", "rejected", "kept", "followed", "preemptions", "swaps", "forks", "aborts", "deaths"):
+        assert total[what] > 100, (what, total)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(min_value=2**32, max_value=2**64), *[st.booleans()] * 5)
 def test_any_workload(seed, has_windows, has_beams, has_responses, has_limit, has_drafts):

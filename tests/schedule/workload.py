@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import attrgetter
 
 import msgspec
@@ -12,7 +13,10 @@ from octavo.cache.pool import PageChanges
 from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
+from octavo.messages.speculation import SpeculationSettings
 from octavo.schedule import POLICIES, Fairness, Scheduler
+from octavo.schedule.drafts.lengths import CostSpeculation
+from octavo.schedule.drafts.outputs import CONTEXT, LEAST_OUTPUT, SEPARATOR
 from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
 from octavo.schedule.request import Request
 from octavo.schedule.results import Committed, Planned
@@ -75,6 +79,8 @@ class Tally:
     in_flight: int = 0  # the most plans in flight that sample, with several stages
     left_out: int = 0  # plans in which a row was left out, so that the next plan has one
     turns: int = 0  # plans with rows that compute one token
+    kept: int = 0  # outputs that later requests of the same key could draft from
+    followed: int = 0  # times that a request was seen to follow one of these
 
 
 @dataclass
@@ -84,6 +90,7 @@ class Workload:
     seed: int
     scheduler_type: type[Scheduler] = Scheduler
     cache_type: type[KVCache] = KVCache
+    speculation_type: type[CostSpeculation] = CostSpeculation
     has_windows: bool = False
     is_mortal: bool = False  # the engine ends now and then: all that is left of it is what its clients have seen
     has_beams: bool = False
@@ -93,6 +100,7 @@ class Workload:
     num_stages: int = 1  # that plans go through
     has_responses: bool = False  # several prompts are parts of one response, and have more choices than there are rows
     has_drafts: bool = False  # rows verify tokens that are right, wrong, or right for a while
+    has_recent: bool = False  # … that stood in the request's own text, or in recent outputs of its key
     policy: str = "fcfs"
     has_tenants: bool = False  # requests are of several, which are served by their weights
     tally: Tally = field(default_factory=Tally)
@@ -100,6 +108,7 @@ class Workload:
     def __post_init__(self) -> None:
         r = self.random = random.Random(self.seed)
         self.has_grammars |= self.has_late
+        self.has_drafts |= self.has_recent
         self.page_size = r.choice([1, 2, 3, 4])
         self.depth = r.choice([0, 1])
         if self.num_stages > 1:
@@ -151,6 +160,8 @@ class Workload:
             self._search_beams(random.Random(self.seed + 3 * 10**9))
         if self.has_grammars:
             self._keep_to_grammars(random.Random(self.seed + 4 * 10**9))
+        if self.has_drafts:
+            self._assign_owners(random.Random(self.seed + 14 * 10**9))
 
     def _start_engine(self) -> None:
         self.cache = self.cache_type(
@@ -161,6 +172,10 @@ class Workload:
         speculation = None
         if self.has_drafts:
             speculation = DiceSpeculation(random.Random(self.seed + 10**10), self.windows, self.seed % 2 > 0)
+        if self.has_recent:
+            most = random.Random(self.seed).choice([1, 2, 3, 8])
+            settings = SpeculationSettings("suffix", is_adaptive=False, max_cached_requests=most)
+            speculation = self.speculation_type(settings)
         self.scheduler = self.scheduler_type(
             self.cache,
             self.rows,
@@ -172,6 +187,7 @@ class Workload:
             speculation,
             Fairness(self.rows, self.budget) if self.has_tenants else None,
         )
+        self.ended: dict[tuple[bytes, str], list[list[int]]] = {}  # key → outputs of its requests that have ended
         self.all_rows = [*range(self.rows)]
         self.most_pages = [0] * len(self.windows)  # of a table, by group; 0: there is no window
         for group, window in enumerate(self.windows):
@@ -426,6 +442,16 @@ class Workload:
             tenant = r.randrange(len(weights))
             self.arrivals[at] = (step, msgspec.structs.replace(source, tenant=tenant, weight=weights[tenant]))
 
+    def _assign_owners(self, r: random.Random) -> None:
+        for at, (step, source) in enumerate(self.arrivals):
+            params = source.params
+            if self.has_recent:
+                params = msgspec.structs.replace(
+                    params, prefix_salt=r.choice(["", "", "salt"]), use_speculation=r.random() < 0.8
+                )
+            changed = msgspec.structs.replace(source, params=params, owner=r.choice([b"", b"a", b"b"]))
+            self.arrivals[at] = (step, changed)
+
     def _search_beams(self, r: random.Random) -> None:
         """Some requests become beam searches, with pages for the largest of them as the door sees to it; some workloads are
         scheduled by priority."""
@@ -483,6 +509,7 @@ class Workload:
                 index = r.choice([-1, *choices])
                 if (removed := scheduler.abort(victim, index)) is not None:
                     self._start(removed.jobs)
+                    self._note_ended(removed.ended)
                     aborted |= {(victim, i) for i in choices if index in (-1, i)} - finished.keys()
                     self.tally.aborts += 1
                     self.num_left_out = {}  # fewer rows share the next plans
@@ -517,6 +544,7 @@ class Workload:
                 self._count_runs(committed, num_used)
                 self._hear(committed.pages)
                 self._start(committed.jobs)
+                self._note_ended(committed.ended)
                 for delta in committed.deltas:
                     key = (delta.request_id, delta.index)
                     assert key not in aborted, "a delta after the abort"
@@ -530,6 +558,9 @@ class Workload:
                     if delta.finish is not None:
                         finished[key] = delta.finish.reason
             self.check_invariants()
+            for request in scheduler.requests():
+                if self.has_recent and request.drafter is not None:
+                    self._check_followed(request)
             if self.is_mortal and fate.random() < 0.1:
                 flight.clear()
                 arrived = [
@@ -558,12 +589,49 @@ class Workload:
                 assert tokens == want, f"output of {request_id}/{index}: {tokens} != {want}"
                 stopped = want[-1] in source.stop_ids and len(want) >= source.params.min_tokens
                 assert finished[request_id, index] == ("stop" if stopped else "length")
+        if self.has_recent:
+            self._check_kept()
         self._check_all_returned()
         self.tally.late += self.device.num_late
         self.tally.void += self.device.num_void
         self.tally.preemptions += scheduler.num_preemptions
         self.tally.hits = self.cache.hit_tokens
         return self.tally
+
+    def _note_ended(self, ended: list[Request]) -> None:
+        if not self.has_recent:
+            return
+        for request in ended:
+            tokens, params = request.tokens, request.params
+            may_draft = params.use_speculation and not params.use_beam_search and request.pooling is None
+            if may_draft and len(tokens) - request.prompt_len >= LEAST_OUTPUT:
+                key = (request.owner, params.prefix_space)
+                self.ended.setdefault(key, []).append(tokens[max(0, request.prompt_len - CONTEXT) :])
+
+    def _check_kept(self) -> None:
+        """What is kept for a key are the last outputs of its own requests that may draft: all that there may be, or half of them."""
+        outputs = self.scheduler.speculation._recent
+        most = self.scheduler.speculation.settings.max_cached_requests
+        num_tokens = 0
+        assert outputs._parts.keys() == self.ended.keys(), "keys without outputs, or outputs without keys"
+        for key, ended in self.ended.items():
+            text = [token for part in outputs.parts(key) for token in part.text]
+            num_tokens += len(text)
+            kept = [list(each) for is_end, each in groupby(text, SEPARATOR.__eq__) if not is_end]
+            assert kept == ended[-len(kept) :], "an output of others"
+            assert min(len(ended), max(1, most // 2)) <= len(kept) <= most
+            self.tally.kept += len(kept)
+        assert num_tokens == outputs.num_tokens, "miscounted"
+
+    def _check_followed(self, request: Request) -> None:
+        """What a request follows stands in an output of its own key, as long as is said, and nowhere longer when it was looked for."""
+        follower = request.drafter.follower
+        assert follower.key == (request.owner, request.params.prefix_space)
+        if (part := follower._part) is None or follower._num_learned < len(request.tokens):
+            return
+        place, match = follower._place, follower.match
+        assert part.text[place - match : place].tolist() == request.tokens[-match:], "it does not stand there"
+        self.tally.followed += 1
 
     def _die(self, arrived: list[GenerateRequest], got: dict[tuple[str, int], list[int]], ended: set) -> None:
         """A new engine, to which clients bring what they have, in the order in which they had come."""

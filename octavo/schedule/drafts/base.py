@@ -39,6 +39,9 @@ class Speculation(Protocol):
     def attach(self, request: "Request") -> None:
         """Give a new request its drafter, if it may have one."""
 
+    def finished(self, request: "Request") -> None:
+        """A request with a drafter has ended."""
+
     def choose(
         self,
         rows: Sequence[tuple[int, "Request"]],

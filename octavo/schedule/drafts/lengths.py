@@ -3,12 +3,16 @@
 import heapq
 from collections.abc import Sequence
 
+import msgspec
+
 from octavo.messages import FROM_GRAMMAR, FROM_MODEL, Draft
 from octavo.messages.speculation import SpeculationSettings
 from octavo.schedule.drafts.base import Drafter, Offer
 from octavo.schedule.drafts.grammar import GrammarDrafter
 from octavo.schedule.drafts.model import ModelDrafter
 from octavo.schedule.drafts.ngram import NGramDrafter
+from octavo.schedule.drafts.outputs import RecentOutputs, RecentState
+from octavo.schedule.drafts.recent import Follower, RecentDrafter, recent_of
 from octavo.schedule.drafts.suffix import SuffixDrafter
 from octavo.schedule.request import Request
 from octavo.schedule.stall_limit import StallLimit
@@ -37,25 +41,49 @@ def speculation(settings: SpeculationSettings | None) -> "CostSpeculation | None
     return None if settings is None else CostSpeculation(settings)
 
 
+class SpeculationState(msgspec.Struct, array_like=True, gc=False):
+    num_in_vain: int
+    recent: RecentState
+
+
 class CostSpeculation:
     def __init__(self, settings: SpeculationSettings) -> None:
         self.settings = settings
+        self._recent = RecentOutputs(settings.max_cached_requests) if settings.max_cached_requests else None
         self._num_in_vain = 0  # times in succession that no draft was found that pays; only decides when to look again
 
     def attach(self, request: Request) -> None:
         params = request.params
         if request.pooling is None and not params.use_beam_search and params.use_speculation:
-            drafter = self._drafter(request.prompt_len, params.prediction_ids)
+            drafter = self._drafter(request)
             if params.grammar and self.settings.asks_grammars and not isinstance(drafter, ModelDrafter):
                 drafter = GrammarDrafter(drafter)
             request.drafter = drafter
 
-    def _drafter(self, prompt_len: int, prediction: Sequence[int]) -> Drafter:
-        settings = self.settings
+    def finished(self, request: Request) -> None:
+        recent = recent_of(request.drafter)
+        if recent is not None:
+            recent.follower.keep(request.tokens, request.prompt_len)
+
+    def state(self) -> SpeculationState | None:
+        """What drafts depend on beside the tokens of requests and what is kept with these. None: nothing."""
+        return None if self._recent is None else SpeculationState(self._num_in_vain, self._recent.state())
+
+    def restore(self, state: SpeculationState) -> None:
+        assert self._recent is not None
+        self._num_in_vain = state.num_in_vain
+        self._recent.restore(state.recent)
+
+    def _drafter(self, request: Request) -> Drafter:
+        settings, prompt_len, prediction = self.settings, request.prompt_len, request.params.prediction_ids
         if settings.is_by_model and not prediction:  # which says more than a model can
             return ModelDrafter()
         if settings.method == "suffix":
-            return SuffixDrafter(prompt_len, prediction)
+            own = SuffixDrafter(prompt_len, prediction)
+            if self._recent is None:
+                return own
+            key = (request.owner, request.params.prefix_space)
+            return RecentDrafter(own, Follower(self._recent, key, prompt_len))
         return NGramDrafter(prompt_len, prediction, settings.prompt_lookup_min, settings.prompt_lookup_max)
 
     def choose(
@@ -107,6 +135,9 @@ class CostSpeculation:
     def _offers(self, rows: Sequence[tuple[int, Request]], room: int, has_grammars: bool = False) -> list["_Offered"]:
         """`has_grammars`: also of what grammars may force. Whether one does is known only in the worker, so no plan waits for that."""
         offers: list[_Offered] = []
+        if self._recent is not None:
+            drafters = (recent_of(request.drafter) for _, request in rows)
+            self._recent.index(dict.fromkeys(each.follower.key for each in drafters if each is not None))
         for at, request in rows:
             assert request.drafter is not None
             request.drafter.learn(request.tokens)

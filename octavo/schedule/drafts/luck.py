@@ -5,6 +5,8 @@ _PRIOR = (0.8, 0.2, 0.35, 0.6, 0.8, 0.9)
 _PRIOR_WEIGHT = 4  # as if so many tokens had been seen
 _MEMORY = 16  # tokens of one length, after which an old one counts for little
 
+LuckState = tuple[list[float], list[int]]
+
 
 class Luck:
     """A moving average for each class of lengths, of one request. It follows from the request's tokens alone."""
@@ -23,6 +25,14 @@ class Luck:
 
     def chance(self, match: int) -> float:
         return self._chances[_class_of(match)]
+
+    @property
+    def state(self) -> LuckState:
+        return self._chances[:], self._counts[:]
+
+    @state.setter
+    def state(self, state: LuckState) -> None:
+        self._chances, self._counts = list(state[0]), list(state[1])
 
 
 def _class_of(match: int) -> int:

@@ -50,6 +50,19 @@ class Automaton:
         place, self.places[state] = self.places[state], self._size
         return self._lens[state], place
 
+    def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Of another text, whose last `length` tokens are in `state`: the same when `token` has come, as long as it stands here. The text
+        may have grown since."""
+        links, lens = self._links, self._lens
+        while state and length <= lens[links[state]]:  # split since
+            state = links[state]
+        while (target := self._step(state, token)) == _NONE:
+            state = links[state]
+            if state == _NONE:
+                return 0, 0
+            length = lens[state]
+        return target, length + 1
+
     def _split(self, before: int, token: int, target: int) -> int:
         """The target holds longer substrings than the one that was met: those no longer than that get a state of their own."""
         clone = self._state(self._lens[before] + 1, self._tokens[target], self._targets[target], self.places[target])
@@ -97,7 +110,7 @@ class SuffixDrafter:
         self._automaton = Automaton()
         self._num_learned = 0
         self._prediction = prediction  # read when it is asked: a request that waits holds nothing
-        self._match, self._next = 0, 0 if prediction else _NONE
+        self.match, self._next = 0, 0 if prediction else _NONE
 
     def learn(self, tokens: Sequence[int]) -> None:
         if not self._num_learned:
@@ -106,7 +119,7 @@ class SuffixDrafter:
             self._read(tokens[max(0, self._prompt_len - MAX_TEXT) : self._prompt_len])
             self._num_learned = self._prompt_len
             if self._next < 0:
-                self._match, self._next = self._automaton.longest()
+                self.match, self._next = self._automaton.longest()
         for token in tokens[self._num_learned :]:
             self._add(token)
         self._num_learned = len(tokens)
@@ -120,7 +133,7 @@ class SuffixDrafter:
                 token = self._text[place] if place < end else tokens[place - end]
                 if token == _SEPARATOR:
                     break
-                chances.append(self._luck.chance(self._match + len(tokens)))
+                chances.append(self._luck.chance(self.match + len(tokens)))
                 tokens.append(token)
                 place += 1
         return Offer(tokens, chances)
@@ -129,19 +142,19 @@ class SuffixDrafter:
         """Nothing to note: every token tells what its match was worth, drafted or not."""
 
     def _add(self, token: int) -> None:
-        following, is_first = self._next, not self._match
+        following, is_first = self._next, not self.match
         if following >= 0:
             is_hit = self._text[following] == token
-            self._luck.note(self._match, is_hit)
+            self._luck.note(self.match, is_hit)
         self._text.append(token)
         self._automaton.add(token)
         if len(self._text) >= 2 * MAX_TEXT:
             self._forget()
         match, place = self._automaton.longest()
-        if following >= 0 and is_hit and (is_first or match <= self._match + 1):
-            self._match, self._next = self._match + 1, following + 1  # the same place goes on; another is no better
+        if following >= 0 and is_hit and (is_first or match <= self.match + 1):
+            self.match, self._next = self.match + 1, following + 1  # the same place goes on; another is no better
         else:
-            self._match, self._next = match, place
+            self.match, self._next = match, place
 
     def _read(self, tokens: Sequence[int]) -> None:
         self._text += tokens
