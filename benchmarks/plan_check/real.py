@@ -1,4 +1,4 @@
-"""Real runs: steps are measured on a server, then each load is sent to it. What they leave is kept; predictions are made from it later."""
+"""Real runs: steps are measured on a server, and each load is sent to it. What they leave is kept; predictions are made from it later."""
 
 import argparse
 import asyncio
@@ -34,7 +34,7 @@ from octavo.recording.recorder import FLUSH_SECONDS
 from octavo.text.tokenize.made_up import write_tokenizer
 
 _MOST_OTHERS = 0.03  # of the cores' time: a run in which others took more is sent again
-_MOST_REPEATS = 3
+_PROBES_SECONDS = 10.0  # before and after a run, at most
 _PROBE_LEN = 1024  # a model's context, of which probes' prompts take half at most
 
 
@@ -68,7 +68,7 @@ class Seen(msgspec.Struct, frozen=True):
     model: str
     setting: str
     seconds: float
-    measuring: list[Measuring]  # before each round of the loads
+    measuring: list[Measuring]  # before each other round of the loads
     sent: list[Sent]
     seed: int = 11  # of the loads
     gpu: str = ""  # name of the model, with the loads for a GPU; "": those for a CPU
@@ -94,7 +94,8 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Costs are measured on the same server just before each round of the loads: a shared machine is not the same some minutes later."""
+    """Costs are measured on the same server before each other round of the loads, and the machine is probed before and after each run: it is not the
+    same some minutes later."""
     flags, _ = SETTINGS[arguments.setting]
     gpu = arguments.gpu
     seen = Seen(
@@ -127,11 +128,15 @@ def run(arguments: argparse.Namespace) -> None:
             if gpu:  # steps are captured in a first run of the largest load
                 sender.send(*next(iter(seen.traces.items())), is_kept=False)
             for number in range(arguments.rounds):
-                seen.measuring.append(calibrate(server, Path(recordings), arguments.measure_seconds, options, number))
+                if number % 2 == 0:
+                    measuring = calibrate(server, Path(recordings), arguments.measure_seconds, options, number)
+                    seen.measuring.append(measuring)
                 for name, trace in seen.traces.items():
                     sender.send(name, trace)
-            for name in seen.disturbed[:_MOST_REPEATS]:
-                sender.send(name, seen.traces[name])
+            longest = max(each.until - each.since for each in seen.sent) + _PROBES_SECONDS
+            for name in seen.disturbed:
+                if time.monotonic() - began + longest < arguments.most_seconds:
+                    sender.send(name, seen.traces[name])
             time.sleep(3 * FLUSH_SECONDS)  # until it has been written
             shutil.copytree(next(Path(recordings).glob("live-*")), folder / "recording")
         finally:
