@@ -3,6 +3,7 @@ shared machine is not the same some minutes after it was measured; what rows tak
 weights, prompts compute."""
 
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
@@ -40,15 +41,18 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 def speed_of(settings: FleetSettings, probed: Sequence[Probed]) -> Speed:
-    """The times after first tokens say how fast rows are; what first tokens then took longer, or less, is the prompts'."""
-    trace = Trace(
-        "probe", [TraceRequest(_APART * at, each.prompt_len, each.output_len) for at, each in enumerate(probed)]
-    )
+    """The times after first tokens say how fast rows are; what first tokens then took longer, or less, is the prompts'. Of requests of one size,
+    the middle ones count: what holds up a few is in the steps' mean already."""
+    by_size: dict[tuple[int, int], list[Probed]] = {}
+    for each in probed:
+        by_size.setdefault((each.prompt_len, each.output_len), []).append(each)
+    trace = Trace("probe", [TraceRequest(_APART * at, *size) for at, size in enumerate(by_size)])
     plain, slow_rows, slow_prompts = (
         _times(trace, each.applied_to(settings)) for each in (Speed(), Speed(rows=2.0), Speed(prompts=2.0))
     )
     # Both sums have a constant part, and one for each speed. What follows a first token has no part for prompts.
-    first, rest = sum(each.first for each in probed), sum(each.rest for each in probed)
+    first = sum(median(each.first for each in alike) for alike in by_size.values())
+    rest = sum(median(each.rest for each in alike) for alike in by_size.values())
     rows = max(_LEAST, 1 + (rest - plain.rest) / (slow_rows.rest - plain.rest))
     by_prompts = slow_prompts.first - plain.first
     if by_prompts < _LEAST_SHARE * plain.first:

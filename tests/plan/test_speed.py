@@ -66,3 +66,10 @@ def test_where_prompts_cost_nothing_there_is_one_speed():
     settings = FleetSettings(1, ReplicaSettings(8, 512, 1000, 4096), flat)
     found = speed_of(settings, [Probed(64, 11, 0.02, 0.15)])
     assert found.rows == pytest.approx(1.5) and found.prompts == found.rows
+
+
+def test_a_few_requests_that_were_held_up_change_nothing():
+    settings = settings_of(512)
+    alike = [Probed(length, 16, 0.001 * length, 0.05) for length in (32, 128) for _ in range(9)]
+    held_up = [each._replace(first=5 * each.first, rest=3 * each.rest) for each in alike[::3]]
+    assert speed_of(settings, [*alike, *held_up]) == speed_of(settings, alike)

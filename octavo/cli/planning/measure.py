@@ -87,10 +87,10 @@ class Load:
     async def ask_all(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Asked]:
         return list(await asyncio.gather(*(self.ask(prompt, max_tokens) for prompt in prompts)))
 
-    async def probe(self, max_len: int) -> list[Asked]:
-        """Requests that say how fast the machine is now: always the same ones, one at a time. Takes two seconds where each takes 80 ms."""
+    async def probe(self, max_len: int, rounds: int = 1) -> list[Asked]:
+        """Requests that say how fast the machine is now: always the same ones, one at a time. Six rounds take two seconds where a request takes 80 ms."""
         found = []
-        for length in _PROBE_PROMPTS * _PROBE_ROUNDS:
+        for length in _PROBE_PROMPTS * rounds:
             await asyncio.sleep(_PAUSE)
             found.append(await self.ask(self.prompt(min(length, max_len // 2)), min(_ANSWER, max_len // 4)))
         return found
@@ -109,17 +109,17 @@ async def exercise(load: Load, max_rows: int, max_len: int, seconds: float, firs
     sections = [_rows, _alone, _long_rows, _behind_prefix, _beside_streams]
     sections = sections[first % len(sections) :] + sections[: first % len(sections)]
     rounds = 0
-    probes = await load.probe(max_len)
+    probes: list[Asked] = []
     while time.monotonic() < ends or not rounds:
         for section in sections:
             began = time.monotonic()
             alone += await section(load, max_rows, max_len)
+            probes += await load.probe(max_len)
             if time.monotonic() > ends and rounds:
                 break
             left = seconds / (2 * len(sections)) if not rounds else time.monotonic() - began
             mixed += await _mixed(load, max_rows, max_len, left)
         rounds += 1
-        probes += await load.probe(max_len)
     return Exercised(alone, mixed, probes)
 
 
@@ -281,7 +281,7 @@ def probe(url: str, model: str, vocab_size: int, max_len: int, key: str, seed: i
     async def send() -> list[Asked]:
         load = Load(url, model, vocab_size, key, seed)
         try:
-            return await load.probe(max_len)
+            return await load.probe(max_len, _PROBE_ROUNDS)
         finally:
             await load.close()
 
