@@ -1,10 +1,12 @@
 """How much of the machine other processes took: a run beside others' work says nothing about a plan for a machine of one's own."""
 
 import os
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+_CALM = 0.05  # of the cores' time
 _HERTZ = os.sysconf("SC_CLK_TCK")
 _IDLE = (3, 4)  # idle, iowait: numbers of the first line of /proc/stat
 _GUEST = 8  # from here on: contained in others
@@ -21,6 +23,16 @@ class CoreTime(NamedTuple):
         """Share of the cores' time that others took."""
         busy = (self.busy - before.busy) - (self.own - before.own)
         return max(0.0, busy) / max(self.whole - before.whole, 1e-9)
+
+
+def wait_for_calm(seconds: float = 12.0) -> None:
+    """Until others took little for a second, or these seconds are over."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        before = core_time()
+        time.sleep(1.0)
+        if core_time().others_since(before) < _CALM:
+            return
 
 
 def core_time() -> CoreTime:

@@ -20,7 +20,7 @@ from benchmarks.plan_check.loads import (
     loads,
     model_of,
 )
-from benchmarks.plan_check.others import core_time
+from benchmarks.plan_check.others import core_time, wait_for_calm
 from octavo.cli.bench import clients
 from octavo.cli.bench.sending import RequestResult, loop_factory
 from octavo.cli.bench.serve import warm_up
@@ -160,6 +160,7 @@ class Sending(NamedTuple):
         """One run of a load, and what it left. The machine is probed just before and after it; not a GPU, which nobody else uses."""
         seen, options = self.seen, self.options
         at = len(seen.sent)
+        wait_for_calm()
         load = trace_workload(trace, options.vocab_size, seed=100 + at)
         cores, probed = core_time(), self._probe(2 * at)
         since = time.time()
