@@ -8,13 +8,15 @@ model is fitted to (octavo plan --measure) are of other requests.
     python -m benchmarks.plan_check table --output results
     python -m benchmarks.plan_check steps --output results          # which steps the model is off for
     python -m benchmarks.plan_check limit --servers 1 --requests 120
+    python -m benchmarks.plan_check other --model FILE --scale 0.25 --seconds 25 --rounds 2      # by the steps of the embedded model
     python -m benchmarks.plan_check speed
     python -m benchmarks.plan_check fleet --replicas 1000 --seconds 600
 
     python -m benchmarks.plan_check run --gpu qwen3-0.6b --rounds 2 --output DIR     # on a GPU, with random weights; also llama-3.1-8b
     python -m benchmarks.plan_check table --output DIR                               # anywhere: DIR has gpu-*.tar.gz
 
-Every run of the first kind takes about five minutes, on an otherwise idle machine: three times it measures steps, and sends each load.
+Every run of the first kind takes about five minutes, on an otherwise idle machine: twice it measures steps, and three times it sends each load, with a
+probe of the machine before and after. Runs beside which others took more than 3 % of the cores are sent again, and left out.
 speed: simulated requests a second on one core, with eight replicas."""
 
 import argparse
@@ -23,6 +25,7 @@ from collections.abc import Callable
 from benchmarks.plan_check.goals import run_all, table
 from benchmarks.plan_check.limit import limit
 from benchmarks.plan_check.loads import SETTINGS
+from benchmarks.plan_check.other_model import other_model
 from benchmarks.plan_check.real import run
 from benchmarks.plan_check.residuals import residuals
 from benchmarks.plan_check.scale import fleet, speed
@@ -35,6 +38,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], object]] = {
     "speed": speed,
     "fleet": fleet,
     "limit": limit,
+    "other": other_model,
 }
 
 
@@ -48,11 +52,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measure-seconds", type=float, default=15.0)
     parser.add_argument(
+        "--most-seconds",
+        type=float,
+        default=450.0,
+        help="of a setting: after them, no run beside which others computed is sent again",
+    )
+    parser.add_argument(
         "--gpu",
         default="",
         help="qwen3-0.6b, llama-3.1-8b or a folder: random weights, loads for a GPU, results in one file",
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="of a GPU's loads: a rehearsal")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of a GPU's loads: a rehearsal; with other: of the rates"
+    )
     parser.add_argument("--setting", choices=SETTINGS, help="default: default; with all: every one")
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--output", default="plan-check")

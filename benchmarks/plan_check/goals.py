@@ -101,9 +101,11 @@ def table(arguments: argparse.Namespace) -> list[Goal]:
     for setting, by_load in found.items():
         for load, result in by_load.items():
             shares = ", ".join(f"{share:.3f}" for share in result["steps"])
-            shares += " (scaled by " + ", ".join(f"{factor:.2f}" for factor in result["factors"]) + ")"
+            speeds = ", ".join(f"{each.prompts:.2f} and {each.rows:.2f}" for each in result["speeds"])
+            others = ", ".join(f"{share:.1%}" for share in result["others"])
             print(
-                f"{setting}, {load}: steps by the model / seen, same plans: {shares}; failed: {result['failed']}; left out of the measuring: {result['disturbed']:.0%}"
+                f"{setting}, {load}: steps by the model / seen, same plans: {shares}; speed of prompts and rows by the probes: {speeds}; others took {others} of the "
+                f"cores, and more in {result['left_out']} that are left out; failed: {result['failed']}; left out of the measuring: {result['disturbed']:.0%}"
             )
     across(folder)
     return goals

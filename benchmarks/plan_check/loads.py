@@ -11,7 +11,7 @@ from octavo.cli.models import StartedServer
 from octavo.cli.planning.check import EVERY_TOKEN
 from octavo.plan.arrivals import Lengths, Shape, trace_of
 from octavo.plan.machine import MachineCosts
-from octavo.plan.settings import FleetSettings, ReplicaSettings
+from octavo.plan.settings import FleetSettings
 from octavo.plan.trace import Trace, TraceRequest
 
 SETTINGS: dict[str, tuple[list[str], dict[str, int | float]]] = {
@@ -39,16 +39,8 @@ def loads(seconds: float, seed: int = 11) -> dict[str, Trace]:
 
 
 def settings_of(costs: MachineCosts, changes: dict[str, int | float]) -> FleetSettings:
-    replica = ReplicaSettings(
-        costs.max_num_seqs,
-        costs.max_num_batched_tokens,
-        costs.num_pages,
-        costs.max_model_len,
-        costs.page_size,
-        depth=costs.depth,
-        overlap_rows=costs.overlap_rows,
-    )
-    return FleetSettings(1, msgspec.structs.replace(replica, **changes), costs.step, costs.front)
+    settings = costs.settings
+    return msgspec.structs.replace(settings, replica=msgspec.structs.replace(settings.replica, **changes))
 
 
 def bench_options(server: StartedServer) -> argparse.Namespace:

@@ -3,7 +3,6 @@
 import bisect
 import functools
 import itertools
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from benchmarks.plan_check.loads import SETTINGS, model_of, settings_of
 from benchmarks.plan_check.real import Measuring, Seen, Sent
 from octavo import __version__
 from octavo.cli.planning.check import Row, compare, rows_of
-from octavo.cli.planning.measure import Exercised, front_of
+from octavo.cli.planning.measure import Exercised, front_of, with_speed
 from octavo.plan.fleet import Simulation
 from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import ModelShape, read_shape
 from octavo.plan.recorded import Measured
 from octavo.plan.settings import FleetSettings
-from octavo.plan.step_model import PICOSECONDS, MeasuredStep, fit_model, without_slow_stretches
+from octavo.plan.speed import Speed, speed_of
+from octavo.plan.step_model import PICOSECONDS, MeasuredStep, StepModel, fit_model, without_slow_stretches
 from octavo.plan.trace import Trace
 from octavo.recording.format import Recording, read
 
@@ -38,10 +38,14 @@ def predict(folder: Path) -> dict[str, Any]:
     _, changes = SETTINGS[seen.setting]
     found: dict[str, Any] = {}
     for name, trace in seen.traces.items():
-        rounds = [each for each in seen.sent if each.load == name]
-        factors = [speed_at(costs, measured, each.since, seen.measuring) for each in rounds]
-        near = [msgspec.structs.replace(costs, step=costs.step.scaled(factor)) for factor in factors]
-        rows = [compare(trace, settings_of(own, changes), each.results) for own, each in zip(near, rounds, strict=True)]
+        rounds = seen.runs_of(name)
+        plain = settings_of(costs, changes)
+        speeds = [
+            speed_of(plain, each.probed).beside(costs.speed) if each.probed and costs.speed else Speed()
+            for each in rounds
+        ]
+        near = [each.applied_to(plain) for each in speeds]
+        rows = [compare(trace, settings, each.results) for settings, each in zip(near, rounds, strict=True)]
         own = own_costs(costs, measured, [(each.since, each.until) for each in rounds])
         driven = [drive(trace, settings_of(own, changes), measured, each) for each in rounds]
         found[name] = {
@@ -49,10 +53,12 @@ def predict(folder: Path) -> dict[str, Any]:
             "failed": sum(bool(result.error) for each in rounds for result in each.results),
             # The model's time of the steps that were really planned, as a share of the time that they took.
             "steps": [
-                _of_real_plans(own, measured.samples(each.since, each.until))
-                for own, each in zip(near, rounds, strict=True)
+                _of_real_plans(settings.model, measured.samples(each.since, each.until))
+                for settings, each in zip(near, rounds, strict=True)
             ],
-            "factors": factors,
+            "speeds": speeds,
+            "others": [each.others for each in rounds],
+            "left_out": sum(each.load == name for each in seen.sent) - len(rounds),
             "rows": columns(rows, driven),
         }
     return found
@@ -74,28 +80,18 @@ def columns(rows: list[list[Row]], driven: list[list[Row]]) -> list[tuple[str, l
     ]
 
 
-def speed_at(costs: MachineCosts, measured: Measured, now: float, measuring: list[Measuring]) -> float:
-    """How many times as long as by these costs the steps of the last measuring before took: the machine changes within minutes."""
-    last = max((each for each in measuring if each.until <= now), key=lambda each: each.until)
-    fitted, _ = without_slow_stretches([each for one in measuring for each in measured.timed(one.since, one.until)])
-
-    def middle(samples: list[MeasuredStep]) -> float:
-        return statistics.median(sample.seconds / costs.step.seconds_of(sample) for sample in samples)
-
-    return middle(measured.samples(last.since, last.until)) / middle(fitted)
-
-
 def costs_of(recording: Recording, measured: Measured, measuring: list[Measuring], shape: ModelShape) -> MachineCosts:
     timed = [each for one in measuring for each in measured.timed(one.since, one.until)]
     samples, disturbed = without_slow_stretches(timed)
     fit = fit_model(samples)
     report = recording.header.report
-    return MachineCosts(
+    costs = MachineCosts(
         FORMAT, time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), __version__, report.device, True, shape, report.weights_bytes,
         report.page_bytes, report.page_size, report.num_pages, report.max_model_len, report.max_num_seqs, report.max_num_batched_tokens,
-        measured.learned.depth, fit.model, front_of(Exercised([asked for one in measuring for asked in one.alone], [asked for one in measuring for asked in one.mixed]), [measured]), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
+        measured.learned.depth, fit.model, front_of(Exercised([asked for one in measuring for asked in one.alone], [asked for one in measuring for asked in one.mixed], []), [measured]), 0.0, fit.num_samples, fit.median_error, fit.p90_error, fit.noise, disturbed=disturbed,
         overlap_rows=measured.learned.overlap_rows,
     )  # fmt: skip
+    return with_speed(costs, [asked for one in measuring for asked in one.probes])
 
 
 def own_costs(costs: MachineCosts, measured: Measured, windows: list[tuple[float, float]]) -> MachineCosts:
@@ -124,5 +120,5 @@ def drive(trace: Trace, settings: FleetSettings, measured: Measured, sent: Sent)
     return rows_of([simulation.run().figures], sent.results)
 
 
-def _of_real_plans(costs: MachineCosts, samples: list[MeasuredStep]) -> float:
-    return sum(costs.step.seconds_of(sample) for sample in samples) / sum(sample.seconds for sample in samples)
+def _of_real_plans(model: StepModel, samples: list[MeasuredStep]) -> float:
+    return sum(model.seconds_of(sample) for sample in samples) / sum(sample.seconds for sample in samples)

@@ -7,7 +7,8 @@ import msgspec
 
 from octavo.errors import ConfigError
 from octavo.plan.model_shape import ModelShape
-from octavo.plan.settings import Front
+from octavo.plan.settings import FleetSettings, Front, ReplicaSettings
+from octavo.plan.speed import Speed
 from octavo.plan.step_model import StepModel
 
 FORMAT = 1
@@ -48,6 +49,23 @@ class MachineCosts(msgspec.Struct, frozen=True):
     disturbed: float = 0.0  # share of the measured time that was left out, because others used the machine
     num_servers: int = 1  # that shared it, and were measured at once
     overlap_rows: int = 0  # the fewest rows of a step that was computed while the next plan was made
+
+    # Of a probe while it was measured: what a probe of another time is compared with. None: there was none.
+    speed: Speed | None = None
+
+    @property
+    def settings(self) -> FleetSettings:
+        """A server as it was measured."""
+        replica = ReplicaSettings(
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.num_pages,
+            self.max_model_len,
+            self.page_size,
+            depth=self.depth,
+            overlap_rows=self.overlap_rows,
+        )
+        return FleetSettings(1, replica, self.step, self.front)
 
     def step_of(self, shape: ModelShape, weights_bytes: int, kv_ratio: float) -> StepModel:
         """Steps of another model on this machine: each part in proportion to what it reads or computes. `kv_ratio`: bytes of a token's keys
@@ -98,6 +116,8 @@ def _out_of_range(costs: MachineCosts) -> str:
         for name in names:
             if not 0 < getattr(holder, name) <= _MOST:
                 return name
+    if costs.speed is not None and not (0 < costs.speed.prompts <= _MOST and 0 < costs.speed.rows <= _MOST):
+        return "speed"
     if min(costs.step.seconds) <= 0:
         return "step.seconds"
     if shape.num_experts and not 0 < shape.experts_per_token <= shape.num_experts <= _MOST:

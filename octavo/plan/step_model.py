@@ -119,6 +119,14 @@ class StepModel(msgspec.Struct, frozen=True):
             first=self.first * factor,
         )
 
+    def at_speed(self, prompts: float, rows: float) -> "StepModel":
+        """What prompts add to steps takes `prompts` times as long, and all other parts `rows` times."""
+        base = self.seconds[0]
+        seconds = [base * rows + (each - base) * prompts for each in self.seconds]
+        return msgspec.structs.replace(
+            self.scaled(rows), seconds=seconds, pair=self.pair * prompts, noise_seconds=self.noise_seconds * prompts
+        )
+
     def costs(self, max_rows: int, max_tokens: int) -> StepCosts:
         """What an engine on this machine learns of its steps: the sum that fits steps up to these sizes best."""
         shapes = [StepShape(rows, 0, rows * context, 0) for rows in _up_to(max_rows) for context in (0, 512, 2048)]

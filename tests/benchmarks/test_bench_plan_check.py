@@ -1,10 +1,15 @@
 """The goals of benchmarks.plan_check: which are met, and by how much others are missed."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 
 from benchmarks.plan_check.goals import as_json, goals_of, line_of
+from benchmarks.plan_check.others import CoreTime, core_time
+from benchmarks.plan_check.real import Seen, Sent
 from benchmarks.plan_check.residuals import lines_of
 from octavo.plan.step_model import MeasuredStep, StepModel
 from octavo.schedule.step_costs import StepShape
@@ -67,3 +72,35 @@ def test_kinds_of_steps_that_take_most_of_the_time_come_first():
     ]
     assert second[1:3] == ["up to 1 rows, up to 64 tokens, woken", "1"] and second[-1] == "+0.0% |"
     assert third[1:4] == ["up to 4 rows", "4", "12.9%"] and third[-1] == "+20.0% |"
+
+
+def test_runs_beside_others_work_are_left_out_if_others_remain():
+    sent = [Sent(load, 0.0, 1.0, [], [], others) for load, others in (("a", 0.01), ("b", 0.2), ("a", 0.04), ("a", 0.0))]
+    seen = Seen("", "default", 1.0, [], sent)
+    assert [each.others for each in seen.runs_of("a")] == [0.01, 0.0] and [
+        each.others for each in seen.runs_of("b")
+    ] == [0.2]
+    assert seen.disturbed == ["b", "a"]
+
+
+def test_what_others_took_is_what_neither_this_process_nor_its_children_took():
+    before = CoreTime(whole=100.0, busy=50.0, own=20.0)
+    assert CoreTime(120.0, 65.0, 30.0).others_since(before) == pytest.approx(0.25)
+    assert CoreTime(120.0, 59.9, 30.0).others_since(before) == 0.0, (
+        "clocks of processes and of cores do not tick together"
+    )
+    begun = core_time()
+    # A child of a child, which goes on; one that has ended; and this process itself.
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    child = "import subprocess, sys; one = subprocess.Popen([sys.executable, '-c', sys.argv[1] + '\\ninput()'], stdin=0); one.wait()"
+    with subprocess.Popen([sys.executable, "-c", child, burn], stdin=subprocess.PIPE) as process:
+        subprocess.run([sys.executable, "-c", burn], check=True)
+        until = time.process_time() + 0.3
+        while time.process_time() < until:
+            pass
+        while core_time().own - begun.own < 0.85:
+            assert process.poll() is None
+            time.sleep(0.02)
+        ended = core_time()
+        process.communicate(b"\n")
+    assert ended.busy - begun.busy >= 0.8 and ended.whole > begun.whole and 0 <= ended.others_since(begun) <= 1

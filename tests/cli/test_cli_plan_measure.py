@@ -1,15 +1,23 @@
 """What `octavo plan --measure` finds outside the engine."""
 
+import asyncio
 import json
 import random
 import signal
 from itertools import pairwise
 
+import msgspec
+
 from octavo.cli.bench.sending import RequestResult
+from octavo.cli.main import main
+from octavo.cli.planning import measure as measure_module
 from octavo.cli.planning.measure import Asked, Exercised, Load, exercise, front_of, measure
-from octavo.plan.machine import read_costs
+from octavo.plan.machine import FORMAT, MachineCosts, read_costs, write_costs
+from octavo.plan.model_shape import read_shape
 from octavo.plan.recorded import Measured
 from octavo.plan.settings import Front
+from octavo.plan.speed import Speed
+from octavo.plan.step_model import StepModel
 from octavo.recording.format import read
 from tests.cli.bench import test_bench_serve
 from tests.cli.bench.test_bench_serve import running
@@ -43,7 +51,7 @@ def test_each_request_is_compared_with_its_own_way_through_the_engine(tmp_path):
         lengths = {each.prompt_len for each in asked}
         # One that the recording does not have says nothing.
         front = front_of(
-            Exercised([*asked, Asked(8, RequestResult(0.0, 9.0, 9.0, response_id="another"))], []), [measured]
+            Exercised([*asked, Asked(8, RequestResult(0.0, 9.0, 9.0, response_id="another"))], [], []), [measured]
         )
         if min(lengths) <= 128 and max(lengths) > 128:
             checked += 1
@@ -55,7 +63,7 @@ def test_each_request_is_compared_with_its_own_way_through_the_engine(tmp_path):
 def test_without_a_request_that_was_seen_twice_nothing_is_known(tmp_path):
     measured = measured_of(tmp_path, 1)
     other = [Asked(8, RequestResult(0.0, 9.0, 9.0, response_id="another"))]
-    assert front_of(Exercised(other, other), [measured]) == Front()
+    assert front_of(Exercised(other, other, []), [measured]) == Front()
 
 
 async def test_requests_alone_have_answers_of_sixteen_tokens_or_more(monkeypatch):
@@ -64,8 +72,9 @@ async def test_requests_alone_have_answers_of_sixteen_tokens_or_more(monkeypatch
     monkeypatch.setattr(test_bench_serve, "GAP", 0.0)
     async with running() as (url, scripted):
         load = Load(url, "scripted", 1000, "")
-        alone, _ = await exercise(load, max_rows=2, max_len=300, seconds=0.0)
+        alone, _, probes = await exercise(load, max_rows=2, max_len=300, seconds=0.0)
         await load.close()
+    assert [each.prompt_len for each in probes] == 5 * [24, 150, 64, 150], "after each section"
     assert {each.prompt_len for each in alone} == {8, 16, 24, 32, 48, 64, 96, 128, 192, 256}
     assert all(
         each.result.output_tokens >= 16 and len(each.result.gaps) == each.result.output_tokens - 1 for each in alone
@@ -89,13 +98,13 @@ def test_jitter_is_what_clients_see_of_steps_that_take_the_same_time(tmp_path):
             gaps = [after - before for before, after in pairwise(late)]
             asked.append(Asked(8, RequestResult(0.0, 9.0, 9.0, gaps=gaps, response_id=name)))
     assert sum(len(each.result.gaps) for each in asked) > 500
-    kinds = front_of(Exercised(asked, asked), measured).jitter
+    kinds = front_of(Exercised(asked, asked, []), measured).jitter
     assert {kind.with_prompt for kind in kinds} == {False, True} and len({kind.rows for kind in kinds}) > 1
     for kind in kinds:
         jitter = kind.seconds
         assert abs(sum(jitter)) < 1e-6 and max(jitter) < 0.003 and min(jitter) > -0.003
         assert all(0.05 < sum(sign * each > 0.0012 for each in jitter) / len(jitter) < 0.4 for sign in (-1, 1))
-    assert front_of(Exercised(asked, asked[:9]), measured).jitter == [], "a few times say nothing"
+    assert front_of(Exercised(asked, asked[:9], []), measured).jitter == [], "a few times say nothing"
 
 
 async def test_servers_that_are_measured_at_once_begin_with_different_steps(monkeypatch):
@@ -117,11 +126,37 @@ async def test_a_mixed_load_has_prompts_of_many_lengths(monkeypatch):
     monkeypatch.setattr(test_bench_serve, "GAP", 0.0)
     async with running() as (url, scripted):
         load = Load(url, "scripted", 1000, "")
-        alone, mixed = await exercise(load, max_rows=4, max_len=2048, seconds=2.0)
+        alone, mixed, _ = await exercise(load, max_rows=4, max_len=2048, seconds=2.0)
         await load.close()
     lengths = {each.prompt_len for each in mixed}
     assert len(lengths - {each.prompt_len for each in alone}) > 5 and max(lengths) <= 512 + 256
     assert len(mixed) < len(scripted.bodies) and scripted.open_peak >= 4
+
+
+async def test_a_check_is_for_the_speed_that_the_server_has_now(monkeypatch, tmp_path, capsys):
+    """A server that takes twice as long for all as when it was measured, and has never seen a prompt."""
+    monkeypatch.setattr(test_bench_serve, "FIRST", 0.03)
+    monkeypatch.setattr(test_bench_serve, "GAP", 0.02)
+    monkeypatch.setattr(measure_module, "_PROBE_ROUNDS", 1)
+    step = StepModel([1, 2, 400], [0.01, 0.0100001, 0.03], 0.0, 0.0, 0.0)
+    costs = MachineCosts(
+        FORMAT, "2026-01-01", "1", "a machine", True, read_shape(""), 10**8, 10**6, 16, 1000, 4096, 8, 512, 0, step, Front(), 5.0, 10, 0.01, 0.05,
+    )  # fmt: skip
+    load = ["--rate", "6", "--seconds", "1", "--input-len", "40", "--output-len", "9", "--length-spread", "0"]
+    found = []
+    async with running() as (url, scripted):
+        for measured in (None, Speed(), Speed(2.0, 2.0)):
+            write_costs(tmp_path / "costs", msgspec.structs.replace(costs, speed=measured))
+            command = ["plan", "--costs", str(tmp_path / "costs"), *load, "--check", url, "--json"]
+            assert await asyncio.to_thread(main, command) == 0
+            found.append(json.loads(capsys.readouterr().out))
+        prompts = [tuple(body["prompt"]) for body in scripted.bodies if len(body["prompt"]) != 32]  # without warm-ups
+    unknown, twice, same = ({row["name"]: row for row in each["rows"]} for each in found)
+    assert len(prompts) == len(set(prompts)) == 3 * found[0]["requests"] + 2 * 8
+    assert found[0]["speed"] == {"prompts": 1.0, "rows": 1.0}
+    assert found[1]["speed"]["rows"] > 1.7 and abs(found[2]["speed"]["rows"] / found[1]["speed"]["rows"] - 0.5) < 0.1
+    name = "per token, mean, s"
+    assert abs(unknown[name]["off"]) > 0.35 and abs(twice[name]["off"]) < 0.15 and abs(same[name]["off"]) > 0.35
 
 
 def test_servers_that_share_a_machine_are_measured_at_once(tmp_path):
@@ -140,6 +175,7 @@ def test_servers_that_share_a_machine_are_measured_at_once(tmp_path):
         signal.signal(signal.SIGTERM, before)
     assert read_costs(tmp_path / "costs.json") == two and (one.num_servers, two.num_servers) == (1, 2)
     # Stretches in which others used the machine are left out.
+    assert one.speed is not None and two.speed is None
     assert one.num_steps > 0 and (two.num_steps > 1.5 * one.num_steps or one.disturbed or two.disturbed)
     assert two.front.seconds > 0 and two.front.first_seconds > 0 and two.max_num_seqs == 2
     # A CPU waits for steps with fewer than six rows before it makes the next plan.

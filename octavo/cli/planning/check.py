@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import json
+import os
+import time
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -16,6 +18,7 @@ from octavo.cli.bench.workload import trace_workload
 from octavo.plan.figures import Figures, Spread
 from octavo.plan.fleet import simulate
 from octavo.plan.settings import FleetSettings
+from octavo.plan.speed import Probed, Speed, speed_of
 from octavo.plan.trace import Trace
 
 _VOCABULARY = 30_000
@@ -66,7 +69,11 @@ def rows_of(runs: Sequence[Figures], results: list[RequestResult]) -> list[Row]:
     return rows
 
 
-def check(arguments: argparse.Namespace, trace: Trace, settings: FleetSettings) -> int:
+def check(arguments: argparse.Namespace, trace: Trace, settings: FleetSettings, measured: Speed | None) -> int:
+    """`measured`: the machine's speed when its costs were measured. It is probed just before and after the load, and the prediction is for the
+    speed that it had."""
+    from octavo.cli.planning.measure import probe  # it imports this file
+
     options = argparse.Namespace(
         base_url=arguments.check, model=None, api_key=None, endpoint="completions", timeout=600.0, output_len=16, temperature=0.0,
         ignore_eos=True, num_warmups=2, prompt_kind="ids", input_len=32, vocab_size=_VOCABULARY, seed=1, max_concurrency=None,
@@ -74,18 +81,35 @@ def check(arguments: argparse.Namespace, trace: Trace, settings: FleetSettings) 
     )  # fmt: skip
     with asyncio.Runner() as runner:
         model = runner.run(warm_up(options))
-    load = trace_workload(trace, _VOCABULARY, seed=0)
-    results = clients.send_all(options, model, load, lambda count: None, 1).results
-    rows = compare(trace, settings, results)
+    seed = time.time_ns()  # prompts that the server has not seen in an earlier check
+    load = trace_workload(trace, _VOCABULARY, seed)
+    key = os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+    is_probed = measured is not None and settings.num_replicas == 1
+    probes: list[Probed] = []
+    for at in range(2):
+        if is_probed:
+            probes += probe(arguments.check, model, _VOCABULARY, settings.replica.max_model_len, key, seed + 1 + at)
+        if not at:
+            results = clients.send_all(options, model, load, lambda count: None, 1).results
+    speed = Speed()
+    if measured is not None and probes:
+        speed = speed_of(settings, probes).beside(measured)
+    rows = compare(trace, speed.applied_to(settings), results)
     failed = sum(bool(result.error) for result in results)
     if arguments.json:
         table: list[dict[str, Any]] = [
             {"name": row.name, "predicted": row.predicted, "seen": row.seen, "off": row.off} for row in rows
         ]
-        print(json.dumps({"model": model, "requests": len(results), "failed": failed, "rows": table}))
+        answer = {"model": model, "requests": len(results), "failed": failed, "rows": table}
+        print(json.dumps(answer | {"speed": msgspec.to_builtins(speed)}))
     else:
-        print(f"{model} at {arguments.check}: {len(results)} requests, {failed} failed\n")
-        print(f"{'':24}{'predicted':>12}{'seen':>12}{'off by':>10}")
+        print(f"{model} at {arguments.check}: {len(results)} requests, {failed} failed")
+        if probes:
+            print(
+                f"before and after them, prompts took {speed.prompts:.2f} times and rows {speed.rows:.2f} times as long as when the machine was measured; "
+                "the prediction is for that speed"
+            )
+        print(f"\n{'':24}{'predicted':>12}{'seen':>12}{'off by':>10}")
         for row in rows:
             print(f"{row.name:24}{row.predicted:>12.4g}{row.seen:>12.4g}{row.off:>+10.1%}")
     return 1 if failed else 0

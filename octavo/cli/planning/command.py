@@ -26,6 +26,7 @@ from octavo.plan.figures import Levels
 from octavo.plan.machine import MachineCosts, read_costs
 from octavo.plan.model_shape import ModelShape, longest_of, read_shape
 from octavo.plan.settings import FleetSettings, Front, ReplicaSettings
+from octavo.plan.speed import Speed
 from octavo.plan.trace import Trace
 from octavo.plan.trace_files import write_trace
 from octavo.recording.format import read
@@ -51,6 +52,7 @@ class Machine(NamedTuple):
     kv_bytes: int  # of the KV store of a replica, on each of its chips
     chips: int  # of a replica
     name: str
+    speed: Speed | None = None  # while this model was measured there, on a server by itself
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         from octavo.cli.planning.check import check
 
-        return check(arguments, trace, machine.settings)
+        return check(arguments, trace, machine.settings, machine.speed)
     fleet = config.fleet
     replicas = fleet.data_parallel_size if fleet.data_parallel_size > 1 or fleet.max_replicas else 0
     found = answer(
@@ -271,7 +273,9 @@ def _measured(arguments: argparse.Namespace, config: Config, shape: ModelShape, 
     source = f"{kind} on {costs.machine}, {costs.made} (octavo {costs.version}): {costs.num_steps} steps, fit off by {costs.median_error:.1%} in the median"
     start = arguments.start_seconds if arguments.start_seconds is not None else costs.start_seconds
     settings = _fleet(config, replica, costs.step_of(shape, weights, ratio), costs.front, start)
-    return Machine(settings, error, source, False, weights, num_pages * page_bytes, 1, costs.machine.split(":")[0])
+    speed = costs.speed if is_same and costs.num_servers == 1 else None
+    name = costs.machine.split(":")[0]
+    return Machine(settings, error, source, False, weights, num_pages * page_bytes, 1, name, speed)
 
 
 def _estimated(arguments: argparse.Namespace, config: Config, shape: ModelShape) -> Machine:

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
+import msgspec
+
 from octavo import __version__
 from octavo.cli.bench.http_stream import Client, Target
 from octavo.cli.bench.report import facts
@@ -28,6 +30,7 @@ from octavo.plan.machine import FORMAT, MachineCosts, write_costs
 from octavo.plan.model_shape import read_shape
 from octavo.plan.recorded import Measured
 from octavo.plan.settings import JITTER_PARTS, Front, Jitter
+from octavo.plan.speed import Probed, speed_of
 from octavo.plan.step_model import fit_model, without_slow_stretches
 from octavo.recording.format import Recording, read
 from octavo.recording.recorder import FLUSH_SECONDS
@@ -39,6 +42,7 @@ _SHORT = 128  # prompt tokens, up to which a request's way in is taken for the c
 _TOKENS = 24  # of a row in the ladder of rows
 _ANSWER = 16  # tokens of a request that is alone: the first steps after a prompt take longer than those that follow
 _PAUSE = 0.05  # seconds for which the engine is idle before it
+_PROBE_PROMPTS, _PROBE_ROUNDS = (24, 192, 64, 320), 6
 _USERS = (1, 2, 4, 8, 16)  # of the mixed load, one number after the other
 _USER_PROMPT, _USER_ANSWER = (16, 1024), (4, 64)  # tokens, log-uniform
 _PREFIX_SHARE = 0.25  # of its requests begin with the same tokens
@@ -51,7 +55,8 @@ class Asked(NamedTuple):
 
 class Exercised(NamedTuple):
     alone: list[Asked]  # requests that were alone
-    mixed: list[Asked]  # … and those of a mixed load
+    mixed: list[Asked]  # … those of a mixed load
+    probes: list[Asked]  # … and those that say how fast the machine was (Load.probe)
 
 
 class Load:
@@ -82,6 +87,14 @@ class Load:
     async def ask_all(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Asked]:
         return list(await asyncio.gather(*(self.ask(prompt, max_tokens) for prompt in prompts)))
 
+    async def probe(self, max_len: int, rounds: int = 1) -> list[Asked]:
+        """Requests that say how fast the machine is now: always the same ones, one at a time. Six rounds take two seconds where a request takes 80 ms."""
+        found = []
+        for length in _PROBE_PROMPTS * rounds:
+            await asyncio.sleep(_PAUSE)
+            found.append(await self.ask(self.prompt(min(length, max_len // 2)), min(_ANSWER, max_len // 4)))
+        return found
+
     async def close(self) -> None:
         await self._client.close()
 
@@ -96,16 +109,18 @@ async def exercise(load: Load, max_rows: int, max_len: int, seconds: float, firs
     sections = [_rows, _alone, _long_rows, _behind_prefix, _beside_streams]
     sections = sections[first % len(sections) :] + sections[: first % len(sections)]
     rounds = 0
+    probes: list[Asked] = []
     while time.monotonic() < ends or not rounds:
         for section in sections:
             began = time.monotonic()
             alone += await section(load, max_rows, max_len)
+            probes += await load.probe(max_len)
             if time.monotonic() > ends and rounds:
-                return Exercised(alone, mixed)
+                break
             left = seconds / (2 * len(sections)) if not rounds else time.monotonic() - began
             mixed += await _mixed(load, max_rows, max_len, left)
         rounds += 1
-    return Exercised(alone, mixed)
+    return Exercised(alone, mixed, probes)
 
 
 async def _rows(load: Load, max_rows: int, max_len: int) -> list[Asked]:
@@ -240,8 +255,38 @@ def measure(model: str, flags: Sequence[str], path: Path, seconds: float, num_se
         num_servers=num_servers,
         overlap_rows=measured[0].learned.overlap_rows,
     )
+    if num_servers == 1:
+        costs = with_speed(costs, asked.probes)
     write_costs(path, costs)
     return costs
+
+
+def with_speed(costs: MachineCosts, probes: Sequence[Asked]) -> MachineCosts:
+    """`probes`: that were sent while these costs were measured."""
+    probed = probed_of(probes)
+    return msgspec.structs.replace(costs, speed=speed_of(costs.settings, probed) if probed else None)
+
+
+def probed_of(probes: Sequence[Asked]) -> list[Probed]:
+    results = [(length, result) for length, result in probes if result.output_tokens > 1]
+    return [
+        Probed(length, result.output_tokens, result.first - result.started, result.ended - result.first)
+        for length, result in results
+    ]
+
+
+def probe(url: str, model: str, vocab_size: int, max_len: int, key: str, seed: int) -> list[Probed]:
+    """How fast a running server is now. `seed`: of the prompts; of another one none is cached."""
+
+    async def send() -> list[Asked]:
+        load = Load(url, model, vocab_size, key, seed)
+        try:
+            return await load.probe(max_len, _PROBE_ROUNDS)
+        finally:
+            await load.close()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return probed_of(runner.run(send()))
 
 
 async def _exercise_all(
@@ -259,9 +304,8 @@ async def _exercise_all(
     )
     for load in loads:
         await load.close()
-    return Exercised(
-        [asked for each in found for asked in each.alone], [asked for each in found for asked in each.mixed]
-    )
+    alone, mixed, probes = ([asked for each in found for asked in part] for part in zip(*found, strict=True))
+    return Exercised(alone, mixed, probes)
 
 
 def _leave(number: int, frame: object) -> None:
