@@ -149,6 +149,7 @@ class RowState:
     def _update_device(self, plan: StepPlan) -> None:
         columns = []
         if plan.enters:
+            # Whole, although keys and values of a part may be there already: penalties and edits of logits read all of a row's tokens.
             columns += _cells([(e.row, e.token_ids) for e in plan.enters], self.width)
         has_pages = self._is_cuda and bool(plan.enters or plan.page_rows)
         if has_pages:
