@@ -131,7 +131,6 @@ class DraftModel:
         self.pages, self.filled, self.graphs = pages, filled, graphs
         self.model, self._steps, self._native = model, steps, native
         self._rows, self._staging = rows, staging
-        rows.reads_prompts = True
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
 
     @property

@@ -63,7 +63,6 @@ class RowState:
         self.sampling = SamplingState(max_rows, vocab_size, grammars)
         self.pooling: dict[int, PoolingParams] = {}  # rows whose request wants a vector instead of tokens
         self.adapters: dict[int, str] = {}  # row → id of its adapter, for rows that have one
-        self.reads_prompts = False  # a draft model may read tokens whose keys and values are there already
         self._staging = staging
         self._is_cuda, self._samples = device.is_cuda, samples
 
@@ -150,9 +149,8 @@ class RowState:
     def _update_device(self, plan: StepPlan) -> None:
         columns = []
         if plan.enters:
-            # Of a prompt whose beginning is cached, or was swapped in, only what is computed from now on is read.
-            starts = {} if self.reads_prompts else dict(zip(plan.rows, plan.starts, strict=True))
-            columns += _cells([(e.row, starts.get(e.row, 0), e.token_ids) for e in plan.enters], self.width)
+            # Whole, although keys and values of a part may be there already: penalties and edits of logits read all of a row's tokens.
+            columns += _cells([(e.row, e.token_ids) for e in plan.enters], self.width)
         has_pages = self._is_cuda and bool(plan.enters or plan.page_rows)
         if has_pages:
             columns += self._changed_pages(plan)
@@ -168,7 +166,7 @@ class RowState:
         """(cells, pages) that change on the device. Entries of an entering row beyond its pages are not read, so not cleared."""
         num_rows = self.page_tables.shape[1]
         tables = [
-            (group * num_rows + entering.row, 0, pages)
+            (group * num_rows + entering.row, pages)
             for entering in plan.enters
             for group, pages in enumerate(entering.pages)
         ]
@@ -189,10 +187,10 @@ class RowState:
         return rows * self.width + positions
 
 
-def _cells(rows: list[tuple[int, int, list[int]]], width: int) -> "list[np.ndarray[tuple[int], np.dtype[np.generic]]]":
-    """(cells int64, numbers int32) that write each row's numbers from the given one on, in a table of `width` columns."""
+def _cells(rows: list[tuple[int, list[int]]], width: int) -> "list[np.ndarray[tuple[int], np.dtype[np.generic]]]":
+    """(cells int64, numbers int32) that write each row's numbers from its first cell on, in a table of `width` columns."""
     if not rows:
         return [np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)]
-    cells = np.concatenate([np.arange(row * width + at, row * width + len(numbers)) for row, at, numbers in rows])
-    numbers = np.concatenate([np.array(numbers[at:], dtype=np.int32) for _, at, numbers in rows])
+    cells = np.concatenate([np.arange(row * width, row * width + len(numbers)) for row, numbers in rows])
+    numbers = np.concatenate([np.array(numbers, dtype=np.int32) for _, numbers in rows])
     return [cells, numbers]
