@@ -304,7 +304,7 @@ async def _exercise_all(
     )
     for load in loads:
         await load.close()
-    alone, mixed, probes = ([asked for each in found for asked in part] for part in zip(*found, strict=True))
+    alone, mixed, probes = ([asked for each in part for asked in each] for part in zip(*found, strict=True))
     return Exercised(alone, mixed, probes)
 
 
