@@ -13,7 +13,7 @@ MAX_TOKENS_OF_ALL = 262_144  # which take about 40 MB
 MAX_KEYS = 1_024
 LEAST_OUTPUT = 8  # tokens; shorter outputs are not kept, because they save no steps
 CONTEXT = 16  # last tokens of the prompt that are kept before an output, so that its beginning can be found, too
-INDEXED_AT_ONCE = 512  # tokens that are added to automata before a step, which takes one to two milliseconds
+INDEXED_AT_ONCE = 512  # tokens that are added to automata before a step, which takes two to three milliseconds
 SEPARATOR = -3  # behind each output; no token, nor one of the automaton's own numbers
 
 Key = tuple[bytes, str]
