@@ -345,8 +345,8 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "nothing is between two outputs": (OUTPUTS, "        self.text.append(SEPARATOR)\n", ""),
     "outputs of aborted requests are not kept": (
         LENGTHS,
-        "if isinstance(request.drafter, RecentDrafter):",
-        "if isinstance(request.drafter, RecentDrafter) and request.finish_after(request.tokens[-1]):",
+        "        if recent is not None:\n",
+        "        if recent is not None and request.finish_after(request.tokens[-1]):\n",
     ),
     "a match is longer than what stands there": (SUFFIX, "            length = lens[state]\n", ""),
     "a place that was wrong is followed on": (

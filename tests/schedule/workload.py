@@ -15,6 +15,7 @@ from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
 from octavo.messages.speculation import SpeculationSettings
 from octavo.schedule import POLICIES, Fairness, Scheduler
+from octavo.schedule.drafts.grammar import GrammarDrafter
 from octavo.schedule.drafts.lengths import CostSpeculation
 from octavo.schedule.drafts.outputs import CONTEXT, LEAST_OUTPUT, SEPARATOR
 from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
@@ -625,7 +626,8 @@ class Workload:
 
     def _check_followed(self, request: Request) -> None:
         """What a request follows stands in an output of its own key, as long as is said, and nowhere longer when it was looked for."""
-        follower = request.drafter.follower
+        drafter = request.drafter
+        follower = (drafter.text if isinstance(drafter, GrammarDrafter) else drafter).follower
         assert follower.key == (request.owner, request.params.prefix_space)
         if (part := follower._part) is None or follower._num_learned < len(request.tokens):
             return
