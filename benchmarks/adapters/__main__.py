@@ -4,6 +4,7 @@
     python -m benchmarks.adapters train --model FOLDER --out FOLDER
     python -m benchmarks.adapters compare --model FOLDER --adapters FOLDER
     python -m benchmarks.adapters speed [--model MODEL] [--rounds 3]
+    python -m benchmarks.adapters replay [--library FILE.so] [--cases 8qv]
     python -m benchmarks.adapters llama --llama-server PROGRAM [--adapter FOLDER] [--rounds 3]
     python -m benchmarks.adapters many [--parts stall,zipf] [--rounds 3]
     python -m benchmarks.adapters gpu [--parts speed,stall,zipf] [--rounds 3] [--result FILE.json]
@@ -15,6 +16,9 @@ merged, for the logprobs of the same tokens: alone, mixed in one batch, preempte
 
 speed: tokens per second of decoding with random rank-16 adapters, beside the base in the same engine and beside an engine without
 --enable-lora, in turn; the medians of the ratios of a round. It prints what the adapters' bytes and products must cost: the limit.
+
+replay: the operations of one decode step, with and without adapters in turn, without Python between them; by this library of native kernels, and
+by others beside it.
 
 llama: tokens per second of `octavo serve` and of llama.cpp's server on a CPU, both with the same adapters as GGUF files in float16, in turn: the base,
 one adapter for all clients, and a different one for each.
@@ -32,7 +36,7 @@ them by itself; what they share is the system's page cache and the disk."""
 import argparse
 import sys
 
-from benchmarks.adapters import compare, gpu, llama, speed, train
+from benchmarks.adapters import compare, gpu, llama, replay, speed, train
 from octavo.errors import ConfigError
 
 
@@ -42,6 +46,7 @@ def main() -> int:
     train.add_options(commands.add_parser("train"))
     compare.add_options(commands.add_parser("compare"))
     speed.add_options(commands.add_parser("speed"))
+    replay.add_options(commands.add_parser("replay"))
     llama.add_options(commands.add_parser("llama"))
     gpu.add_cpu_options(commands.add_parser("many"))
     gpu.add_options(commands.add_parser("gpu"))

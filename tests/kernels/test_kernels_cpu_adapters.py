@@ -11,7 +11,8 @@ from octavo.kernels.cpu.ops import Finish
 from octavo.kernels.device_ops import NormWeights
 from tests.native import native
 
-HIDDEN, PARTS = 64, (48, 32, 32)  # of a product with three parts
+# A product of three parts: four panels of 16 columns and half of one, two, one and a quarter.
+HIDDEN, PARTS = 64, (72, 32, 20)
 COLUMNS = sum(PARTS)
 RANKS = (8, 16, 3, 40)
 
@@ -27,7 +28,7 @@ def weight_of(kernels: Native, rows: torch.Tensor, kind: Kind) -> PackedWeight:
 
 
 def parts_of(rank: int, seed: int, which: tuple[int, ...] = (0, 1, 2)) -> list[AdapterPart]:
-    firsts = (0, 48, 80)
+    firsts = (0, 72, 104)
     return [
         AdapterPart(
             randn(rank, HIDDEN, seed=seed + at) / 8, randn(PARTS[at], rank, seed=seed + 10 + at), firsts[at], 0.5
@@ -196,8 +197,8 @@ def test_an_index_out_of_range_is_refused() -> None:
 def test_memory_is_its_own() -> None:
     kernels = native()
     adapter = adapters(kernels.new_site(), kernels.num_sites, torch.bfloat16)[1]
-    # A: 3 parts of 16 × 64, B: 112 × 16, two bytes each.
-    assert adapter.nbytes == 2 * (3 * 16 * HIDDEN + COLUMNS * 16)
+    # A: 3 parts of 16 × 64, B: 80 + 32 + 32 columns, in whole panels, × 16; two bytes each.
+    assert adapter.nbytes == 2 * (3 * 16 * HIDDEN + 144 * 16)
 
 
 def test_memory_is_on_huge_pages_where_these_are_nearly_full() -> None:

@@ -91,12 +91,18 @@ void expand(const AdaptedProduct& product, const AdaptedRows& rows, const Octavo
   const int64_t width = round_up(part.rank, kPanel);
   for (int64_t row = 0; row < rows.count; ++row)
     for (int64_t k = 0; k < part.rank; ++k) inner[row * width + k] *= part.scale;
+  const uint8_t* weights = static_cast<const uint8_t*>(part.up) + begin / kPanel * panel_bytes(part.kind, part.rank);
+  float* y = product.y + rows.first * product.y_stride + part.first_column + begin;
+  if (rows.count == 1) {
+    std::fill(inner + part.rank, inner + width, 0.0f);  // NaN where x is not finite, though A is padded with zeros
+    return product_kernels().add_row(part.kind, part.rank, inner, weights, end - begin, y);
+  }
   prepare(part.kind, inner, width, nullptr, 0.0f, rows.count, part.rank, nullptr, inner_prepared);
   OctavoProduct up = {};
-  up.weights = static_cast<const uint8_t*>(part.up) + begin / kPanel * panel_bytes(part.kind, part.rank);
+  up.weights = weights;
   up.activations = inner_prepared;
-  up.y = product.y + rows.first * product.y_stride + part.first_column + begin;
-  up.residual = up.y;
+  up.y = y;
+  up.residual = y;
   up.y_stride = product.y_stride;
   up.num_rows = rows.count;
   up.num_columns = end - begin;

@@ -155,6 +155,9 @@ struct ProductKernels {
   // y = panel · x of each, in FLOAT32 or BFLOAT16: the bits of product_share. One panel is a single chain of sums over K, so that several
   // are multiplied at a time.
   void (*row_panels)(int kind, int64_t depth, const RowPanel* items, int64_t count);
+  // y [num_columns] += W · x, for W in FLOAT32 or BFLOAT16 and x [depth], padded with zeros to a multiple of kSlice: the bits of product_share
+  // with y as residual. A row of an adapter's B is short, so that panels are multiplied together here, too.
+  void (*add_row)(int kind, int64_t depth, const float* x, const void* weights, int64_t num_columns, float* y);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);
   int64_t (*dot_all)(int64_t num_dots);
 };

@@ -154,7 +154,7 @@ struct Lanes {
 extern const ProductKernels kProductAvx2;
 const ProductKernels kProductAvx2 = {"avx2",        Lanes::kPackedRows, Lanes::kFloatRows,
                                      prepare_share, prepare_row, product_share, finish_row, row_panels,
-                                           read_all, dot_all};
+                                     add_row,       read_all,    dot_all};
 
 }  // namespace octavo
 #endif

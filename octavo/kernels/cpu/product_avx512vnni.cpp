@@ -106,7 +106,7 @@ struct Lanes {
 extern const ProductKernels kProductAvx512Vnni;
 const ProductKernels kProductAvx512Vnni = {"avx512vnni",  Lanes::kPackedRows, Lanes::kFloatRows,
                                            prepare_share, prepare_row, product_share, finish_row, row_panels,
-                                           read_all, dot_all};
+                                           add_row,       read_all,    dot_all};
 
 }  // namespace octavo
 #endif

@@ -290,6 +290,52 @@ void row_panels_of(int64_t depth, const RowPanel* items, int64_t count) {
   if (count == 1) some_row_panels<KIND, 1>(depth, items);
 }
 
+// y [num_left, at most COUNT panels] += COUNT panels of B times x.
+template <int KIND, int COUNT>
+void add_some_panels(int64_t depth, const float* x, const uint8_t* panels, int64_t num_left, float* y) {
+  using Tile = FloatTile<KIND>;
+  const int64_t num_bytes = panel_bytes(KIND, depth);
+  Floats total[COUNT];
+  for (int i = 0; i < COUNT; ++i) total[i] = L::splat(0.0f);
+  for (int64_t at = 0; at < depth; at += kSlice, x += kSlice, panels += kSlice * kPanel * Tile::kWidth) {
+#pragma GCC unroll 8
+    for (int k = 0; k < kSlice; k += 2) {
+      for (int i = 0; i < COUNT; ++i) {
+        Floats even, odd;
+        Tile::load_two(panels + i * num_bytes + k * kPanel * Tile::kWidth, even, odd);
+        total[i] = L::fma(L::splat(x[k]), even, total[i]);
+        total[i] = L::fma(L::splat(x[k + 1]), odd, total[i]);
+      }
+    }
+  }
+  for (int i = 0; i < COUNT; ++i, y += kPanel, num_left -= kPanel) {
+    const Floats value = L::add(total[i], load_some(y, num_left));
+    if (num_left >= kPanel) {
+      L::store(y, value);
+      continue;
+    }
+    float lanes[kPanel];
+    L::store(lanes, value);
+    for (int64_t lane = 0; lane < num_left; ++lane) y[lane] = lanes[lane];
+  }
+}
+
+template <int KIND>
+void add_row_of(int64_t depth, const float* x, const uint8_t* panels, int64_t num_columns, float* y) {
+  constexpr int kMany = 4;
+  const int64_t num_bytes = panel_bytes(KIND, depth);
+  for (; num_columns > (kMany - 1) * kPanel; num_columns -= kMany * kPanel, panels += kMany * num_bytes, y += kMany * kPanel)
+    add_some_panels<KIND, kMany>(depth, x, panels, num_columns, y);
+  for (; num_columns > 0; num_columns -= kPanel, panels += num_bytes, y += kPanel)
+    add_some_panels<KIND, 1>(depth, x, panels, num_columns, y);
+}
+
+void add_row(int kind, int64_t depth, const float* x, const void* weights, int64_t num_columns, float* y) {
+  const uint8_t* panels = static_cast<const uint8_t*>(weights);
+  if (kind == OCTAVO_FLOAT32) add_row_of<OCTAVO_FLOAT32>(depth, x, panels, num_columns, y);
+  else add_row_of<OCTAVO_BFLOAT16>(depth, x, panels, num_columns, y);
+}
+
 void row_panels(int kind, int64_t depth, const RowPanel* items, int64_t count) {
   if (kind == OCTAVO_FLOAT32) row_panels_of<OCTAVO_FLOAT32>(depth, items, count);
   else row_panels_of<OCTAVO_BFLOAT16>(depth, items, count);

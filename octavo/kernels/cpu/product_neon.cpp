@@ -35,7 +35,7 @@ struct Lanes : NeonLanes {
 extern const ProductKernels kProductNeon;
 const ProductKernels kProductNeon = {"neon",        Lanes::kPackedRows, Lanes::kFloatRows,
                                      prepare_share, prepare_row, product_share, finish_row, row_panels,
-                                           read_all, dot_all};
+                                     add_row,       read_all,    dot_all};
 
 }  // namespace octavo
 #endif

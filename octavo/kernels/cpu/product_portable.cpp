@@ -179,6 +179,6 @@ struct Lanes {
 extern const ProductKernels kProductPortable;
 const ProductKernels kProductPortable = {"portable",    Lanes::kPackedRows, Lanes::kFloatRows,
                                          prepare_share, prepare_row, product_share, finish_row, row_panels,
-                                           read_all, dot_all};
+                                         add_row,       read_all,    dot_all};
 
 }  // namespace octavo
