@@ -56,6 +56,8 @@ def keys_of(root: bytes, tokens: list[int], page_size: int) -> list[bytes]:
 class SimulatedCache(KVCache):
     """A KVCache whose page keys are read from the tokens."""
 
+    _reuses_keys = False  # there is nothing to compute, and such tokens do not fit into 64 bits with a sign
+
     def _new_keys(self, parent: bytes, tokens: list[int], first: int, end: int) -> list[bytes]:
         size = self.page_size
         return [token.to_bytes(KEY_BYTES, "little") for token in tokens[(first + 1) * size - 1 : end * size : size]]
