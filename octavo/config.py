@@ -233,10 +233,10 @@ class SchedulerConfig:
         "JSON object: draft tokens ahead and verify them in one step, which changes no token. method: auto, ngram (the last place with the "
         "same tokens), suffix (the place with the longest match), draft_model (a smaller model of the same vocabulary, named by model), "
         "eagle3 (an EAGLE-3 head, named by model), mtp (the model's own layers for multi-token prediction; the last "
-        "three with several ranks on a CPU) or none; num_speculative_tokens: most drafted tokens of a row in a step "
+        "three work with one GPU, or with any number of ranks on a CPU) or none; num_speculative_tokens: most drafted tokens of a row in a step "
         "(8); prompt_lookup_min, prompt_lookup_max: tokens that ngram looks for (2, 4); suffix_decoding_max_cached_requests: "
-        "suffix also drafts from the outputs of the last so many requests of the same API key and cache_salt (0: from none); grammar: false "
-        "drafts nothing because a grammar forces it; adaptive: false drafts whatever it costs. "
+        "suffix also drafts from the outputs of the last N requests of the same API key and cache_salt (0: from none); grammar: false "
+        "does not draft what a grammar forces; adaptive: false drafts whatever it costs. "
         "auto: ngram on a CPU with native kernels, where drafts are as long as their measured cost is worth; else none",
         kind="json",
     )

@@ -35,11 +35,13 @@ class Counts:
             self._calls.append((len(logits), logits.shape[1], num_chosen, used.sum()))
             return forward(module, x, logits, num_chosen, *others)
 
+        few = Experts.sum_of_few  # which routes by itself
         Experts.forward = counted  # type: ignore[method-assign]
+        Experts.sum_of_few = lambda *others: None  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Experts.forward = forward  # type: ignore[method-assign]
+            Experts.forward, Experts.sum_of_few = forward, few  # type: ignore[method-assign]
 
     def figures(self) -> list[dict[str, Any]]:
         """For each number of tokens in a step, the means over its steps and layers."""

@@ -157,7 +157,7 @@ class Sending(NamedTuple):
     began: float
 
     def send(self, name: str, trace: Trace, is_kept: bool = True) -> None:
-        """One run of a load, and what it left. The machine is probed just before and after it; not a GPU, which nobody else uses."""
+        """One run of a load, and what it left. The machine is probed just before and after it; not a GPU, which is not shared."""
         seen, options = self.seen, self.options
         at = len(seen.sent)
         wait_for_calm()

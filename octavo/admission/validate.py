@@ -187,7 +187,7 @@ def check_prompt(prompt_ids: list[int], report: EngineReport, field: Field) -> N
 
 
 def _are_natural(ids: Sequence[int]) -> bool:
-    """Whether none is negative; one that is too large for 32 bits counts as if it was. In a third of min()'s time."""
+    """Whether none is negative. False also for ids that do not fit into 32 bits. Takes a third of the time of min()."""
     try:
         array("I", ids)
     except OverflowError:

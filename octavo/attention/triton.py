@@ -32,9 +32,8 @@ class TritonAttention:
         self._works: dict[tuple[int, int], DecodeWork] = {}
         self._tiles: dict[Tile, torch.Tensor] = {}
         self._has_no_prefix = False
-        self._chosen: dict[
-            tuple[bool, bool], Tile
-        ] = {}  # by whether a layer needs the general kernel, and has_no_prefix
+        # By whether a layer needs the general kernel, and has_no_prefix.
+        self._chosen: dict[tuple[bool, bool], Tile] = {}
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if not _MIN_HEAD_SIZE <= spec.head_size <= _MAX_HEAD_SIZE:

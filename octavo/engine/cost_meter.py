@@ -124,6 +124,9 @@ class CostMeter(StepObserver):
         # Moving pages, and logits of prompt tokens, take time that no shape explains.
         if plan.moves or committed.result.prompt_logprobs or not num_tokens:
             return
+        drafted = committed.result.drafted
+        if drafted and not any(drafted) and work is None:
+            return  # it waited to learn that no grammar forces anything
         if num_tokens == len(plan.rows):
             self._num_decodes += 1
             if self._num_decodes % _DECODE_EVERY != 1:

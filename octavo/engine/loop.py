@@ -173,6 +173,8 @@ class EngineLoop:
         num_pages = self.scheduler.cache.reset_prefixes()
         if self.tier is not None:
             self.tier.reset()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.forget()
         self.observers.prefixes_reset()
         return num_pages
 

@@ -171,7 +171,7 @@ class Draft(msgspec.Struct, frozen=True, array_like=True, gc=False):
 FROM_MODEL = -1
 """In place of a drafted token that the worker's draft model proposes."""
 FROM_GRAMMAR = -2
-"""In place of a drafted token that the row's grammar leaves as the only way to go on, if there is such a one."""
+"""In place of a drafted token that the row's grammar leaves as the only way to go on, if there is one."""
 MIN_SAMPLES = 16
 
 

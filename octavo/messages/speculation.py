@@ -42,10 +42,10 @@ class SpeculationSettings(msgspec.Struct, frozen=True, gc=False):
     is_adaptive: bool = True  # False: as many as can be had, whatever they cost
     model: str = ""  # the draft model or the EAGLE-3 head: a folder, a .gguf file or a hub id
     max_len: int = 0  # tokens of a request up to which the draft model can follow it; 0: any number
-    asks_grammars: bool = True  # draft what a request's grammar leaves as the only way to go on
-    max_cached_requests: int = (
-        0  # of a key, whose outputs its next requests draft from; 0: a request drafts from its own text only
-    )
+    # Recordings from before grammars drafted do not have this.
+    asks_grammars: bool = False  # draft what a request's grammar leaves as the only way to go on
+    # Of a key, whose outputs its next requests draft from; 0: a request drafts from its own text only.
+    max_cached_requests: int = 0
 
     @property
     def is_by_model(self) -> bool:
@@ -92,7 +92,9 @@ def speculation_of(text: str, is_gpu: bool, is_exact: bool = True) -> Speculatio
         raise ConfigError(f"{FLAG}: {_CACHED} is for the method suffix, not for {quote(method)}: leave one of them out")
     chosen: Method = "ngram" if method == "auto" else method
     settings = SpeculationSettings(chosen, num_tokens, least, most, is_adaptive, model)
-    return msgspec.structs.replace(settings, asks_grammars=asks_grammars, max_cached_requests=num_cached)
+    return msgspec.structs.replace(
+        settings, asks_grammars=asks_grammars and not settings.is_by_model, max_cached_requests=num_cached
+    )
 
 
 def named_ranks(text: str) -> int | None:

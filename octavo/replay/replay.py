@@ -118,6 +118,9 @@ class RecordedSpeculation:
     def finished(self, request: Request) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
     def choose(
         self,
         rows: Sequence[tuple[int, Request]],
@@ -245,6 +248,8 @@ class Replay:
                     self._start_all([] if removed is None else removed.jobs)
                 case Forgotten():
                     self.cache.reset_prefixes()
+                    if self.scheduler.speculation is not None:
+                        self.scheduler.speculation.forget()
                     yield record
                 case Prepared():
                     yield record

@@ -129,9 +129,8 @@ class SchedulerState(msgspec.Struct, array_like=True, gc=False):
     cache: CacheState
     costs: StepCosts | None = None
     fairness: FairnessState | None = None  # None: tenants are not told apart
-    speculation: SpeculationState | None = (
-        None  # None: there are no recent outputs to draft from, or they are not recorded
-    )
+    # None: there are no recent outputs to draft from, or they are not recorded.
+    speculation: SpeculationState | None = None
 
 
 def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:

@@ -534,7 +534,8 @@ class Loader:
         staging = Staging(self.device)
         vocabulary = functools.partial(_vocabulary, self.source, self.config.model.tokenizer)
         speculation = speculation_of(self.config.scheduler.speculative_config, self.device.is_cuda)
-        num_forced = speculation.most if speculation is not None and speculation.asks_grammars else 0
+        drafts = speculation is not None and speculation.asks_grammars and self.stage.count == 1
+        num_forced = speculation.most if speculation is not None and drafts else 0
         rows = RowState(
             limits.max_num_seqs,
             max_model_len,

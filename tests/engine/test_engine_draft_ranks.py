@@ -141,6 +141,31 @@ def test_what_the_model_drafts_for_itself_is_always_right(folders: Path, itself:
         pytest.fail("no draft counts under a grammar")
 
 
+def test_what_a_grammar_forces_is_drafted_on_all_ranks_alike(folders: Path):
+    """Each rank has grammar processes of its own, which look for forced stretches in their own time."""
+    model = folders / "llama"
+    grammar = grammar_of(
+        {"regex": "(yes|no), and that is all there is to say(, (yes|no), again and again)?"},
+        load_text(model, tokenizer="").vocabulary,
+    )
+    params = SamplingParams(max_tokens=300, logprobs=1, grammar=grammar)
+    requests = [
+        GenerateRequest(f"forced{n}", [9, n], msgspec.structs.replace(params, seed=n, temperature=0.5 * n), [])
+        for n in range(4)
+    ]  # fmt: skip
+    with two_ranks(model, drafting("ngram"), kib=3 * 140) as llm:
+        plain = answers(llm, requests, drafts=False)
+        for _ in range(40):  # on a busy machine, masks come late
+            results = results_of(llm)
+            found = answers(llm, requests)
+            assert found == plain
+            _, runs = drafts_of(results)
+            if sum(runs) - len(runs) > 20:
+                break
+        else:
+            pytest.fail("a grammar drafts nothing that counts")
+
+
 def test_both_are_counted_on_each_rank(folders: Path, itself: tuple[LLM, Answers]):
     with LLM(str(folders / "llama"), speculative_config=NO_DRAFTS, device="cpu", cpu_threads=1, page_size=4) as llm:
         one = llm.report

@@ -223,10 +223,14 @@ def test_packed_experts_on_a_model(tokens, experts, chosen, depth, inner, is_nor
 def test_the_shapes_that_were_measured_are_taken_up_to_the_tokens_that_gained():
     """`benchmarks/kernels/experts.py` on an H200: Qwen3-30B-A3B and gpt-oss-20b."""
     plain, packed = grouped.choose_few_plain, grouped.choose_few_packed
-    assert [tokens for tokens in range(1, 10) if plain(tokens, 8, 2048, 768)] == [1, 2, 3, 4]
-    assert [tokens for tokens in range(1, 10) if packed(tokens, 4, 2880, 2880)] == [1, 2]
-    assert plain(1, 2, 4096, 14336) is None and plain(1, 8, 4096, 768) is None
-    assert packed(1, 8, 2880, 2880) is None and packed(1, 4, 1024, 512) is None
+    assert [tokens for tokens in range(1, 10) if plain(tokens, 8, 128, 2048, 768)] == [1, 2, 3, 4]
+    assert [tokens for tokens in range(1, 10) if packed(tokens, 4, 32, 2880, 2880)] == [1, 2]
+    assert (
+        plain(1, 2, 8, 4096, 14336) is None
+        and plain(1, 8, 128, 4096, 768) is None
+        and plain(1, 8, 256, 2048, 512) is None
+    )
+    assert packed(1, 8, 32, 2880, 2880) is None and packed(1, 4, 32, 1024, 512) is None
 
 
 def test_elsewhere_and_with_deterministic_nothing_is_taken(device):
@@ -275,13 +279,13 @@ floats = {name: "*bf16" for name in ("x", "weight", "out", "inner")} | {"keys": 
 words = {name: "*i32" for name in ("x", "keys", "words", "exponents", "inner")}
 words |= {"bias": "*bf16", "out": "*bf16"} | dict.fromkeys(("n", "num_experts", "height"), "i32")
 
-t = FewTiles(*choose_few_plain(1, 8, 2048, 768))
+t = FewTiles(*choose_few_plain(1, 8, 128, 2048, 768))
 values = 128, 8, 2048, 768, False, t.gate_warps, t.gate_steps, t.gate_ahead, True
 check(bf16_few._gate_up, {**floats, **gate}, t.gate_warps, t.gate_registers, values)
 warps = 8 * t.down_share
 values = 128, 8, True, 2048, 768, warps, t.down_rows, t.down_share, t.down_ahead, True
 check(bf16_few._down, floats, warps, t.down_registers, values)
-t = PackedFewTiles(*choose_few_packed(1, 4, 2880, 2880))
+t = PackedFewTiles(*choose_few_packed(1, 4, 32, 2880, 2880))
 check(mxfp4_few._gate_up, {**words, **gate}, t.gate_warps, t.gate_registers, (32, 4, 23, 3072, 3200, t.gate_ahead, True, t.gate_warps, True))
 warps = 4 * t.down_share
 check(mxfp4_few._down, words, warps, t.down_registers, (32, 4, True, 23, 3200, t.down_share, t.down_ahead, warps, True))
@@ -347,7 +351,7 @@ def test_plain_experts(tokens, experts, chosen, depth, inner, has_bias, is_norma
     around = make_around(experts, depth, has_bias, device)
     x = torch.randn(tokens, depth, device=device).bfloat16()
     for tiles in (
-        FewTiles(*grouped.choose_few_plain(1, 8, 2048, 768)),
+        FewTiles(*grouped.choose_few_plain(1, 8, 128, 2048, 768)),
         FewTiles(4, 2, 3, 2, 1, 1),
         FewTiles(16, 1, 9, 4, 2, 5),
     ):
@@ -367,5 +371,8 @@ def test_packed_experts(tokens, experts, chosen, depth, inner, device):
     biases = (some(experts, 2 * inner).to(device), some(experts, depth).to(device))
     around = make_around(experts, depth, True, device)
     x = torch.randn(tokens, depth, device=device).bfloat16()
-    for tiles in (PackedFewTiles(*grouped.choose_few_packed(1, 4, 2880, 2880)), PackedFewTiles(8, 3, 128, 1, 4, 128)):
+    for tiles in (
+        PackedFewTiles(*grouped.choose_few_packed(1, 4, 32, 2880, 2880)),
+        PackedFewTiles(8, 3, 128, 1, 4, 128),
+    ):
         check(x, around, chosen, True, (gate_up, down), (plain_gate_up, plain_down), biases, GATE, tiles)

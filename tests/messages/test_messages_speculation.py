@@ -9,23 +9,27 @@ from octavo.errors import ConfigError
 from octavo.messages.speculation import SpeculationSettings, speculation_of
 
 
+def settings(*given, **options):
+    """With grammars that draft, as a command has it that does not say otherwise."""
+    return SpeculationSettings(*given, asks_grammars=True, **options)
+
+
 def test_auto_is_for_cpus():
-    assert speculation_of("", is_gpu=False) == SpeculationSettings("ngram")
-    assert speculation_of('{"method": "auto", "num_speculative_tokens": 3}', is_gpu=False) == SpeculationSettings(
-        "ngram", 3
-    )
+    assert speculation_of("", is_gpu=False) == settings("ngram")
+    assert speculation_of('{"method": "auto", "num_speculative_tokens": 3}', is_gpu=False) == settings("ngram", 3)
     assert speculation_of("", is_gpu=True) is None
     assert speculation_of("", is_gpu=False, is_exact=False) is None
-    assert speculation_of('{"method": "ngram"}', is_gpu=False, is_exact=False) == SpeculationSettings("ngram")
-    assert speculation_of('{"method": "suffix"}', is_gpu=True) == SpeculationSettings("suffix")
+    assert speculation_of('{"method": "ngram"}', is_gpu=False, is_exact=False) == settings("ngram")
+    assert speculation_of('{"method": "suffix"}', is_gpu=True) == settings("suffix")
     assert speculation_of('{"method": "none"}', is_gpu=False) is None
+    assert speculation_of('{"method": "ngram", "grammar": false}', is_gpu=False) == SpeculationSettings("ngram")
 
 
 def test_vllms_names():
     given = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 3}'
-    assert speculation_of(given, is_gpu=False) == SpeculationSettings("ngram", 5, 3, 3)
+    assert speculation_of(given, is_gpu=False) == settings("ngram", 5, 3, 3)
     for earlier in ({"model": "[ngram]"}, {"model": "ngram"}, {"method": "ngram", "model": "ngram"}):
-        assert speculation_of(json.dumps(earlier), is_gpu=True) == SpeculationSettings("ngram")
+        assert speculation_of(json.dumps(earlier), is_gpu=True) == settings("ngram")
     by_model = SpeculationSettings("draft_model", 5, model="path")
     assert (
         speculation_of('{"model": "path", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1}', is_gpu=False)
@@ -42,16 +46,17 @@ def test_vllms_names():
         assert speculation_of(json.dumps({"method": name}), is_gpu=True) == SpeculationSettings("mtp")
     assert [SpeculationSettings(method).is_by_model for method in ("suffix", "mtp", "eagle3")] == [False, True, True]
     recent = '{"method": "suffix", "suffix_decoding_max_cached_requests": 10000}'
-    assert speculation_of(recent, is_gpu=True) == SpeculationSettings("suffix", max_cached_requests=10000)
-    assert speculation_of(recent.replace("10000", "0"), is_gpu=False) == SpeculationSettings("suffix")
+    assert speculation_of(recent, is_gpu=True) == settings("suffix", max_cached_requests=10000)
+    assert speculation_of(recent.replace("10000", "0"), is_gpu=False) == settings("suffix")
     one_sided = '{"method": "ngram", "prompt_lookup_max": 1}'
-    assert speculation_of(one_sided, is_gpu=False) == SpeculationSettings("ngram", 8, 1, 1)
+    assert speculation_of(one_sided, is_gpu=False) == settings("ngram", 8, 1, 1)
     assert replace(Config(), speculative_config={"method": "none"}).scheduler.speculative_config == '{"method": "none"}'
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
+        ('{"grammar": 1}', "grammar must be true or false, got 1"),
         (
             '{"method": "medusa"}',
             "the method 'medusa' is not supported: use auto, ngram, suffix, draft_model, eagle3, mtp or none",

@@ -143,3 +143,29 @@ def test_nothing_is_proposed_near_the_rows_limit():
     matching.enter(Enter(1, 0, [EOS], 5, 0, 60, False, True))
     rows = matching.fill(Fill([RowToFill(1, [], 5, num_forced=15)])).rows
     assert not rows or not rows[0].forced
+
+
+def test_a_long_constant_costs_little_and_is_drafted_in_parts():
+    """What a client makes long takes no longer: a stretch is cut, and a row that has waited once looks again after a pause."""
+    schema = {"type": "object", "properties": {"a": {"const": "z" * 20_000}}, "required": ["a"], "additionalProperties": False}  # fmt: skip
+    matching = Matching(SharedVocabulary(BEGIN), MaskSlots(SIZE, 4), lambda seconds: None)
+    assert not matching.compile(schema_grammar(schema, VOCABULARY, field=Field("schema"))).error
+    matching.enter(Enter(1, 0, [EOS], 5, 0, 60_000, False, True))
+    new: list[int] = []
+    num_drafts = 0
+    for length, token in enumerate([*b'{"a": "', *[ord("z")] * 300], 5):
+        rows = matching.fill(Fill([RowToFill(1, new, length, num_forced=15)])).rows
+        new = [token]
+        if rows and rows[0].forced:
+            assert len(rows[0].forced) <= 15 and not rows[0].failure
+            num_drafts += 1
+    assert num_drafts > 3
+    row = matching._rows[1]
+    assert row.credit > 0 and row.spacing.num_bytes < 400
+
+
+def test_long_white_space_is_neither_kept_nor_guessed():
+    spacing = Spacing()
+    for _ in range(3):
+        spacing.add(b'{"a":' + b" " * 50_000 + b'"x",' + b"\n" * 50_000)
+    assert len(spacing.before(b'"')) <= 64 and max(map(len, spacing._seen.values())) <= 64

@@ -50,6 +50,9 @@ class DiceSpeculation:
     def finished(self, request: Request) -> None:
         assert request.is_finished
 
+    def forget(self) -> None:
+        pass
+
     def choose(
         self,
         rows: Sequence[tuple[int, Request]],

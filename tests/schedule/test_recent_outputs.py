@@ -17,6 +17,7 @@ from octavo.schedule.drafts.outputs import CONTEXT, INDEXED_AT_ONCE, LEAST_OUTPU
 from octavo.schedule.drafts.recent import Follower, FollowerState, RecentDrafter
 from octavo.schedule.drafts.suffix import SuffixDrafter
 from octavo.schedule.request import Request
+from octavo.schedule.step_costs import StepShape
 
 KEY = (b"key", "")
 texts = st.lists(st.integers(0, 2), min_size=LEAST_OUTPUT, max_size=40)
@@ -187,7 +188,7 @@ def request_of(number: int, tokens: list[int], prompt_len: int, owner: bytes = b
 
 def test_both_sources_learn_what_they_are_worth():
     """The recent output goes on differently each time; what the request itself repeats is right."""
-    speculation = CostSpeculation(SpeculationSettings("suffix", 8, max_cached_requests=4))
+    speculation = CostSpeculation(SpeculationSettings("suffix", 8, is_adaptive=False, max_cached_requests=4))
     r = random.Random(0)
     unit = [*range(100, 112)]
     first = request_of(0, [1, 2, 3] + [token for _ in range(30) for token in (*unit, r.randrange(200, 900))], 3)
@@ -199,7 +200,8 @@ def test_both_sources_learn_what_they_are_worth():
     num_right = []
     for length in range(4, len(text) - 8):
         second.tokens = text[:length]
-        tokens = [token for each in speculation._offers([(0, second)], 8) for token in each.offer.tokens]
+        drafts = speculation.choose([(0, second)], StepShape(1, 0, length, 0), None, 8)
+        tokens = [token for draft in drafts for token in draft.tokens]
         num_right.append(next((at for at, (a, b) in enumerate(zip(tokens, text[length:], strict=False)) if a != b), 8))
     assert sum(num_right[:12]) > 30, "the first time, from the recent output"
     assert sum(num_right[-140:]) > 8 * 130, "then from its own text"
@@ -209,14 +211,14 @@ def test_keys_salts_and_wishes_are_kept_apart():
     text = [1, 2, 3, *output_of(7)]
 
     def drafted(**second) -> bool:
-        speculation = CostSpeculation(SpeculationSettings("suffix", 8, max_cached_requests=4))
+        speculation = CostSpeculation(SpeculationSettings("suffix", 8, is_adaptive=False, max_cached_requests=4))
         first = request_of(0, text, 3, owner=b"a", **second.pop("first", {}))
         speculation.attach(first)
         if first.drafter is not None:
             speculation.finished(first)
         request = request_of(1, text[:10], 3, **{"owner": b"a", **second})
         speculation.attach(request)
-        return bool(request.drafter is not None and speculation._offers([(0, request)], 8))
+        return bool(request.drafter is not None and speculation.choose([(0, request)], StepShape(1, 0, 10, 0), None, 8))
 
     assert drafted()
     assert drafted(prefix_salt="x", first={"prefix_salt": "x"})
@@ -225,3 +227,16 @@ def test_keys_salts_and_wishes_are_kept_apart():
     assert not drafted(adapter="x") and not drafted(first={"adapter": "x"})
     assert not drafted(first={"use_speculation": False}) and not drafted(use_speculation=False)
     assert CostSpeculation(SpeculationSettings("suffix"))._recent is None, "off by default"
+
+
+def test_outputs_are_forgotten_with_cached_prefixes():
+    speculation = CostSpeculation(SpeculationSettings("suffix", 8, is_adaptive=False, max_cached_requests=4))
+    text = [1, 2, 3, *output_of(7)]
+    first, second = request_of(0, text, 3), request_of(1, text[:10], 3)
+    for request in (first, second):
+        speculation.attach(request)
+    speculation.finished(first)
+    assert speculation.choose([(0, second)], StepShape(1, 0, 10, 0), None, 8)
+    speculation.forget()
+    assert not speculation.choose([(0, second)], StepShape(1, 0, 10, 0), None, 8)
+    assert speculation.state() is not None and not speculation.state().recent.keys

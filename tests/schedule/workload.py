@@ -175,7 +175,7 @@ class Workload:
             speculation = DiceSpeculation(random.Random(self.seed + 10**10), self.windows, self.seed % 2 > 0)
         if self.has_recent:
             most = random.Random(self.seed).choice([1, 2, 3, 8])
-            settings = SpeculationSettings("suffix", is_adaptive=False, max_cached_requests=most)
+            settings = SpeculationSettings("suffix", is_adaptive=False, asks_grammars=True, max_cached_requests=most)
             speculation = self.speculation_type(settings)
         self.scheduler = self.scheduler_type(
             self.cache,

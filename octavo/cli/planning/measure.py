@@ -88,7 +88,7 @@ class Load:
         return list(await asyncio.gather(*(self.ask(prompt, max_tokens) for prompt in prompts)))
 
     async def probe(self, max_len: int, rounds: int = 1) -> list[Asked]:
-        """Requests that say how fast the machine is now: always the same ones, one at a time. Six rounds take two seconds where a request takes 80 ms."""
+        """Requests that say how fast the machine is now: always of the same lengths, one at a time. Six rounds take two seconds where a request takes 80 ms."""
         found = []
         for length in _PROBE_PROMPTS * rounds:
             await asyncio.sleep(_PAUSE)

@@ -23,10 +23,11 @@ _PIECES = re.compile(
 )
 """Most vocabularies have no tokens that cross these pieces of a text."""
 _MOST_BYTES = 128  # of a stretch
-_MOST_SECONDS = 0.002  # for one stretch
-MAX_TEXT = (
-    1 << 16
-)  # bytes of an answer, behind which no stretches are looked for: its white space would have to be read
+_MOST_SPACES = 64  # that are guessed at a place
+MOST_SECONDS = 0.002  # for one stretch
+MAX_TOKENS = (
+    4096  # of an answer, behind which no stretches are looked for: all of its white space would have to be read
+)
 
 
 class Forced:
@@ -41,15 +42,15 @@ class Forced:
         self._scratch: Words = np.zeros(-(-kinds.vocab_size // WORD), dtype=np.int32)
 
     def tokens(self, matcher: "LLMatcher", bits: Words, spacing: "Spacing", most: int) -> list[int] | None:
-        """At most so many tokens that spell the stretch which begins here. `bits`: the mask of the next token. `spacing`: of the answer so far.
+        """At most `most` tokens that spell the stretch which begins here. `bits`: the mask of the next token. `spacing`: of the answer so far.
         The matcher is where it was afterwards. None: it could not go back, and is not to be used any more."""
         if self._only_byte(bits) < 0:
             return []
         text, num_consumed = b"", 0
-        single, deadline = self._kinds.single, time.perf_counter() + _MOST_SECONDS
+        single, deadline = self._kinds.single, time.perf_counter() + MOST_SECONDS
         spaces = spacing.copy()
         while len(text) < _MOST_BYTES and time.perf_counter() < deadline:
-            piece = matcher.compute_ff_bytes()
+            piece = matcher.compute_ff_bytes()[: _MOST_BYTES - len(text)]
             if not piece:
                 if text:
                     at = self._scratch.ctypes.data
@@ -59,7 +60,7 @@ class Forced:
                     break
                 piece = bytes([byte])
                 if self._allows_space(bits):
-                    piece = spaces.before(piece) + piece
+                    piece = spaces.before(piece)[-_MOST_SPACES:] + piece
             tokens = [single.get(byte, -1) for byte in piece]
             if -1 in tokens:
                 break
@@ -101,10 +102,8 @@ class Spacing:
             b"",
             b"",
         )  # the last byte that is no white space, outside strings; the white space behind it
-        self._has_lines, self._indent = (
-            False,
-            b"  ",
-        )  # members are on lines of their own, and by how much they are indented
+        # Members are on lines of their own, and by how much they are indented.
+        self._has_lines, self._indent = False, b"  "
         self._behind = {b":": b" ", b",": b" "}  # the last one in a line
         self._seen: dict[tuple[bytes, bytes, int], bytes] = {}  # (class of the byte before, of the one behind, depth)
 
@@ -130,7 +129,8 @@ class Spacing:
                     self._in_string, self._last, self._run = False, byte, b""
                 continue
             if byte in _SPACES:
-                self._run += byte
+                if len(self._run) < _MOST_SPACES:
+                    self._run += byte
                 continue
             self._seen[_kind(self._last), _kind(byte), self._depth] = run = self._run
             if self._last in self._behind and b"\n" not in run:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _LEAST_WAIT = 0.005  # seconds that any step waits for its masks; most are there earlier
 _FORCED_WAIT = 0.001  # seconds that a step waits for what a grammar forces, before it is computed
+_ASKED_LATELY = (
+    16  # tokens since a plan wanted what a row's grammar forces; more than the pauses between such questions
+)
 _WAIT_SHARE = 0.1  # of the time: steps together wait for no longer than this, beyond the least
 _WAIT_ALONE = 0.05  # seconds that a step waits if all of its rows are late already
 _ELSEWHERE = "on another rank, the grammar takes too long (--grammar-step-seconds), or its process has ended"
@@ -200,11 +203,24 @@ class Grammars:
         self.begin_drafts(rows, lens)
         found = [(-1, self.rows[row], length) for row, length in zip(rows, lens, strict=True) if row in self.rows]
         self._await(_Step(found, [], 0), [row for _, row, _ in found], time.monotonic() + _FORCED_WAIT)
-        states = [self._draft_state(row, length) for _, row, length in found]
-        if self._agree is not None and states:  # ranks that know more than others may not draft more
-            states = self._agree(states)
-        forced = {row.number: row.forced for (_, row, _), state in zip(found, states, strict=True) if state == IN_TIME}
-        return [forced.get(self.rows[row].number, []) if row in self.rows else [] for row in rows]
+        drafts: list[list[int]] = []
+        for _, row, length in found:
+            row.forced_asked = length
+            drafts.append(row.forced if self._draft_state(row, length) == IN_TIME else [])
+        if self._agree is not None and drafts:
+            drafts = self._agreed(drafts, self._agree)
+        forced = {row.number: draft for (_, row, _), draft in zip(found, drafts, strict=True)}
+        return [forced[self.rows[row].number] if row in self.rows else [] for row in rows]
+
+    def _agreed(self, drafts: list[list[int]], agree: Agree) -> list[list[int]]:
+        """As much of these drafts as all ranks have: the processes of each look for what is forced in their own time."""
+        most = self._limits.num_forced
+        own = [token for draft in drafts for token in (*draft[:most], *[-1] * (most - len(draft)))]
+        highest = agree([*own, *(-token for token in own)])
+        lowest = [-token for token in highest[len(own) :]]
+        same = [token if token == least else -1 for token, least in zip(highest, lowest, strict=False)]
+        parts = [same[at : at + most] for at in range(0, len(same), most)]
+        return [part[: part.index(-1)] if -1 in part else part for part in parts]
 
     def add_drafts(self, tokens: dict[int, int]) -> None:
         """A draft model has proposed one more token for each of these rows, by the mask that draft_masks() gave it. Ask for the masks behind
@@ -376,7 +392,7 @@ class Grammars:
         for _, row, length in own:
             if row.filled == row.asked == length - 1 and self._goes_on(row):  # the usual case
                 row.num_sent, row.asked, row.num_unanswered, row.is_ahead_asked = row.num_sent + 1, length, 1, False
-                num_forced = self._limits.num_forced if row.params.use_speculation else 0
+                num_forced = self._num_forced(row, length)
                 asked[row.process].append(RowToFill(row.number, row.tokens[-1:], length, num_forced=num_forced))
                 continue
             if length < row.prompt_len + len(row.tokens):
@@ -393,13 +409,17 @@ class Grammars:
                 row.is_ahead_asked = True
                 continue
             row.num_unanswered += 1
-            num_forced = self._limits.num_forced if row.params.use_speculation and not slots else 0
+            num_forced = 0 if slots else self._num_forced(row, length)
             drafts = row.drafts[: len(slots)]
             asked[row.process].append(RowToFill(row.number, new_tokens, length, drafts, slots, num_forced=num_forced))
         commands = {process: Fill(rows) for process, rows in asked.items()}
         for process, command in commands.items():
             process.ask(command)
         return commands
+
+    def _num_forced(self, row: GrammarRow, length: int) -> int:
+        """Tokens of a forced stretch to ask for with a mask: none where no plan has wanted one lately."""
+        return self._limits.num_forced if length - row.forced_asked <= _ASKED_LATELY else 0
 
     @staticmethod
     def _goes_on(row: GrammarRow) -> bool:

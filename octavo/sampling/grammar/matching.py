@@ -14,7 +14,7 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import Words, any_set, clear_bits, is_set, keep_only, set_bits, tokens_of
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
-from octavo.sampling.grammar.forced import MAX_TEXT, Forced, Spacing
+from octavo.sampling.grammar.forced import MAX_TOKENS, MOST_SECONDS, Forced, Spacing
 from octavo.sampling.grammar.growth import growth_of_grammar
 from octavo.sampling.grammar.guarded_matcher import GuardedMatcher, TokenKinds, compiled_part, guarded
 from octavo.sampling.grammar.mask_slots import MaskSlots
@@ -45,6 +45,7 @@ _OLD, _BRIEF = 1 / 80, 1 / 3200
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
 _NO_TOKENS: list[int] = []
+_FORCED_PAUSE = 64  # tokens
 
 
 class SharedVocabulary:
@@ -82,7 +83,8 @@ class _Row:
     filled_len: int = -1  # tokens of prompt and output with which its mask was last computed
     is_last: bool = False  # … and whether the token sampled with that mask is its last, because of max_tokens
     spacing: Spacing = field(default_factory=Spacing)  # of its output, …
-    num_spaced: int = 0  # … as far as so many of its tokens
+    num_spaced: int = 0  # … as far as its first `num_spaced` tokens
+    forced_from: int = 0  # tokens of its output from which on it may look for a forced stretch again
 
 
 class Matching:
@@ -245,7 +247,9 @@ class Matching:
         matcher = row.matcher
         if not isinstance(matcher, LLMatcher) or row.ending.end:
             return _NO_TOKENS
-        if row.max_len - asked.length - asked.num_forced <= row.ending.looks_at or row.spacing.num_bytes > MAX_TEXT:
+        if row.max_len - asked.length - asked.num_forced <= row.ending.looks_at:
+            return _NO_TOKENS
+        if not row.forced_from <= len(row.tokens) <= MAX_TOKENS:
             return _NO_TOKENS
         started = time.thread_time()
         spell = self._shared.kinds.spell
@@ -256,7 +260,10 @@ class Matching:
         if found is None:
             found, row.matcher = _NO_TOKENS, None
             self._restore(row, row.tokens)
-        row.credit += time.thread_time() - started
+        seconds = time.thread_time() - started
+        row.credit += min(seconds, MOST_SECONDS)
+        if seconds > MOST_SECONDS:  # a long text is forced, and to ask for it takes as long as what is left of it
+            row.forced_from = len(row.tokens) + _FORCED_PAUSE
         return found
 
     def _look_ahead(self, row: _Row, asked: RowToFill) -> int:

@@ -57,6 +57,7 @@ class GrammarRow:
     ahead_tokens: list[int] = field(default_factory=list)  # … these tokens
     num_ahead: int = 0  # of these masks: those that are there
     forced: list[int] = field(default_factory=list)  # tokens that the grammar forces behind `filled` ones
+    forced_asked: int = -(10**9)  # length of the row at which a plan last wanted those
     num_unanswered: int = 0  # times that masks were asked for and the process has not answered
     is_ahead_asked: bool = False  # masks behind drafted tokens were asked for at this length, or may still be written
     late: int = -1  # … and was last late

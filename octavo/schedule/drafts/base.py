@@ -30,7 +30,7 @@ class Drafter(Protocol):
 
     def verified(self, num_tokens: int, num_drafted: int, num_right: int, source: int = 0) -> None:
         """Of so many drafted tokens the first `num_right` came, which made the request `num_tokens` long. `num_drafted` 0: the worker was asked
-        for a draft and had none. `source`: FROM_MODEL or FROM_GRAMMAR: who in the worker; 0: the tokens came with the plan."""
+        for a draft and had none. `source`: FROM_MODEL or FROM_GRAMMAR: what drafted; 0: the plan had the tokens."""
 
 
 class Speculation(Protocol):
@@ -38,6 +38,9 @@ class Speculation(Protocol):
 
     def attach(self, request: "Request") -> None:
         """Give a new request its drafter, if it may have one."""
+
+    def forget(self) -> None:
+        """Forget the texts of requests that have ended."""
 
     def finished(self, request: "Request") -> None:
         """A request with a drafter has ended."""

@@ -65,6 +65,10 @@ class CostSpeculation:
         if recent is not None:
             recent.follower.keep(request.tokens, request.prompt_len)
 
+    def forget(self) -> None:
+        if self._recent is not None:
+            self._recent.forget()
+
     def state(self) -> SpeculationState | None:
         """What drafts depend on beside the tokens of requests and what is kept with these. None: nothing."""
         return None if self._recent is None else SpeculationState(self._num_in_vain, self._recent.state())
@@ -94,6 +98,9 @@ class CostSpeculation:
         room: int,
         limit: StallLimit | None = None,
     ) -> list[Draft]:
+        if self._recent is not None:
+            drafters = (recent_of(request.drafter) for _, request in rows)
+            self._recent.index(dict.fromkeys(each.follower.key for each in drafters if each is not None))
         if not self.settings.is_adaptive:
             offers = self._offers(rows, room, has_grammars=True)
             _take_all(offers, room)
@@ -135,9 +142,6 @@ class CostSpeculation:
     def _offers(self, rows: Sequence[tuple[int, Request]], room: int, has_grammars: bool = False) -> list["_Offered"]:
         """`has_grammars`: also of what grammars may force. Whether one does is known only in the worker, so no plan waits for that."""
         offers: list[_Offered] = []
-        if self._recent is not None:
-            drafters = (recent_of(request.drafter) for _, request in rows)
-            self._recent.index(dict.fromkeys(each.follower.key for each in drafters if each is not None))
         for at, request in rows:
             assert request.drafter is not None
             request.drafter.learn(request.tokens)

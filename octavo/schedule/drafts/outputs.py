@@ -9,7 +9,7 @@ import msgspec
 from octavo.schedule.drafts.suffix import Automaton
 
 MAX_TOKENS = 65_536  # of a key
-MAX_TOKENS_OF_ALL = 262_144  # which take about 40 MB
+MAX_TOKENS_OF_ALL = 262_144  # which take 45 to 60 MB
 MAX_KEYS = 1_024
 LEAST_OUTPUT = 8  # tokens; shorter outputs are not kept, because they save no steps
 CONTEXT = 16  # last tokens of the prompt that are kept before an output, so that its beginning can be found, too
@@ -51,7 +51,7 @@ class Part:
         self.num_outputs += 1
 
     def index(self, most: int) -> int:
-        """Add at most so many tokens to the automaton. Returns how many."""
+        """Add at most `most` tokens to the automaton. Returns how many."""
         start = self.num_indexed
         end = self.num_indexed = min(len(self.text), start + most)
         automaton = self.automaton
@@ -105,6 +105,10 @@ class RecentOutputs:
                     most -= part.index(most)
             if not most:
                 return
+
+    def forget(self) -> None:
+        self._parts.clear()
+        self.num_tokens = 0
 
     def state(self) -> RecentState:
         keys = [

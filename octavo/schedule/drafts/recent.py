@@ -121,7 +121,7 @@ class Follower:
 
 
 class RecentDrafter:
-    """Proposes what its own text or the recent outputs are more likely to be right with; as much the same: that with the longer match."""
+    """Proposes what its own text or the recent outputs are more likely to be right with; if both are equally likely, the longer match."""
 
     def __init__(self, own: SuffixDrafter, follower: Follower) -> None:
         self._own, self.follower = own, follower

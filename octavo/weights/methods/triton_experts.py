@@ -61,7 +61,7 @@ class TritonExperts(PlainExperts):
         request, gate = self.request, self.request.gate
         if not self._can_group or request.is_part or x.dtype != torch.bfloat16 or not x.is_contiguous():
             return None
-        choice = choose_few_plain(len(x), num_chosen, request.hidden_size, request.inner_size)
+        choice = choose_few_plain(len(x), num_chosen, request.num_experts, request.hidden_size, request.inner_size)
         if choice is None:
             return None
         return plain_experts_of_few(

@@ -112,7 +112,7 @@ class HopperMxfp4Experts(HeldExperts):
         self, x: Tensor, norm: NormWeights, router: RouterWeights, num_chosen: int, is_normalised: bool
     ) -> Tensor | None:
         request, gate = self._request, self._request.gate
-        choice = choose_few_packed(len(x), num_chosen, request.hidden_size, request.inner_size)
+        choice = choose_few_packed(len(x), num_chosen, request.num_experts, request.hidden_size, request.inner_size)
         if choice is None or self._is_fixed or request.is_part or not x.is_contiguous():
             return None
         return packed_experts_of_few(

@@ -94,19 +94,38 @@ def choose_plain(num_tokens: int, num_chosen: int, num_experts: int) -> PlainCho
     return PlainChoice((128, 256, 4, 1), (128, 256, 4, 1))
 
 
+_MOST_RANKED = 128  # experts, each of whose keys every program compares with all others
+
+
 @cache
-def choose_few_plain(num_tokens: int, num_chosen: int, depth: int, inner_size: int) -> PlainFewTile | None:
+def choose_few_plain(
+    num_tokens: int, num_chosen: int, num_experts: int, depth: int, inner_size: int
+) -> PlainFewTile | None:
     """For so few tokens that most experts serve one: the tiles of `bf16_few`, as measured for Qwen3-30B-A3B. None: too many tokens, or another
     kind of shape."""
-    if captured_size(num_tokens) > 4 or not 4 < num_chosen <= 8 or depth > 2048 or inner_size > 1024:
+    if (
+        captured_size(num_tokens) > 4
+        or num_experts > _MOST_RANKED
+        or not 4 < num_chosen <= 8
+        or depth > 2048
+        or inner_size > 1024
+    ):
         return None
     return 4, 3, 6, 8, 1, 16, 128, 128
 
 
 @cache
-def choose_few_packed(num_tokens: int, num_chosen: int, depth: int, inner_size: int) -> PackedFewTile | None:
+def choose_few_packed(
+    num_tokens: int, num_chosen: int, num_experts: int, depth: int, inner_size: int
+) -> PackedFewTile | None:
     """The same of `mxfp4_few`, as measured for gpt-oss-20b."""
-    if captured_size(num_tokens) > 2 or num_chosen != 4 or min(depth, inner_size) < 2048 or inner_size % 32:
+    if (
+        captured_size(num_tokens) > 2
+        or num_experts > _MOST_RANKED
+        or num_chosen != 4
+        or min(depth, inner_size) < 2048
+        or inner_size % 32
+    ):
         return None
     return 4, 6, 168, 2, 3, 128
 
